@@ -87,7 +87,7 @@ cluster-down: venv ## Take it down again
 # What `make test` runs, and what each part may cost, is the table in tests/run/parts.py.
 PARTS := $(BIN)/python -m tests.run --direct
 
-check: $(VENV)/.frameworks ## Style, types, import contracts (lint: the same)
+check: $(VENV)/.frameworks ## Style, names, layout, prose, types, import contracts (lint: the same)
 	$(PARTS) style contracts types
 
 lint: check

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .scripts.guard import TIMED_OUT, run
+from .scripts.guard import TIMED_OUT, run_guarded
 
 HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 3 * 3600.0
@@ -32,35 +32,37 @@ class Verdict:
 
 
 def main(names: list[str]) -> int:
-    known = sorted(path.stem for path in HERE.glob("[!_]*.py"))
-    unknown = set(names) - set(known)
+    bench_names = sorted(path.stem for path in HERE.glob("[!_]*.py"))
+    unknown = set(names) - set(bench_names)
     if unknown:
-        print(f"no bench {', '.join(sorted(unknown))}; there are: {', '.join(known)}", file=sys.stderr)
+        print(f"no bench {', '.join(sorted(unknown))}; there are: {', '.join(bench_names)}", file=sys.stderr)
         return 2
-    verdicts = {name: bench(name) for name in names or known}
-    for name, of_bench in verdicts.items():
-        if not of_bench.ran:
+    verdicts = {name: run_bench(name) for name in names or bench_names}
+    for name, verdict in verdicts.items():
+        if not verdict.ran:
             print(f"{name}: not run", file=sys.stderr)
-        elif of_bench.failure:
-            print(f"{name}: failed: {of_bench.failure}", file=sys.stderr)
-    if any(of_bench.failure for of_bench in verdicts.values()):
+        elif verdict.failure:
+            print(f"{name}: failed: {verdict.failure}", file=sys.stderr)
+    if any(verdict.failure for verdict in verdicts.values()):
         return 1
-    return NOT_RUN if not any(of_bench.ran for of_bench in verdicts.values()) else 0
+    return NOT_RUN if not any(verdict.ran for verdict in verdicts.values()) else 0
 
 
-def bench(name: str) -> Verdict:
+def run_bench(name: str) -> Verdict:
     print(f"== {name}", file=sys.stderr, flush=True)
-    last = ""
+    last_line = ""
 
-    def line(text: str) -> None:
-        nonlocal last
+    def on_line(text: str) -> None:
+        nonlocal last_line
         print(text, end="", flush=True)
-        last = text
+        last_line = text
 
-    return verdict(run([sys.executable, "-m", f"bench.{name}"], TIMEOUT_SECONDS, line, cwd=HERE.parent), last)
+    return build_verdict(
+        run_guarded([sys.executable, "-m", f"bench.{name}"], TIMEOUT_SECONDS, on_line, cwd=HERE.parent), last_line
+    )
 
 
-def verdict(status: int, last_line: str) -> Verdict:
+def build_verdict(status: int, last_line: str) -> Verdict:
     """By a bench's exit status and the last line of its output, its result."""
     if status == NOT_RUN:
         return Verdict(ran=False)
@@ -70,14 +72,14 @@ def verdict(status: int, last_line: str) -> Verdict:
         result = json.loads(last_line)
     except ValueError:
         result = None
-    if isinstance(result, dict) and (missed := goals_missed(result)):
+    if isinstance(result, dict) and (missed := list_missed_goals(result)):
         return Verdict(failure=f"not reached: {', '.join(missed)}")
     if status or not isinstance(result, dict):
         return Verdict(failure=f"exit status {status}" if status else "no result")
     return Verdict()
 
 
-def goals_missed(result: Mapping[str, Any]) -> list[str]:
+def list_missed_goals(result: Mapping[str, Any]) -> list[str]:
     """`holds` is one truth, or one for each goal; a result without goals misses none."""
     holds = result.get("holds", True)
     goals = holds if isinstance(holds, dict) else {"holds": holds}

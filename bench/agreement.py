@@ -11,80 +11,86 @@ import time
 from collections.abc import Sequence
 
 from bench.scripts.decisions import on_cluster
-from bench.scripts.decisions.agreement import NEAR, Compared
+from bench.scripts.decisions.agreement import MAX_DIFFERENCE, Compared
 from bench.scripts.decisions.on_cluster import (
     CALM_SECONDS,
     CASES,
     SECONDS_A_SAMPLE,
     SLOW_SECONDS,
     TAIL_SECONDS,
-    Case,
+    ClusterCase,
 )
 from bench.scripts.decisions.simulated import REPLICAS, SLOW_RANK
 from testcluster import release
-from testcluster.shell import say
-from tests.support.cluster import Cluster, running_cluster, scratch_namespace
-from tests.support.jobs import Job, manifest
+from testcluster.shell import log_progress
+from testing.kubernetes.cluster import KubectlCluster, running_cluster, scratch_namespace
+from testing.kubernetes.jobs import ClusterJob, build_job_manifest
 
-SETTLES_SECONDS = 15.0
+SETTLE_SECONDS = 15.0
 """Of a job that has just begun: its first steps are slow."""
 
 
 def main() -> None:
     with running_cluster() as cluster:
-        release.install()
+        release.install_release()
         with scratch_namespace(cluster) as namespace:
-            jobs = [apply(cluster, namespace, case) for case in CASES]
+            jobs = [apply_job(cluster, namespace, case) for case in CASES]
             for job, case in zip(jobs, CASES, strict=True):
-                job.until_calm(spares=case.spares)
-            struck = strike(jobs)
-            compared = [compare(job, case, struck) for job, case in zip(jobs, CASES, strict=True)]
-            remedies = {job.name: [i.get("status", {}).get("remedy") for i in job.incidents()] for job in jobs}
-    print("\n".join(each.words for each in compared))
-    print(json.dumps(result(compared, remedies)))
+                job.wait_until_calm(spares=case.spares)
+            injected_at = inject_faults(jobs)
+            comparisons = [compare_case(job, case, injected_at) for job, case in zip(jobs, CASES, strict=True)]
+            remedies = {job.name: [i.get("status", {}).get("remedy") for i in job.list_incidents()] for job in jobs}
+    print("\n".join(comparison.description for comparison in comparisons))
+    print(json.dumps(build_result(comparisons, remedies)))
 
 
-def apply(cluster: Cluster, namespace: str, case: Case) -> Job:
-    body = manifest(
+def apply_job(cluster: KubectlCluster, namespace: str, case: ClusterCase) -> ClusterJob:
+    body = build_job_manifest(
         case.name,
-        ["pacekeeper", "run", "tests/support/scripts/slowed.py"],
+        ["pacekeeper", "run", "testing/scripts/slowed.py"],
         environment={"FOLDER": "/checkpoints", "SECONDS_A_SAMPLE": str(SECONDS_A_SAMPLE)},
         replicas=REPLICAS,
         spares=case.spares,
         checkpoint={"everySteps": 1000, "volumeClaimName": case.name},
     )
-    return Job.apply(cluster, namespace, body)
+    return ClusterJob.apply(cluster, namespace, body)
 
 
-def strike(jobs: Sequence[Job]) -> float:
+def inject_faults(jobs: Sequence[ClusterJob]) -> float:
     """All at once. When that was, in seconds since the epoch; returns once all is over."""
-    say(f"calm for {SETTLES_SECONDS + CALM_SECONDS:.0f} s")
-    time.sleep(SETTLES_SECONDS + CALM_SECONDS)
-    struck, slow = time.time(), []
+    log_progress(f"calm for {SETTLE_SECONDS + CALM_SECONDS:.0f} s")
+    time.sleep(SETTLE_SECONDS + CALM_SECONDS)
+    injected_at, slow_paths = time.time(), []
     for job, case in zip(jobs, CASES, strict=True):
-        slow.append(job.folder() / f"seconds-{job.worker(SLOW_RANK)}")
-        beside = slow[-1].with_name("beside")  # ranks read it all the time
-        beside.write_text(str(case.factor * SECONDS_A_SAMPLE))
-        beside.rename(slow[-1])
-    say(f"one worker of each is slow for {SLOW_SECONDS:.0f} s")
+        slow_paths.append(job.find_checkpoint_folder() / f"seconds-{job.find_worker(SLOW_RANK)}")
+        temporary = slow_paths[-1].with_name("new")  # ranks read it all the time
+        temporary.write_text(str(case.factor * SECONDS_A_SAMPLE))
+        temporary.rename(slow_paths[-1])
+    log_progress(f"one worker of each is slow for {SLOW_SECONDS:.0f} s")
     time.sleep(SLOW_SECONDS)
-    for path in slow:
+    for path in slow_paths:
         path.unlink()
-    say(f"and well again for {TAIL_SECONDS:.0f} s")
+    log_progress(f"and well again for {TAIL_SECONDS:.0f} s")
     time.sleep(TAIL_SECONDS)
-    return struck
+    return injected_at
 
 
-def compare(job: Job, case: Case, struck: float) -> Compared:
-    diaries = [(job.folder() / f"steps-{rank}").read_text().splitlines(keepends=True) for rank in range(REPLICAS)]
-    return on_cluster.compare(case, {rank: on_cluster.read(lines) for rank, lines in enumerate(diaries)}, struck)
+def compare_case(job: ClusterJob, case: ClusterCase, injected_at: float) -> Compared:
+    diaries = [
+        (job.find_checkpoint_folder() / f"steps-{rank}").read_text().splitlines(keepends=True)
+        for rank in range(REPLICAS)
+    ]
+    return on_cluster.compare_with_coarse_clock(
+        case, {rank: on_cluster.parse_diary(lines) for rank, lines in enumerate(diaries)}, injected_at
+    )
 
 
-def result(compared: Sequence[Compared], remedies: dict[str, list[str]]) -> dict[str, object]:
+def build_result(comparisons: Sequence[Compared], remedies: dict[str, list[str]]) -> dict[str, object]:
     removed = {
-        case.name: {"cluster": each.there, "coarse": each.coarse} for case, each in zip(CASES, compared, strict=True)
+        case.name: {"cluster": comparison.there, "coarse": comparison.coarse}
+        for case, comparison in zip(CASES, comparisons, strict=True)
     }
-    holds = {f"within {NEAR:.0%}": all(each.agrees for each in compared)}
+    holds = {f"within {MAX_DIFFERENCE:.0%}": all(comparison.agrees for comparison in comparisons)}
     return {"bench": "agreement", "removed": removed, "remedies": remedies, "holds": holds}
 
 

@@ -25,10 +25,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from bench.scripts.decisions import agreement, draw, figures, simulated
+from bench.scripts.decisions import agreement, draw, outcome_statistics, simulated
 from bench.scripts.decisions.draw import Scenario
-from bench.scripts.decisions.ours import Looks
-from bench.scripts.decisions.outcome import Outcome, outcome, quiet
+from bench.scripts.decisions.ours import PassIntervals
+from bench.scripts.decisions.outcome import Outcome, run_calm_scenario, run_policies
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ class Sizes:
     calm_hours: Mapping[int, float] = field(default_factory=dict)
     """By ranks, looked at as often as usual."""
     calm_days: int = 0
-    """Of four ranks, looked at for a minute and a half twice an hour, in lots of LOT_DAYS."""
+    """Of four ranks, looked at for a minute and a half twice an hour, in lots of DAYS_PER_LOT."""
     worlds: int | None = 0
     """Of the simulator, for each of its cases; 0: those alone that are compared, in one; None: none."""
 
@@ -51,88 +51,107 @@ FULL = Sizes(
     (*range(1_024_000, 1_024_020), *range(64_000, 64_120), *range(4000, 4240)),
     {1024: 1.0, 64: 100.0, 4: 100.0},
     1000,
-    simulated.SEEDS,
+    simulated.SEED_COUNT,
 )
 QUICK = Sizes((*range(64_000, 64_005), *range(4000, 4014)), {64: 0.5, 4: 2.0})
-LOT_DAYS = 10
-OFTEN = Looks(every=6)
+DAYS_PER_LOT = 10
+FREQUENT_PASSES = PassIntervals(every=6)
 """At a job in which nothing happens: a window of steps is hardly longer."""
-SELDOM = Looks(every=12, row=8, rest=1710)
+RARE_PASSES = PassIntervals(every=12, row=8, rest=1710)
 """Enough in a row for ranks that are a little slow, window after window, to be told from luck (`observe.lasting`)."""
 
 
 def main() -> int:
-    sizes, began = asked(os.environ), time.perf_counter()
-    with ProcessPoolExecutor(initializer=_begin) as pool:
-        outcomes = list(_told("scenarios", pool.map(outcome, _scenarios(sizes))))
-        print("\n".join([*figures.table(outcomes), "\nworst:", *figures.worst(outcomes)]), flush=True)
-        calm = list(_told("days without a fault", pool.map(_calm, _calm_scenarios(sizes))))
-        cases = [] if sizes.worlds is None else simulated.cases(sizes.worlds)
-        played = list(_told("simulated", pool.map(simulated.play, cases)))
-    alone = figures.summary(outcomes, calm)
-    holds = dict(alone.pop("holds"))  # type: ignore[call-overload]  # it is a dictionary
-    told: dict[str, object] = {}
-    if found := simulated.results(played):
-        compared = agreement.compare(found)
+    sizes, start = read_sizes(os.environ), time.perf_counter()
+    with ProcessPoolExecutor(initializer=_init_worker) as pool:
+        outcomes = list(_report_progress("scenarios", pool.map(run_policies, _draw_scenarios(sizes))))
+        print(
+            "\n".join(
+                [*outcome_statistics.format_table(outcomes), "\nworst:", *outcome_statistics.format_worst(outcomes)]
+            ),
+            flush=True,
+        )
+        calm_outcomes = list(
+            _report_progress("days without a fault", pool.map(_run_calm_scenario, _draw_calm_scenarios(sizes)))
+        )
+        cases = [] if sizes.worlds is None else simulated.list_cases(sizes.worlds)
+        played = list(_report_progress("simulated", pool.map(simulated.play_case, cases)))
+    summary_of_scenarios = outcome_statistics.build_summary(outcomes, calm_outcomes)
+    holds = dict(summary_of_scenarios.pop("holds"))  # type: ignore[call-overload]  # it is a dictionary
+    simulated_metrics: dict[str, object] = {}
+    if results := simulated.build_results(played):
+        comparisons = agreement.compare_results(results)
         print("\nin the simulator, and on the coarse clock:")
-        print("\n".join(each.words for each in compared))
-        holds[f"the simulator within {agreement.NEAR:.0%}"] = all(each.agrees for each in compared)
+        print("\n".join(comparison.description for comparison in comparisons))
+        holds[f"the simulator within {agreement.MAX_DIFFERENCE:.0%}"] = all(
+            comparison.agrees for comparison in comparisons
+        )
     if sizes.worlds:
         print()
-        told, more = simulated.report(found)
-        holds |= more
-    seconds = time.perf_counter() - began
-    summary = {"bench": "decisions", **alone, "simulated": told, "seconds": seconds, "holds": holds}
+        simulated_metrics, simulated_holds = simulated.print_report(results)
+        holds |= simulated_holds
+    seconds = time.perf_counter() - start
+    summary = {
+        "bench": "decisions",
+        **summary_of_scenarios,
+        "simulated": simulated_metrics,
+        "seconds": seconds,
+        "holds": holds,
+    }
     print(json.dumps(summary))
     return 0 if all(holds.values()) else 1
 
 
-def asked(environment: Mapping[str, str]) -> Sizes:
+def read_sizes(environment: Mapping[str, str]) -> Sizes:
     if "SEEDS" in environment:
-        return Sizes(_seeds(environment["SEEDS"]), worlds=None)
+        return Sizes(_parse_seeds(environment["SEEDS"]), worlds=None)
     return QUICK if environment.get("QUICK") else FULL
 
 
-def _seeds(words: str) -> list[int]:
-    ends = [part.partition("-") for part in words.split(",")]
+def _parse_seeds(text: str) -> list[int]:
+    ranges = [part.partition("-") for part in text.split(",")]
     try:
-        seeds = [seed for first, _, last in ends for seed in range(int(first), int(last or first) + 1)]
+        seeds = [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
     except ValueError:
         seeds = []
     if not seeds or not {seed // 1000 for seed in seeds} <= set(FULL.calm_hours):
         sys.exit(
-            f"SEEDS={words}: each is a thousand times 4, 64 or 1024, and a number below a thousand: 4109-4158,64030"
+            f"SEEDS={text}: each is a thousand times 4, 64 or 1024, and a number below a thousand: 4109-4158,64030"
         )
     return seeds
 
 
-def _begin() -> None:
+def _init_worker() -> None:
     gc.freeze()
     logging.getLogger("pacekeeper_operator").setLevel(logging.CRITICAL)
 
 
-def _told(name: str, results: Iterator[Result]) -> Iterator[Result]:
+def _report_progress(name: str, results: Iterator[Result]) -> Iterator[Result]:
     """The same, and how far they are."""
-    began = time.perf_counter()
-    for done, result in enumerate(results, start=1):
-        if done % 10 == 0:
-            print(f"{name}: {done}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    for count, result in enumerate(results, start=1):
+        if count % 10 == 0:
+            print(f"{name}: {count}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         yield result
 
 
-def _scenarios(sizes: Sizes) -> list[Scenario]:
+def _draw_scenarios(sizes: Sizes) -> list[Scenario]:
     """The longest first, so that no processor is left alone with one at the end."""
-    return [draw.scenario(seed, ranks=seed // 1000) for seed in sorted(sizes.seeds, reverse=True)]
+    return [draw.draw_scenario(seed, ranks=seed // 1000) for seed in sorted(sizes.seeds, reverse=True)]
 
 
-def _calm_scenarios(sizes: Sizes) -> list[tuple[Scenario, Looks]]:
-    often = [(draw.healthy(ranks, hours, ranks), OFTEN) for ranks, hours in sizes.calm_hours.items()]
-    lots = sizes.calm_days // LOT_DAYS
-    return often + [(draw.healthy(10_000 + lot, 24.0 * LOT_DAYS, 4), SELDOM) for lot in range(lots)]
+def _draw_calm_scenarios(sizes: Sizes) -> list[tuple[Scenario, PassIntervals]]:
+    frequent = [
+        (draw.draw_healthy_scenario(ranks, hours, ranks), FREQUENT_PASSES) for ranks, hours in sizes.calm_hours.items()
+    ]
+    lot_count = sizes.calm_days // DAYS_PER_LOT
+    return frequent + [
+        (draw.draw_healthy_scenario(10_000 + lot, 24.0 * DAYS_PER_LOT, 4), RARE_PASSES) for lot in range(lot_count)
+    ]
 
 
-def _calm(of: tuple[Scenario, Looks]) -> Outcome:
-    return quiet(*of)
+def _run_calm_scenario(case: tuple[Scenario, PassIntervals]) -> Outcome:
+    return run_calm_scenario(*case)
 
 
 if __name__ == "__main__":

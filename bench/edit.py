@@ -4,7 +4,7 @@ What each part of the penalty is worth on clean and on dirty data: ours, as publ
 
 All in one process, without a clock: replicas of a tiny GPT train one after the other, and only what they learn counts.
 Dirty data has random bytes in place of a replica's samples, or of everybody's, for the time between two
-synchronisations. A seed has the same samples, garbage and initial parameters for all sides. DiLoCo is its published
+synchronizations. A seed has the same samples, garbage and initial parameters for all sides. DiLoCo is its published
 rule, which torchft's class applies (torch's SGD with Nesterov momentum on the plain mean), by our outer optimizer.
 QUICK=1: one seed and few steps, which says whether it works; there are no goals then. CURVES=picture.svg: draws the
 first seed's curves there.
@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from bench.scripts.edit.drawing import picture
-from bench.scripts.edit.training import ALL_GARBLED, LOCAL_BATCH, ONE_GARBLED, SYNC_EVERY, Curve, Run, train
-from bench.scripts.stragglers.hosts import say
+from bench.scripts.edit.drawing import draw_picture
+from bench.scripts.edit.training import ALL_GARBLED, LOCAL_BATCH, ONE_GARBLED, SYNC_EVERY, Curve, Run, train_side
+from bench.scripts.stragglers.hosts import log_progress
 from pacekeeper.replication.local_sgd import OuterSGD
-from pacekeeper_analysis.pseudo_gradient import Penalty
+from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
 
-OFF = 1e9
+UNREACHABLE = 1e9
 """A threshold, temperature or norm that nothing reaches."""
 
 
@@ -43,7 +43,7 @@ class Sizes:
     """Of each replica."""
     warmup: int
     judged_from: int
-    """Synchronisations that the penalty learns from before it judges, and as many until data may be dirty."""
+    """Synchronizations that the penalty learns from before it judges, and as many until data may be dirty."""
     seeds: int
     workers: tuple[int, ...]
     learning_rates: tuple[float, ...]
@@ -54,37 +54,37 @@ QUICK = Sizes(2, 48, 16, 2, 1, (1, 2), (2e-3, 4e-3))
 SIZES = QUICK if os.environ.get("QUICK") else FULL
 LEARNING_RATE = 4e-3
 """Of the ablation: what `bench stragglers` finds best for EDiT."""
-POINTS = 20
+CURVE_POINTS = 20
 
 PENALTY = Penalty(warmup=SIZES.judged_from)
 SIDES: Mapping[str, OuterSGD | None] = {
     "ddp": None,
     "diloco": OuterSGD(lr=0.7, momentum=0.9, penalty=Penalty(enabled=False)),
     "penalty": OuterSGD(penalty=PENALTY),
-    "without_elimination": OuterSGD(penalty=replace(PENALTY, threshold=OFF)),
-    "without_weights": OuterSGD(penalty=replace(PENALTY, temperature=OFF)),
-    "without_clipping": OuterSGD(penalty=replace(PENALTY, clip=OFF)),
+    "without_elimination": OuterSGD(penalty=replace(PENALTY, threshold=UNREACHABLE)),
+    "without_weights": OuterSGD(penalty=replace(PENALTY, temperature=UNREACHABLE)),
+    "without_clipping": OuterSGD(penalty=replace(PENALTY, clip=UNREACHABLE)),
     "without_all": OuterSGD(penalty=Penalty(enabled=False)),
-    "published": OuterSGD(penalty=Penalty.paper(warmup=SIZES.judged_from)),
+    "published": OuterSGD(penalty=Penalty.from_paper(warmup=SIZES.judged_from)),
 }
-"""How replicas synchronise; None: they average gradients in every step."""
-BY_WORKERS = ("ddp", "diloco", "penalty")
+"""How replicas synchronize; None: they average gradients in every step."""
+SIDES_BY_WORKERS = ("ddp", "diloco", "penalty")
 
 Losses = Mapping[str, Sequence[float]]
 """At the end of the run, by side: one a seed, in the same order for all."""
 
 
 def main() -> None:
-    picture_at = Path(os.environ["CURVES"]) if os.environ.get("CURVES") else None
-    if picture_at is not None and (picture_at.is_dir() or not picture_at.absolute().parent.is_dir()):
-        sys.exit(f"CURVES={picture_at}: it is a folder, or lies in none")
+    picture_path = Path(os.environ["CURVES"]) if os.environ.get("CURVES") else None
+    if picture_path is not None and (picture_path.is_dir() or not picture_path.absolute().parent.is_dir()):
+        sys.exit(f"CURVES={picture_path}: it is a folder, or lies in none")
     torch.set_num_threads(1)
     curves: dict[str, dict[str, Curve]] = {}
     losses: dict[str, Losses] = {}
     for name, dirty in (("clean", False), ("dirty", True)):
-        of_seeds = ablation(dirty)
-        losses[name] = {side: [curve[-1][1] for curve in its] for side, its in of_seeds.items()}
-        curves[name] = {side: its[0] for side, its in of_seeds.items()}
+        curves_by_side = run_ablation(dirty)
+        losses[name] = {side: [curve[-1][1] for curve in values] for side, values in curves_by_side.items()}
+        curves[name] = {side: values[0] for side, values in curves_by_side.items()}
     result: dict[str, Any] = {
         "bench": "edit",
         "replicas": SIZES.replicas,
@@ -94,80 +94,80 @@ def main() -> None:
         "garbled": {"one": ONE_GARBLED, "all": ALL_GARBLED},
         "learning_rate": LEARNING_RATE,
         "seeds": SIZES.seeds,
-        **{name: medians(its) for name, its in losses.items()},
-        "against_without_all": {name: ratios(its, "without_all") for name, its in losses.items()},
+        **{name: compute_medians(values) for name, values in losses.items()},
+        "against_without_all": {name: compute_ratios(values, "without_all") for name, values in losses.items()},
         "curves": curves,
-        "by_workers": by_workers(),
+        "by_workers": measure_losses_by_workers(),
     }
-    if picture_at is not None:
-        picture_at.write_text(picture(curves))
+    if picture_path is not None:
+        picture_path.write_text(draw_picture(curves))
     if SIZES is FULL:
-        result["holds"] = goals(losses["clean"], losses["dirty"])
-    print(json.dumps(rounded(result)))
+        result["holds"] = check_goals(losses["clean"], losses["dirty"])
+    print(json.dumps(round_numbers(result)))
 
 
-def ablation(dirty: bool) -> dict[str, list[Curve]]:
+def run_ablation(dirty: bool) -> dict[str, list[Curve]]:
     """Of each side, one curve a seed."""
     curves: dict[str, list[Curve]] = {side: [] for side in SIDES}
     for seed in range(1, SIZES.seeds + 1):
         run = Run(SIZES.replicas, SIZES.steps, SIZES.warmup, LEARNING_RATE, seed, SIZES.judged_from, dirty)
         for side, outer in SIDES.items():
-            curves[side].append(train(run, outer, POINTS))
-            say(f"{'dirty' if dirty else 'clean'}, seed {seed}, {side}: {curves[side][-1][-1][1]:.4f}")
+            curves[side].append(train_side(run, outer, CURVE_POINTS))
+            log_progress(f"{'dirty' if dirty else 'clean'}, seed {seed}, {side}: {curves[side][-1][-1][1]:.4f}")
     return curves
 
 
-def by_workers() -> dict[str, dict[str, dict[str, float]]]:
+def measure_losses_by_workers() -> dict[str, dict[str, dict[str, float]]]:
     """Side → workers → learning rate → median of the losses at the end, on clean data.
 
     A worker's batch and steps are the same however many there are.
     """
     table: dict[str, dict[str, dict[str, float]]] = {}
-    for side in BY_WORKERS:
+    for side in SIDES_BY_WORKERS:
         for workers in SIZES.workers:
             for rate in SIZES.learning_rates:
                 runs = [
                     Run(workers, SIZES.steps // 2, SIZES.warmup, rate, seed)
                     for seed in range(1, min(SIZES.seeds, 3) + 1)
                 ]
-                loss = statistics.median(train(run, SIDES[side], 1)[-1][1] for run in runs)
+                loss = statistics.median(train_side(run, SIDES[side], 1)[-1][1] for run in runs)
                 table.setdefault(side, {}).setdefault(str(workers), {})[str(rate)] = loss
-                say(f"{workers} workers, rate {rate}, {side}: {loss:.4f}")
+                log_progress(f"{workers} workers, rate {rate}, {side}: {loss:.4f}")
     return table
 
 
-def medians(losses: Losses) -> dict[str, float]:
-    return {side: statistics.median(its) for side, its in losses.items()}
+def compute_medians(losses: Losses) -> dict[str, float]:
+    return {side: statistics.median(values) for side, values in losses.items()}
 
 
-def ratios(losses: Losses, base: str) -> dict[str, float]:
+def compute_ratios(losses: Losses, base: str) -> dict[str, float]:
     """Of each side, the median over seeds of its loss as a share of the base's with the same seed."""
     return {
-        side: statistics.median(one / other for one, other in zip(its, losses[base], strict=True))
-        for side, its in losses.items()
+        side: statistics.median(loss / base_loss for loss, base_loss in zip(values, losses[base], strict=True))
+        for side, values in losses.items()
     }
 
 
-CLEAN_MARGIN = 1.01
+MAX_CLEAN_RATIO = 1.01
 
 
-def goals(clean: Losses, dirty: Losses) -> dict[str, bool]:
+def check_goals(clean: Losses, dirty: Losses) -> dict[str, bool]:
     """What the penalty is for: it wins on dirty data, and costs nothing where nothing is wrong. Paired by seed."""
     return {
-        "clean_1_percent": ratios(clean, "without_all")["penalty"] <= CLEAN_MARGIN,
-        "dirty_below_plain_averaging": ratios(dirty, "without_all")["penalty"] < 1,
-        "dirty_below_diloco": ratios(dirty, "diloco")["penalty"] < 1,
-        "dirty_elimination_pays": ratios(dirty, "without_elimination")["penalty"] < 1,
-        "dirty_no_worse_than_published": ratios(dirty, "published")["penalty"] <= CLEAN_MARGIN,
+        "clean_1_percent": compute_ratios(clean, "without_all")["penalty"] <= MAX_CLEAN_RATIO,
+        "dirty_below_plain_averaging": compute_ratios(dirty, "without_all")["penalty"] < 1,
+        "dirty_below_diloco": compute_ratios(dirty, "diloco")["penalty"] < 1,
+        "dirty_elimination_pays": compute_ratios(dirty, "without_elimination")["penalty"] < 1,
+        "dirty_no_worse_than_published": compute_ratios(dirty, "published")["penalty"] <= MAX_CLEAN_RATIO,
     }
 
 
-def rounded(value: Any) -> Any:
+def round_numbers(value: Any) -> Any:
     """Numbers to four decimals, in lists and dictionaries of any depth."""
     if isinstance(value, dict):
-        return {key: rounded(its) for key, its in value.items()}
+        return {key: round_numbers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(its) for its in value]
+        return [round_numbers(item) for item in value]
     return round(value, 4) if isinstance(value, float) else value
 
 

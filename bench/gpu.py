@@ -19,10 +19,10 @@ from typing import Any
 
 from bench.__main__ import NOT_RUN
 from bench.scripts.gpu import keeping, measures, transfers
-from bench.scripts.gpu.machine import DEVICE, NCCL, ON_GPU, facts, why_not
-from bench.scripts.gpu.recovery import recovery
+from bench.scripts.gpu.machine import DEVICE, NCCL, ON_GPU, explain_missing_gpu, read_machine_facts
+from bench.scripts.gpu.recovery import measure_recovery
 from bench.scripts.gpu.workers import run_workers
-from pacekeeper.launcher.nccl import PLUGIN, why_unusable
+from pacekeeper.launcher.network.nccl_plugin import PROFILER_PLUGIN_PATH, explain_unusable_plugin
 
 STEPS = 10 if os.environ.get("QUICK") else 60
 REPEATS = 1 if os.environ.get("QUICK") else 5
@@ -30,53 +30,68 @@ TOLERANCE = 0.03
 STEP_SECONDS = 0.05
 LAYERS, WIDTH = 24, 1024 if ON_GPU else 64
 """Some 100 MB of gradients: several all-reduces a step."""
-OVERHEAD = 0.005
-HIDDEN = 0.5
+MAX_OVERHEAD = 0.005
+MIN_HIDDEN_SHARE = 0.5
 STATE_BYTES = 8 * 10**9 if ON_GPU else 2 * 10**8
-KEPT = 2 if os.environ.get("QUICK") else 5
+RUNS_PER_KIND = 2 if os.environ.get("QUICK") else 5
 """Snapshots, checkpoints and ways back, of each kind."""
-MOST_OF_THE_TIME = 0.01
+MAX_TIME_SHARE = 0.01
 COPY_MARGIN = 1.25
 """A checkpoint may hold a step up so many times as long as the bare copy of the state to pinned memory."""
 
 
 def main() -> int:
-    if reason := why_not():
+    if reason := explain_missing_gpu():
         print(f"not run: {reason}", file=sys.stderr)
         return NOT_RUN
-    result: dict[str, Any] = {"bench": "gpu", "device": str(DEVICE), "machine": facts()}
+    result: dict[str, Any] = {"bench": "gpu", "device": str(DEVICE), "machine": read_machine_facts()}
     holds: dict[str, bool] = {}
-    for part in (times_alone, times_of_two, overhead, overlap, transfers_told, keeping_state, back_after_sigkill):
-        say(f"{part.__name__} …")
+    for part in (
+        measure_known_times,
+        times_of_two,
+        overhead,
+        overlap,
+        measure_transfer_recording,
+        keeping_state,
+        measure_recovery_after_sigkill,
+    ):
+        log_progress(f"{part.__name__} …")
         try:
-            found, goals = part()
+            metrics, goals = part()
         except RuntimeError as error:  # the other parts' figures are not to be lost
-            found, goals = {"error": str(error)}, {part.__name__: False}
-        say(json.dumps(found))
-        result[part.__name__] = found
+            metrics, goals = {"error": str(error)}, {part.__name__: False}
+        log_progress(json.dumps(metrics))
+        result[part.__name__] = metrics
         holds |= goals
     print(json.dumps(result | {"holds": holds}))
     return 0
 
 
-def times_alone() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_known_times() -> tuple[dict[str, Any], dict[str, bool]]:
     """Own work of a rank whose kernels take a known time."""
     errors = {}
-    for own in (0.05, 0.1, 0.2):
-        (found,) = run_workers(f"{measures.__name__}:steps", 1, own_seconds=[own], count=STEPS, backend=NCCL)
-        errors[own] = _median(found["own"]) / own - 1
-    return {"own_error": _rounded(errors)}, {"own_3_percent": max(map(abs, errors.values())) <= TOLERANCE}
+    for own_seconds in (0.05, 0.1, 0.2):
+        (metrics,) = run_workers(
+            f"{measures.__name__}:measure_steps", 1, own_seconds=[own_seconds], count=STEPS, backend=NCCL
+        )
+        errors[own_seconds] = _median(metrics["own"]) / own_seconds - 1
+    return {"own_error": _round_values(errors)}, {"own_3_percent": max(map(abs, errors.values())) <= TOLERANCE}
 
 
 def times_of_two() -> tuple[dict[str, Any], dict[str, bool]]:
     """Own work and waits of a fast and a slow rank. They take turns on the GPU, by milliseconds: hence long steps."""
-    own = (0.4, 0.6)
-    ranks = run_workers(f"{measures.__name__}:steps", 2, own_seconds=list(own), count=max(10, STEPS // 3))
-    own_errors = [_median(rank["own"]) / its - 1 for rank, its in zip(ranks, own, strict=True)]
-    waits = [_median([a - b for a, b in zip(rank["step"], rank["own"], strict=True)]) for rank in ranks]
-    wait_errors = [(wait - (max(own) - its)) / max(own) for wait, its in zip(waits, own, strict=True)]
-    found = {"own_error": own_errors, "exposed_s": waits, "exposed_error_of_step": wait_errors}
-    return {name: [round(value, 5) for value in values] for name, values in found.items()}, {
+    own_seconds = (0.4, 0.6)
+    ranks = run_workers(
+        f"{measures.__name__}:measure_steps", 2, own_seconds=list(own_seconds), count=max(10, STEPS // 3)
+    )
+    own_errors = [_median(rank["own"]) / expected - 1 for rank, expected in zip(ranks, own_seconds, strict=True)]
+    waits = [_median([step - work for step, work in zip(rank["step"], rank["own"], strict=True)]) for rank in ranks]
+    wait_errors = [
+        (wait - (max(own_seconds) - expected)) / max(own_seconds)
+        for wait, expected in zip(waits, own_seconds, strict=True)
+    ]
+    metrics = {"own_error": own_errors, "exposed_s": waits, "exposed_error_of_step": wait_errors}
+    return {name: [round(value, 5) for value in values] for name, values in metrics.items()}, {
         "own_of_two_3_percent": max(map(abs, own_errors)) <= TOLERANCE,
         "exposed_3_percent": max(map(abs, wait_errors)) <= TOLERANCE,
     }
@@ -84,68 +99,70 @@ def times_of_two() -> tuple[dict[str, Any], dict[str, bool]]:
 
 def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
     """What recording adds to steps of 50 ms on the GPU, and to the host's part of them; in turns."""
-    wall: dict[bool, list[float]] = {True: [], False: []}
-    host: dict[bool, list[float]] = {True: [], False: []}
+    wall_seconds: dict[bool, list[float]] = {True: [], False: []}
+    host_seconds: dict[bool, list[float]] = {True: [], False: []}
     records = 0.0
-    for watched in _in_turns(REPEATS):
-        (found,) = run_workers(
-            f"{measures.__name__}:steps",
+    for recording in _alternate_pairs(REPEATS):
+        (metrics,) = run_workers(
+            f"{measures.__name__}:measure_steps",
             1,
-            watched=watched,
+            watched=recording,
             own_seconds=[STEP_SECONDS],
             count=2 * STEPS,
             backend=NCCL,
             layers=LAYERS,
             width=WIDTH,
         )
-        wall[watched].append(found["mean"])
-        host[watched].append(_median(found["host"]))
-        records = max(records, found["records"])
+        wall_seconds[recording].append(metrics["mean"])
+        host_seconds[recording].append(_median(metrics["host"]))
+        records = max(records, metrics["records"])
 
-    def times(watched: bool) -> dict[str, float]:
+    def summarize_times(recording: bool) -> dict[str, float]:
         return {
-            "step_ms": round(_median(wall[watched]) * 1e3, 4),
-            "launched_after_ms": round(_median(host[watched]) * 1e3, 4),
+            "step_ms": round(_median(wall_seconds[recording]) * 1e3, 4),
+            "launched_after_ms": round(_median(host_seconds[recording]) * 1e3, 4),
         }
 
-    added = _median(wall[True]) - _median(wall[False])
-    found = {
-        "without": times(False),
-        "with": times(True) | {"records_a_step": round(records, 1)},
-        "overhead": round(added / STEP_SECONDS, 5),
+    added_seconds = _median(wall_seconds[True]) - _median(wall_seconds[False])
+    metrics = {
+        "without": summarize_times(False),
+        "with": summarize_times(True) | {"records_a_step": round(records, 1)},
+        "overhead": round(added_seconds / STEP_SECONDS, 5),
         "pairs": REPEATS,
     }
-    return found, {"overhead_half_a_percent": added / STEP_SECONDS <= OVERHEAD}
+    return metrics, {"overhead_half_a_percent": added_seconds / STEP_SECONDS <= MAX_OVERHEAD}
 
 
 def overlap() -> tuple[dict[str, Any], dict[str, bool]]:
-    """The share of a synchronisation that the forward pass hides."""
+    """The share of a synchronization that the forward pass hides."""
     size: dict[str, Any] = {"blocks": 8, "width": 2048 if ON_GPU else 256, "repeats": 3 * REPEATS}
-    ranks = run_workers(f"{measures.__name__}:overlap", 2, **size)
+    ranks = run_workers(f"{measures.__name__}:measure_overlap", 2, **size)
     alone, off, on = (max(rank[side] for rank in ranks) for side in ("alone", "off", "on"))
     hidden = 1 - (on - alone) / (off - alone) if off > alone else 0.0
     milliseconds = {side: round(value * 1e3, 2) for side, value in (("alone", alone), ("off", off), ("on", on))}
-    return {"forward_ms": milliseconds, "hidden": round(hidden, 3), **size}, {"overlap_half": hidden >= HIDDEN}
+    return {"forward_ms": milliseconds, "hidden": round(hidden, 3), **size}, {
+        "overlap_half": hidden >= MIN_HIDDEN_SHARE
+    }
 
 
-def transfers_told() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_transfer_recording() -> tuple[dict[str, Any], dict[str, bool]]:
     """What NCCL's plugin adds to an all-reduce of two ranks over sockets; in turns. They share the GPU by milliseconds,
     and all-reduces wait for that: only what is added to it shows."""
-    if reason := why_unusable(PLUGIN):
+    if reason := explain_unusable_plugin(PROFILER_PLUGIN_PATH):
         raise RuntimeError(reason)
-    took: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     pairs = min(REPEATS, 3)
-    for watched in _in_turns(pairs):
-        ranks = run_workers(f"{transfers.__name__}:timed", 2, nbytes=1 << 20, count=200, watched=watched)
-        took[watched].append(max(ranks))
-    added = _median(took[True]) / _median(took[False]) - 1
-    found = {
-        "without_ms": round(_median(took[False]) * 1e3, 3),
-        "with_ms": round(_median(took[True]) * 1e3, 3),
-        "overhead": round(added, 5),
+    for recording in _alternate_pairs(pairs):
+        ranks = run_workers(f"{transfers.__name__}:time_all_reduces", 2, nbytes=1 << 20, count=200, watched=recording)
+        seconds[recording].append(max(ranks))
+    added_share = _median(seconds[True]) / _median(seconds[False]) - 1
+    metrics = {
+        "without_ms": round(_median(seconds[False]) * 1e3, 3),
+        "with_ms": round(_median(seconds[True]) * 1e3, 3),
+        "overhead": round(added_share, 5),
         "pairs": pairs,
     }
-    return found, {"plugin_1_percent": added <= MOST_OF_THE_TIME}
+    return metrics, {"plugin_1_percent": added_share <= MAX_TIME_SHARE}
 
 
 def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
@@ -153,62 +170,70 @@ def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
 
     The volume is in memory, too, so that no disk stands between the sides; each is written beside the steps anyway.
     """
-    size: dict[str, Any] = {"nbytes": STATE_BYTES, "step_seconds": 4 * STEP_SECONDS, "count": KEPT}
+    size: dict[str, Any] = {"nbytes": STATE_BYTES, "step_seconds": 4 * STEP_SECONDS, "count": RUNS_PER_KIND}
     with (
-        tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.folder_in_memory()) as runtime,
-        tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.folder_in_memory()) as volume,
+        tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.find_memory_folder()) as runtime,
+        tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.find_memory_folder()) as volume,
     ):
-        (taken,) = run_workers(f"{keeping.__name__}:snapshots", 1, runtime=runtime, **size)
-        say(json.dumps({name: its for name, its in taken.items() if name != "digest"}))
-        (kept,) = run_workers(f"{keeping.__name__}:checkpoints", 1, volume=volume, **size)
-        say(json.dumps(kept["seconds"]))
-        ways: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-            "snapshot": ("restore", {"runtime": runtime, "volume": None}, taken["digest"]),
-            "checkpoint": ("restore", {"runtime": None, "volume": volume}, kept["digest"][keeping.OURS]),
-            "dcp": ("load_dcp", {"volume": volume}, kept["digest"][keeping.DCP]),
+        (snapshots,) = run_workers(f"{keeping.__name__}:measure_snapshots", 1, runtime=runtime, **size)
+        log_progress(json.dumps({name: value for name, value in snapshots.items() if name != "digest"}))
+        (checkpoints,) = run_workers(f"{keeping.__name__}:measure_checkpoints", 1, volume=volume, **size)
+        log_progress(json.dumps(checkpoints["seconds"]))
+        routes: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+            "snapshot": ("restore_state", {"runtime": runtime, "volume": None}, snapshots["digest"]),
+            "checkpoint": ("restore_state", {"runtime": None, "volume": volume}, checkpoints["digest"][keeping.OURS]),
+            "dcp": ("load_dcp", {"volume": volume}, checkpoints["digest"][keeping.DCP]),
         }
-        back: dict[str, list[float]] = {name: [] for name in ways}
-        exact = dict.fromkeys(ways, True)
-        for _ in range(KEPT):
-            for name, (function, where, state) in ways.items():
-                ((seconds, found),) = run_workers(f"{keeping.__name__}:{function}", 1, nbytes=STATE_BYTES, **where)
-                back[name].append(seconds)
-                exact[name] &= found == state
-    step, usual = _median(taken["plain"]), slice(keeping.MAKE_SLOTS, None)
-    beside = _median(taken["longest"][usual])
-    stall = _median(taken["with"][usual]) - step + max(beside - step, 0.0) + _median(taken["settle"][usual])
-    share = stall / (taken["interval"] * step)
-    stalls = {side: _median(its[1:]) - _median(kept["seconds"]["plain"]) for side, its in kept["seconds"].items()}
-    found = {
-        "bytes": taken["bytes"],
+        restore_seconds: dict[str, list[float]] = {name: [] for name in routes}
+        exact = dict.fromkeys(routes, True)
+        for _ in range(RUNS_PER_KIND):
+            for name, (function, arguments, expected_digest) in routes.items():
+                ((seconds, result),) = run_workers(f"{keeping.__name__}:{function}", 1, nbytes=STATE_BYTES, **arguments)
+                restore_seconds[name].append(seconds)
+                exact[name] &= result == expected_digest
+    step, later_snapshots = _median(snapshots["plain"]), slice(keeping.MAKE_SLOTS, None)
+    longest_step = _median(snapshots["longest"][later_snapshots])
+    stall = (
+        _median(snapshots["with"][later_snapshots])
+        - step
+        + max(longest_step - step, 0.0)
+        + _median(snapshots["settle"][later_snapshots])
+    )
+    share = stall / (snapshots["interval"] * step)
+    stalls = {
+        side: _median(value[1:]) - _median(checkpoints["seconds"]["plain"])
+        for side, value in checkpoints["seconds"].items()
+    }
+    result = {
+        "bytes": snapshots["bytes"],
         "snapshot_s": {"stall": round(stall, 4), "step": round(step, 4)},
-        "longest_step_while_memory_is_taken_s": round(max([taken["longest_making"], *taken["with"]]), 3),
-        "snapshot_interval": taken["interval"],
+        "longest_step_while_memory_is_taken_s": round(max([snapshots["longest_making"], *snapshots["with"]]), 3),
+        "snapshot_interval": snapshots["interval"],
         "snapshot_share": round(share, 5),
-        "checkpoint_stall_s": {side: round(its, 4) for side, its in stalls.items()},
-        "restore_s": {name: round(_median(its), 3) for name, its in back.items()},
+        "checkpoint_stall_s": {side: round(value, 4) for side, value in stalls.items()},
+        "restore_s": {name: round(_median(value), 3) for name, value in restore_seconds.items()},
         "bit_for_bit": exact,
     }
-    return found, {
-        "snapshot_1_percent": share <= MOST_OF_THE_TIME,
+    return result, {
+        "snapshot_1_percent": share <= MAX_TIME_SHARE,
         "checkpoint_as_the_copy": stalls[keeping.OURS] <= COPY_MARGIN * stalls["copy"],
         "restored_bit_for_bit": all(exact.values()),
     }
 
 
-def back_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_recovery_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
     """SIGKILL within a kernel, with 60 GiB held → the new rank's first step."""
-    runs = [recovery() for _ in range(REPEATS)]
-    found = {
+    runs = [measure_recovery() for _ in range(REPEATS)]
+    metrics = {
         "held_gib": round(runs[0].held_bytes / 2**30, 1),
         "median_s": round(_median([run.seconds for run in runs]), 3),
         "parts_s": {stage: round(_median([run.parts[stage] for run in runs]), 4) for stage in runs[0].parts},
         "runs": [asdict(run) for run in runs],
     }
-    return found, {"recovered": all(run.lost_steps <= 2 for run in runs)}
+    return metrics, {"recovered": all(run.lost_steps <= 2 for run in runs)}
 
 
-def _in_turns(pairs: int) -> Iterator[bool]:
+def _alternate_pairs(pairs: int) -> Iterator[bool]:
     """With and without, each of them first in every other pair."""
     for pair in range(pairs):
         yield from (True, False) if pair % 2 else (False, True)
@@ -221,11 +246,11 @@ def _median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def _rounded(values: dict[float, float]) -> dict[float, float]:
+def _round_values(values: dict[float, float]) -> dict[float, float]:
     return {key: round(value, 5) for key, value in values.items()}
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

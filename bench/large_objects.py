@@ -23,9 +23,9 @@ LIMIT_MB = 512 * 2**20 / 1e6
 """`resources.limits.memory` of the chart."""
 QUICK = bool(os.environ.get("QUICK"))
 PODS, JOBS = (72, 100) if QUICK else (145, 200)
-SECONDS = 300.0
+TIMEOUT_SECONDS = 300.0
 """An operator that has not done it by then never does."""
-BEGUN_SECONDS = 10.0
+LEADING_SECONDS = 10.0
 """It leads by then."""
 SETTLED_SECONDS = 75.0
 """The resync comes around each minute."""
@@ -42,7 +42,7 @@ CASES = {
 
 def main() -> None:
     names = sys.argv[1:] or list(CASES)
-    peaks = {name: measure(name, *CASES[name]) for name in names}
+    peaks = {name: measure_peak_memory(name, *CASES[name]) for name in names}
     print(
         json.dumps(
             {
@@ -58,31 +58,33 @@ def main() -> None:
     sys.exit(0 if all(peak is not None and peak < LIMIT_MB for peak in peaks.values()) else 1)
 
 
-def measure(name: str, pods: int, jobs: int, filling: str) -> float | None:
+def measure_peak_memory(name: str, pods: int, jobs: int, content: str) -> float | None:
     """Largest resident size in MB; None: the operator has not come so far."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        stand_in(Path(folder), objects(pods, jobs, filling)) as address,
-        operator(Path(folder), address) as process,
+        run_stand_in(Path(folder), generate_objects(pods, jobs, content)) as address,
+        run_operator(Path(folder), address) as process,
     ):
-        began, settled = time.monotonic(), 0.0
-        while time.monotonic() - began < SECONDS:
+        start, settled_at = time.monotonic(), 0.0
+        while time.monotonic() - start < TIMEOUT_SECONDS:
             time.sleep(1)
             if process.poll() is not None:
-                say(f"{name}: the operator has ended with status {process.returncode}")
+                log_progress(f"{name}: the operator has ended with status {process.returncode}")
                 return None
-            done = told(address)
-            if not settled and done == jobs and time.monotonic() - began > BEGUN_SECONDS:
-                settled = time.monotonic()
-            if settled and time.monotonic() - settled > SETTLED_SECONDS:
-                return peak_mb(process.pid)
-            if int(time.monotonic() - began) % 10 == 0:
-                say(f"{name}: {done} of {jobs} jobs have a phase; at most {peak_mb(process.pid):.0f} MB")
-        say(f"{name}: not done in time; at most {peak_mb(process.pid):.0f} MB")
+            reported_count = count_reported_jobs(address)
+            if not settled_at and reported_count == jobs and time.monotonic() - start > LEADING_SECONDS:
+                settled_at = time.monotonic()
+            if settled_at and time.monotonic() - settled_at > SETTLED_SECONDS:
+                return read_peak_mb(process.pid)
+            if int(time.monotonic() - start) % 10 == 0:
+                log_progress(
+                    f"{name}: {reported_count} of {jobs} jobs have a phase; at most {read_peak_mb(process.pid):.0f} MB"
+                )
+        log_progress(f"{name}: not done in time; at most {read_peak_mb(process.pid):.0f} MB")
         return None
 
 
-def objects(pods: int, jobs: int, filling: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def generate_objects(pods: int, jobs: int, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "/api/v1/nodes", {"metadata": {"name": "node-1"}, "status": {}}
     large = "x" * 2**20
     for number in range(pods):
@@ -97,18 +99,18 @@ def objects(pods: int, jobs: int, filling: str) -> Iterator[tuple[str, dict[str,
     arguments["values"] = [str(number) for number in range(8_000)]
     for number in range(jobs):
         metadata = {"name": f"job-{number}", "namespace": "tenant", "generation": 1}
-        trainer = {"name": "trainer", "image": "i", "args": arguments[filling]}
+        trainer = {"name": "trainer", "image": "i", "args": arguments[content]}
         spec = {"suspend": True, "replicas": 1, "template": {"spec": {"containers": [trainer]}}}
         body = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "TrainingJob", "metadata": metadata, "spec": spec}
         yield f"{GROUP}/trainingjobs", body
 
 
 @contextmanager
-def stand_in(folder: Path, found: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def run_stand_in(folder: Path, objects: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     """Its address."""
     path = folder / "objects.json"
     with path.open("w") as file:
-        file.writelines(json.dumps(each) + "\n" for each in found)
+        file.writelines(json.dumps(item) + "\n" for item in objects)
     command = [sys.executable, "-m", "bench.scripts.large_objects.api_server", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -119,7 +121,7 @@ def stand_in(folder: Path, found: Iterator[tuple[str, dict[str, Any]]]) -> Itera
 
 
 @contextmanager
-def operator(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
+def run_operator(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
     user, context = {"name": "u", "user": {"token": "t"}}, {"name": "c", "context": {"cluster": "c", "user": "u"}}
     config = {
         "apiVersion": "v1",
@@ -144,23 +146,23 @@ def operator(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
                 yield process
             finally:
                 process.kill()
-                say((folder / "log").read_text()[-2_000:])
+                log_progress((folder / "log").read_text()[-2_000:])
 
 
-def told(address: str) -> int:
+def count_reported_jobs(address: str) -> int:
     """Jobs that have a phase."""
-    with urllib.request.urlopen(f"{address}/count?of={GROUP}/trainingjobs", timeout=60) as answer:
-        return int(json.load(answer))
+    with urllib.request.urlopen(f"{address}/count?of={GROUP}/trainingjobs", timeout=60) as response:
+        return int(json.load(response))
 
 
-def peak_mb(process: int) -> float:
-    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+def read_peak_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024 / 1e6
     return 0.0
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

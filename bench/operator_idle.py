@@ -13,9 +13,9 @@ import time
 from testcluster import api, cgroups, cluster, faults, programs, release
 from testcluster.images import TRAINER_IMAGE
 from testcluster.settings import KUBECONFIG
-from testcluster.shell import run, wait_for
+from testcluster.shell import run_command, wait_for
 
-SECONDS = 20 if os.environ.get("QUICK") else 60
+MEASURE_SECONDS = 20 if os.environ.get("QUICK") else 60
 CPU_LIMIT, MEMORY_LIMIT = 0.01, 150.0  # share of a core, MB
 NAMESPACE = "bench-operator-idle"
 JOB = {
@@ -54,17 +54,17 @@ CLAIM = {
 
 
 def main() -> None:
-    cluster.up()
-    release.install()
-    remove_the_job()
+    cluster.bring_up()
+    release.install_release()
+    remove_job()
     try:
-        kubectl("create", "namespace", NAMESPACE)
-        kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": [CLAIM, JOB]}))
-        wait_for(trains, 120, "the job trains")
-        share, memory = measure()
+        run_kubectl("create", "namespace", NAMESPACE)
+        run_kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": [CLAIM, JOB]}))
+        wait_for(is_training, 120, "the job trains")
+        share, memory = measure_usage()
     finally:
-        remove_the_job()
-    over = max(share / CPU_LIMIT, memory / MEMORY_LIMIT)
+        remove_job()
+    share_of_limit = max(share / CPU_LIMIT, memory / MEMORY_LIMIT)
     print(
         json.dumps(
             {
@@ -72,49 +72,49 @@ def main() -> None:
                 "cpu_share": round(share, 5),
                 "memory_mb": round(memory, 1),
                 "limits": {"cpu_share": CPU_LIMIT, "memory_mb": MEMORY_LIMIT},
-                "seconds": SECONDS,
-                "ratio": round(over, 3),  # of the limit that is nearer; above 1 it is exceeded
-                "holds": over <= 1,
+                "seconds": MEASURE_SECONDS,
+                "ratio": round(share_of_limit, 3),  # of the limit that is nearer; above 1 it is exceeded
+                "holds": share_of_limit <= 1,
             }
         )
     )
 
 
-def measure() -> tuple[float, float]:
+def measure_usage() -> tuple[float, float]:
     """(share of a core, resident megabytes) of the operator's container; another one must not take its place."""
-    container = operator_container()
-    used, began = cgroups.cpu_seconds(container.cgroup), time.monotonic()
-    while (left := began + SECONDS - time.monotonic()) > 0:
-        say(f"{left:.0f} s left, {memory_mb(container):.1f} MB")
-        time.sleep(min(10.0, left))
-    share = (cgroups.cpu_seconds(container.cgroup) - used) / (time.monotonic() - began)
-    return share, memory_mb(container)
+    container = find_operator_container()
+    used_before, start = cgroups.read_cpu_seconds(container.cgroup), time.monotonic()
+    while (remaining := start + MEASURE_SECONDS - time.monotonic()) > 0:
+        log_progress(f"{remaining:.0f} s left, {read_memory_mb(container):.1f} MB")
+        time.sleep(min(10.0, remaining))
+    share = (cgroups.read_cpu_seconds(container.cgroup) - used_before) / (time.monotonic() - start)
+    return share, read_memory_mb(container)
 
 
-def operator_container() -> faults.Container:
+def find_operator_container() -> faults.Container:
     """Of the one that leads."""
-    wait_for(lambda: release.leading_pod() is not None, 30, "an operator leads")
-    return faults.find_container(release.SYSTEM, release.leader(), "operator")
+    wait_for(lambda: release.find_leading_pod() is not None, 30, "an operator leads")
+    return faults.find_container(release.SYSTEM, release.get_leader_name(), "operator")
 
 
-def memory_mb(container: faults.Container) -> float:
-    return cgroups.memory_bytes(container.cgroup) / 1e6
+def read_memory_mb(container: faults.Container) -> float:
+    return cgroups.read_memory_bytes(container.cgroup) / 1e6
 
 
-def trains() -> bool:
-    job = api.get(f"/apis/pacekeeper.dev/v1alpha1/namespaces/{NAMESPACE}/trainingjobs/gpt")
+def is_training() -> bool:
+    job = api.get_path(f"/apis/pacekeeper.dev/v1alpha1/namespaces/{NAMESPACE}/trainingjobs/gpt")
     return bool(job.get("status", {}).get("phase") == "Running")
 
 
-def remove_the_job() -> None:
-    kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s")
+def remove_job() -> None:
+    run_kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=90s")
 
 
-def kubectl(*arguments: str, stdin: str | None = None) -> None:
-    run(programs.kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
+def run_kubectl(*arguments: str, stdin: str | None = None) -> None:
+    run_command(programs.find_kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

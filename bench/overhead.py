@@ -1,4 +1,4 @@
-"""What recording costs: microseconds a record, the share of a 50 ms training step, and that of a behaviour window.
+"""What recording costs: microseconds a record, the share of a 50 ms training step, and that of a behavior window.
 
 One process trains a model under DistributedDataParallel over gloo, with recording on and off by turns of a few steps,
 so that both sides see the same machine and the same model. The first step of a turn is left out: caches are as the
@@ -30,21 +30,22 @@ from torch._C._distributed_c10d import HashStore, Work
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader, dataloader
 
-from pacekeeper.observe import collectives, opening, watching
-from pacekeeper.observe.behaviour import watch as behaviour
-from pacekeeper.observe.behaviour.sampler import Sampler
-from pacekeeper.observe.hooks import hook, unhook
-from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
-from pacekeeper.runtime import Runtime
-from pacekeeper_analysis.records import Kind
+from pacekeeper.observe import monitoring, recorder_factory
+from pacekeeper.observe.collectives import collective_monitor
+from pacekeeper.observe.collectives.collective_hooks import hook_group, unhook_group
+from pacekeeper.observe.profiling import rank_profiler
+from pacekeeper.observe.profiling.stack_sampler import StackSampler
+from pacekeeper.observe.record_ring import RingReader, RingWriter, create_ring
+from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_analysis.protocol.records import RecordKind
 
 STEP_SECONDS = 0.05
 LAYERS = 24
 TURNS = 50 if os.environ.get("QUICK") else 200
 """Of each side."""
-COMPARED = 3
+STEPS_PER_TURN = 3
 """Steps of a turn."""
-WARM_UP = 4
+WARM_UP_TURNS = 4
 """Turns."""
 BLOCK_SECONDS = 0.5
 WINDOW_PAIRS = 20 if os.environ.get("QUICK") else 60
@@ -55,106 +56,107 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         os.environ["PACEKEEPER_RUNTIME"] = folder
-        ring = Runtime(Path(folder)).make().ring(0)
+        ring = RuntimeFolder(Path(folder)).create().ring(0)
         create_ring(ring, 0, 1)
-        record_us = cost_of_a_record(Path(folder) / "other")
-        say(f"one record: {record_us:.2f} µs")
-        result = compare(ring)
+        record_us = measure_record_cost(Path(folder) / "other")
+        log_progress(f"one record: {record_us:.2f} µs")
+        result = compare_sides(ring)
     result |= {"record_us": round(record_us, 2), "record_us_limit": 2.0, "overhead_limit": 0.005}
     result |= {"window_overhead_limit": 0.03}
-    always = record_us <= 2.0 and result["overhead"] <= 0.005
-    result["holds"] = always and result["window_overhead"] <= 0.03
+    is_recording_cheap = record_us <= 2.0 and result["overhead"] <= 0.005
+    result["holds"] = is_recording_cheap and result["window_overhead"] <= 0.03
     print(json.dumps(result))
     if not result["holds"]:
         sys.exit(
             f"above the limit: {result['overhead']:.2%} of a step, {record_us:.2f} µs a record, "
-            f"{result['window_overhead']:.2%} of a step in a behaviour window"
+            f"{result['window_overhead']:.2%} of a step in a behavior window"
         )
 
 
-def cost_of_a_record(path: Path) -> float:
+def measure_record_cost(path: Path) -> float:
     """Microseconds, median of 20 blocks."""
     create_ring(path, 0, 1)
-    ring = RingWriter(path) if opening.fast is None else opening.fast.FastRing(path)
+    native = recorder_factory.native_recorder
+    ring = RingWriter(path) if native is None else native.NativeRing(path)
     clock = time.monotonic_ns
     blocks = []
     for _ in range(20):
         start = time.perf_counter()
         for number in range(RECORDS // 20):
             now = clock()
-            ring.write(Kind.COLLECTIVE, now, clock(), 1, 1, 0.0, 1, 7, number, 4096)
+            ring.write(RecordKind.COLLECTIVE, now, clock(), 1, 1, 0.0, 1, 7, number, 4096)
         blocks.append((time.perf_counter() - start) / (RECORDS // 20) * 1e6)
     return statistics.median(blocks)
 
 
-def compare(ring: Path) -> dict[str, Any]:
+def compare_sides(ring: Path) -> dict[str, Any]:
     """Both sides, and what recording adds."""
-    behaviour.EARLY_AFTER_STEPS = sys.maxsize  # a window's cost is measured on its own
-    plain = saved_functions()
-    watching.watch_steps()
-    watched = saved_functions()
+    rank_profiler.EARLY_PROFILE_MIN_STEPS = sys.maxsize  # a window's cost is measured on its own
+    plain_functions = save_functions()
+    monitoring.record_optimizer_steps()
+    recording_functions = save_functions()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     hooks: list[tuple[Any, ...]] = []
-    for module in (collectives, opening.fast):
+    for module in (collective_monitor, recorder_factory.native_recorder):
         if module is not None:
-            vars(module)["hook"] = lambda *given: hooks.append(given)
+            vars(module)["hook_group"] = lambda *arguments: hooks.append(arguments)
     step = make_step()
     reader = RingReader(ring)
-    took: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    before = 0
-    for turn in range(WARM_UP + TURNS):
-        if turn == WARM_UP:
-            took = {True: [], False: []}
-            before = int(reader.records()["index"].max())
+    timings: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    first_record = 0
+    for turn in range(WARM_UP_TURNS + TURNS):
+        if turn == WARM_UP_TURNS:
+            timings = {True: [], False: []}
+            first_record = int(reader.records()["index"].max())
         for recording in (True, False) if turn % 2 else (False, True):
-            restore_functions(watched if recording else plain)
+            restore_functions(recording_functions if recording else plain_functions)
             if recording:
-                hook(*hooks[-1])
-            timed(step)
-            took[recording] += [timed(step) for _ in range(COMPARED)]
-            unhook(hooks[-1][0])
-    records = int(reader.records()["index"].max()) - before
+                hook_group(*hooks[-1])
+            time_step(step)
+            timings[recording] += [time_step(step) for _ in range(STEPS_PER_TURN)]
+            unhook_group(hooks[-1][0])
+    records = int(reader.records()["index"].max()) - first_record
     assert records > 0
     differences = [
-        [on - off for on, off in zip(*pair, strict=True)] for pair in zip(took[True], took[False], strict=True)
+        [on - off for on, off in zip(*pair, strict=True)] for pair in zip(timings[True], timings[False], strict=True)
     ]
-    wall, processor = (statistics.median(side) for side in zip(*differences, strict=True))
-    pairs, recorded = TURNS * COMPARED, TURNS * (1 + COMPARED)
-    off_by = statistics.median(abs(difference - wall) for difference, _ in differences)
-    without = statistics.median(seconds for seconds, _ in took[False])
+    added_wall, added_processor = (statistics.median(side) for side in zip(*differences, strict=True))
+    pairs, recorded_steps = TURNS * STEPS_PER_TURN, TURNS * (1 + STEPS_PER_TURN)
+    deviation = statistics.median(abs(difference - added_wall) for difference, _ in differences)
+    plain_seconds = statistics.median(seconds for seconds, _ in timings[False])
     return {
         "bench": "overhead",
-        "native": type(watching.recorder().ring) is not RingWriter,
-        "without": {"step_ms": STEP_SECONDS * 1e3, "of_which_the_script_ms": round(without * 1e3, 3)},
+        "native": type(monitoring.get_recorder().ring) is not RingWriter,
+        "without": {"step_ms": STEP_SECONDS * 1e3, "of_which_the_script_ms": round(plain_seconds * 1e3, 3)},
         "with": {
-            "step_ms": round((STEP_SECONDS + wall) * 1e3, 3),
-            "records_a_step": round(records / recorded, 1),
+            "step_ms": round((STEP_SECONDS + added_wall) * 1e3, 3),
+            "records_a_step": round(records / recorded_steps, 1),
         },
-        "added_us_a_step": round(wall * 1e6, 1),
-        "standard_error_us": round(1.858 * off_by / pairs**0.5 * 1e6, 1),  # of a median, from the median deviation
-        "added_processor_us_a_step": round(processor * 1e6, 1),
-        "overhead": round(wall / STEP_SECONDS, 5),
-        "ratio": round(1 + wall / STEP_SECONDS, 5),
+        "added_us_a_step": round(added_wall * 1e6, 1),
+        "standard_error_us": round(1.858 * deviation / pairs**0.5 * 1e6, 1),  # of a median, from the median deviation
+        "added_processor_us_a_step": round(added_processor * 1e6, 1),
+        "overhead": round(added_wall / STEP_SECONDS, 5),
+        "ratio": round(1 + added_wall / STEP_SECONDS, 5),
         "pairs": pairs,
-        "window_overhead": round(cost_of_a_window(step), 5),
+        "window_overhead": round(measure_window_cost(step), 5),
     }
 
 
-def cost_of_a_window(step: Callable[[], None]) -> float:
+def measure_window_cost(step: Callable[[], None]) -> float:
     """What looks at the stack add to the processor time of a step that is all the script's own, as part of it:
     blocks of steps with and without, by turns."""
-    took: dict[bool, list[float]] = {True: [], False: []}
+    step_seconds: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(WINDOW_PAIRS):
-        for looking in (True, False) if pair % 2 else (False, True):
-            sampler = Sampler(threading.get_ident(), lambda: True) if looking else None
+        for sampling in (True, False) if pair % 2 else (False, True):
+            sampler = StackSampler(threading.get_ident(), lambda: True) if sampling else None
             start, processor, steps = time.perf_counter(), time.process_time(), 0
             while time.perf_counter() - start < BLOCK_SECONDS:
                 step()
                 steps += 1
-            took[looking].append((time.process_time() - processor) / steps)
+            step_seconds[sampling].append((time.process_time() - processor) / steps)
             if sampler is not None:
                 sampler.stop()
-    ratios = [on / off for on, off in zip(took[True], took[False], strict=True)]
+    ratios = [on / off for on, off in zip(step_seconds[True], step_seconds[False], strict=True)]
     return statistics.median(ratios) - 1
 
 
@@ -174,19 +176,19 @@ def make_step() -> Callable[[], None]:
     return step
 
 
-def timed(step: Callable[[], None]) -> tuple[float, float]:
+def time_step(step: Callable[[], None]) -> tuple[float, float]:
     """What a step takes: seconds of wall time, and of processor time on all threads. Then the rest of 50 ms goes by."""
     start, processor = time.perf_counter(), time.process_time()
     step()
-    took = (time.perf_counter() - start, time.process_time() - processor)
-    time.sleep(max(0.0, STEP_SECONDS - took[0]))
-    return took
+    elapsed = (time.perf_counter() - start, time.process_time() - processor)
+    time.sleep(max(0.0, STEP_SECONDS - elapsed[0]))
+    return elapsed
 
 
 Functions = dict[str, Any]
 
 
-def saved_functions() -> Functions:
+def save_functions() -> Functions:
     """What watching replaces."""
     return {
         "wait": Work.wait,
@@ -201,15 +203,15 @@ def restore_functions(functions: Functions) -> None:
     Work.wait = functions["wait"]  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__next__ = functions["next"]  # type: ignore[method-assign]
     gc.callbacks[:] = functions["gc"]
-    for hooks, wanted in (
+    for hooks, saved_hooks in (
         (optimizers._global_optimizer_pre_hooks, functions["before"]),
         (optimizers._global_optimizer_post_hooks, functions["after"]),
     ):
         hooks.clear()
-        hooks.update(wanted)
+        hooks.update(saved_hooks)
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

@@ -1,9 +1,9 @@
-"""What share of a synchronisation of Local-SGD the forward pass hides, against the same with overlap off.
+"""What share of a synchronization of Local-SGD the forward pass hides, against the same with overlap off.
 
 Two replicas meet over gloo. Both the computation and the link are made, so that neither depends on this machine: each
 part of the model sleeps for its share of the forward pass, and what an all-reduce brings arrives after the time that
 its bytes take on a link of given bandwidth, one all-reduce after the other. The link is as fast as makes a whole
-synchronisation take as long as one forward pass. Measured is the wall time from the beginning of the synchronisation to
+synchronization take as long as one forward pass. Measured is the wall time from the beginning of the synchronization to
 the end of the forward pass: with overlap on, with overlap off, and of the forward pass alone, in turns.
 """
 
@@ -36,51 +36,52 @@ BLOCK_SECONDS = 0.02
 """Of a block's forward pass, and of its all-reduce. Embedding and head together take half of it."""
 WIDTH = 128
 REPEATS = 5 if os.environ.get("QUICK") else 15
-PATIENCE_SECONDS = 120.0
-GOAL = 0.7
+TIMEOUT_SECONDS = 120.0
+MIN_HIDDEN_SHARE = 0.7
 
 
 def main() -> None:
-    print(json.dumps(measure()))
+    print(json.dumps(measure_overlap()))
 
 
-def measure() -> dict[str, Any]:
-    """Medians, of the slower replica in each repeat; `hidden`: the share of the synchronisation that overlap hides."""
+def measure_overlap() -> dict[str, Any]:
+    """Medians, of the slower replica in each repeat; `hidden`: the share of the synchronization that overlap hides."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, Path(folder) / "store", results)) for rank in range(REPLICAS)
+            context.Process(target=_run_rank, args=(rank, Path(folder) / "store", results)) for rank in range(REPLICAS)
         ]
         for rank in ranks:
             rank.start()
         try:
-            took = [results.get(timeout=PATIENCE_SECONDS) for _ in ranks]
+            timings = [results.get(timeout=TIMEOUT_SECONDS) for _ in ranks]
         except queue.Empty:
-            raise TimeoutError(f"the replicas have not measured anything in {PATIENCE_SECONDS:.0f} s") from None
+            raise TimeoutError(f"the replicas have not measured anything in {TIMEOUT_SECONDS:.0f} s") from None
         finally:
             for rank in ranks:
                 rank.join(timeout=10)
                 rank.kill()
     seconds = {
-        side: statistics.median(map(max, zip(*(of_rank[side] for of_rank in took), strict=True))) for side in took[0]
+        side: statistics.median(map(max, zip(*(timing[side] for timing in timings), strict=True)))
+        for side in timings[0]
     }
-    whole, exposed = seconds["off"] - seconds["alone"], seconds["on"] - seconds["alone"]
+    sync_seconds, exposed_seconds = seconds["off"] - seconds["alone"], seconds["on"] - seconds["alone"]
     return {
         "bench": "overlap",
-        "made": "computation sleeps; the all-reduces of a synchronisation arrive as by a serial link",
+        "made": "computation sleeps; the all-reduces of a synchronization arrive as by a serial link",
         "without": {"overlap_off_ms": round(seconds["off"] * 1e3, 1)},
         "with": {"overlap_on_ms": round(seconds["on"] * 1e3, 1)},
         "forward_alone_ms": round(seconds["alone"] * 1e3, 1),
-        "synchronisation_ms": round(whole * 1e3, 1),
-        "exposed_ms": round(exposed * 1e3, 1),
-        "overlap_hidden": round(1 - exposed / whole, 3),
+        "synchronisation_ms": round(sync_seconds * 1e3, 1),
+        "exposed_ms": round(exposed_seconds * 1e3, 1),
+        "overlap_hidden": round(1 - exposed_seconds / sync_seconds, 3),
         "ratio": round(seconds["off"] / seconds["on"], 3),
         "repeats": REPEATS,
         "units": BLOCKS + 1,
         "prefetch": OuterSGD().prefetch,
-        "goal": GOAL,
-        "holds": 1 - exposed / whole >= GOAL,
+        "goal": MIN_HIDDEN_SHARE,
+        "holds": 1 - exposed_seconds / sync_seconds >= MIN_HIDDEN_SHARE,
     }
 
 
@@ -98,7 +99,7 @@ class Sleeping(nn.Module):
         return out
 
 
-def _model() -> nn.Sequential:
+def _build_model() -> nn.Sequential:
     """Embedding, blocks, head."""
     quarter = BLOCK_SECONDS / 4
     return nn.Sequential(
@@ -108,7 +109,7 @@ def _model() -> nn.Sequential:
     )
 
 
-def _rank(rank: int, store: Path, results: Any) -> None:
+def _run_rank(rank: int, store: Path, results: Any) -> None:
     """Puts the seconds of each repeat, by side."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -116,20 +117,20 @@ def _rank(rank: int, store: Path, results: Any) -> None:
         store=FileStore(str(store), REPLICAS),
         rank=rank,
         world_size=REPLICAS,
-        timeout=timedelta(seconds=PATIENCE_SECONDS),
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
     group = dist.group.WORLD
     assert group is not None
-    took: dict[str, list[float]] = {"alone": [], "off": [], "on": []}
-    models = {side: _model() for side in took}
+    timings: dict[str, list[float]] = {"alone": [], "off": [], "on": []}
+    models = {side: _build_model() for side in timings}
     replicas = {}
     for side, settings in {"off": OuterSGD(prefetch=0), "on": OuterSGD()}.items():
         replicas[side] = Replicas(ForwardPass(models[side], list(models[side])[1:-1]), group, None, settings)
         replicas[side].start()
     batch = torch.ones(4, WIDTH // 4)
-    with slow_link(bytes_per_second=WIDTH * WIDTH * 4 / BLOCK_SECONDS):
+    with simulate_slow_link(bytes_per_second=WIDTH * WIDTH * 4 / BLOCK_SECONDS):
         for repeat in range(1 + REPEATS):
-            for side, seconds in took.items():
+            for side, seconds in timings.items():
                 dist.barrier()
                 start = time.perf_counter()
                 if side in replicas:
@@ -137,13 +138,13 @@ def _rank(rank: int, store: Path, results: Any) -> None:
                 models[side](batch)
                 if repeat > 0:  # the first one warms up
                     seconds.append(time.perf_counter() - start)
-    results.put(took)
+    results.put(timings)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @contextmanager
-def slow_link(bytes_per_second: float) -> Iterator[None]:
+def simulate_slow_link(bytes_per_second: float) -> Iterator[None]:
     """What asynchronous all-reduces bring arrives no sooner than its bytes take, one all-reduce after the other."""
     all_reduce = dist.all_reduce
     free_at = 0.0
@@ -163,9 +164,9 @@ def slow_link(bytes_per_second: float) -> Iterator[None]:
 class _Arriving:
     """A collective that is not over before its time."""
 
-    def __init__(self, work: dist.Work, at: float) -> None:
+    def __init__(self, work: dist.Work, arrives_at: float) -> None:
         self._work = work
-        self._at = at
+        self._at = arrives_at
 
     def wait(self) -> None:
         self._work.wait()

@@ -25,13 +25,13 @@ from typing import Any
 
 RANKS = 4
 TRIES, TRIES_AS_IT_COMES = (5, 1) if os.environ.get("QUICK") else (20, 3)
-START_TIMEOUT = 180.0
-RECOVERY_TIMEOUT = 60.0
+START_TIMEOUT_SECONDS = 180.0
+RECOVERY_TIMEOUT_SECONDS = 60.0
 """A run that does not train again within so many seconds hangs."""
-LAST_WORDS = 2000
+MAX_ERROR_OUTPUT_CHARACTERS = 2000
 """Characters."""
 SCRIPT = Path(__file__).parent / "scripts" / "small_job.py"
-MEDIAN_TO_REACH, RATIO_TO_REACH = 0.5, 6.0
+MAX_MEDIAN_SECONDS, MIN_RATIO = 0.5, 6.0
 
 
 @dataclass
@@ -67,8 +67,8 @@ def main() -> None:
     as_it_comes = Side("torchrun as it comes", torchrun)
     for number in range(1, TRIES + 1):
         for side in (ours, theirs, as_it_comes) if number <= TRIES_AS_IT_COMES else (ours, theirs):
-            measure(side)
-            print(f"try {number} of {TRIES}: {side.name} {_newest(side)}", file=sys.stderr, flush=True)
+            measure_recovery(side)
+            print(f"try {number} of {TRIES}: {side.name} {_format_newest(side)}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {
         "bench": "recovery",
         "tries": TRIES,
@@ -76,58 +76,62 @@ def main() -> None:
         "torchrun": theirs.to_json(),
         "torchrun_as_it_comes": as_it_comes.to_json(),
     }
-    median, its_median = (statistics.median(side.seconds) if side.seconds else math.inf for side in (ours, theirs))
+    median, their_median = (statistics.median(side.seconds) if side.seconds else math.inf for side in (ours, theirs))
     if ours.seconds and theirs.seconds:
-        result["ratio"] = round(its_median / median, 1)
+        result["ratio"] = round(their_median / median, 1)
     result["holds"] = {
         "all_recovered": len(ours.seconds) == TRIES,
-        "median_half_a_second": median <= MEDIAN_TO_REACH,
-        "ratio_6": "ratio" in result and its_median / median >= RATIO_TO_REACH,
+        "median_half_a_second": median <= MAX_MEDIAN_SECONDS,
+        "ratio_6": "ratio" in result and their_median / median >= MIN_RATIO,
     }
     print(json.dumps(result))
 
 
-def measure(side: Side) -> None:
+def measure_recovery(side: Side) -> None:
     """One run: start, kill a rank in the midst of it, wait for the next step of all ranks."""
     folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-", dir="/dev/shm"))
     log = (folder / "log").open("wb")
     ranks = {"FOLDER": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment = {**os.environ, **ranks, **side.environment}
-    run = subprocess.Popen(
+    process = subprocess.Popen(
         [*side.command, str(SCRIPT)], env=environment, stdout=log, stderr=log, start_new_session=True
     )
     try:
-        if not _wait(lambda: all(len(steps) >= 5 for steps in _diaries(folder)), run, START_TIMEOUT):
-            side.not_started.append((folder / "log").read_text(errors="replace")[-LAST_WORDS:])
+        if not _wait_for(
+            lambda: all(len(steps) >= 5 for steps in _read_diaries(folder)), process, START_TIMEOUT_SECONDS
+        ):
+            side.not_started.append((folder / "log").read_text(errors="replace")[-MAX_ERROR_OUTPUT_CHARACTERS:])
         else:
-            _try(side, folder, run)
+            _kill_rank(side, folder, process)
     finally:
-        _end(run)
+        _end_run(process)
         log.close()
         shutil.rmtree(folder)
 
 
-def _try(side: Side, folder: Path, run: subprocess.Popen[bytes]) -> None:
+def _kill_rank(side: Side, folder: Path, process: subprocess.Popen[bytes]) -> None:
     time.sleep(random.uniform(0.0, 0.1))  # anywhere within a step
     victim = random.randrange(RANKS)
-    before = {step.incarnation for steps in _diaries(folder) for step in steps}
+    incarnations = {step.incarnation for steps in _read_diaries(folder) for step in steps}
     killed_at = time.monotonic()
-    os.kill(_diaries(folder)[victim][-1].pid, signal.SIGKILL)
+    os.kill(_read_diaries(folder)[victim][-1].pid, signal.SIGKILL)
 
     def trains_again() -> bool:
-        return all(any(step.incarnation not in before for step in steps) for steps in _diaries(folder))
+        return all(any(step.incarnation not in incarnations for step in steps) for steps in _read_diaries(folder))
 
-    if _wait(trains_again, run, RECOVERY_TIMEOUT):
-        firsts = [next(step.at for step in steps if step.incarnation not in before) for steps in _diaries(folder)]
-        side.seconds.append(max(firsts) - killed_at)
-    elif run.poll() is None:
+    if _wait_for(trains_again, process, RECOVERY_TIMEOUT_SECONDS):
+        first_steps_at = [
+            next(step.at for step in steps if step.incarnation not in incarnations) for steps in _read_diaries(folder)
+        ]
+        side.seconds.append(max(first_steps_at) - killed_at)
+    elif process.poll() is None:
         side.hung += 1
     else:
         side.failed += 1
 
 
 @dataclass(frozen=True)
-class Step:
+class DiaryStep:
     """One line of a rank's diary."""
 
     at: float
@@ -136,48 +140,48 @@ class Step:
     number: int
 
 
-def _diaries(folder: Path) -> list[list[Step]]:
+def _read_diaries(folder: Path) -> list[list[DiaryStep]]:
     """Of every rank."""
-    return [_diary(folder / f"rank-{rank}") for rank in range(RANKS)]
+    return [_read_diary(folder / f"rank-{rank}") for rank in range(RANKS)]
 
 
-def _diary(path: Path) -> list[Step]:
+def _read_diary(path: Path) -> list[DiaryStep]:
     if not path.exists():
         return []
     *lines, _ = path.read_text().split("\n")
     fields = (line.split() for line in lines)
-    return [Step(float(at), int(pid), incarnation, int(step)) for at, pid, incarnation, step in fields]
+    return [DiaryStep(float(at), int(pid), incarnation, int(step)) for at, pid, incarnation, step in fields]
 
 
-def _wait(condition: Any, run: subprocess.Popen[bytes], seconds: float) -> bool:
+def _wait_for(condition: Any, process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Whether the condition came true in time, while the run was alive."""
     deadline = time.monotonic() + seconds
     while not condition():
-        if run.poll() is not None or time.monotonic() > deadline:
+        if process.poll() is not None or time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
 
 
-def _end(run: subprocess.Popen[bytes]) -> None:
+def _end_run(process: subprocess.Popen[bytes]) -> None:
     """Ends the launcher, then what it may have left behind: ranks lead process groups of their own, in its session."""
-    if run.poll() is None:
-        run.send_signal(signal.SIGTERM)
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
         try:
-            run.wait(timeout=10)
+            process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            run.kill()
-            run.wait()
+            process.kill()
+            process.wait()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[3]) == run.pid:
+        if int(fields[3]) == process.pid:
             os.kill(int(path.parent.name), signal.SIGKILL)
 
 
-def _newest(side: Side) -> str:
+def _format_newest(side: Side) -> str:
     counts = f"({len(side.seconds)} recovered, {side.failed} failed, {side.hung} hung, "
     counts += f"{len(side.not_started)} not started)"
     return f"{side.seconds[-1]:.2f} s {counts}" if side.seconds else counts

@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from .scripts.scale import connections, jobs, nodes, passes, replicas, whatif, workers
-from .scripts.scale.figure import Figure
+from .scripts.scale.measurement import Measurement
 
-PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
-    "nodes": nodes.measured,
-    "workers": workers.measured,
-    "jobs": jobs.measured,
-    "connections": connections.measured,
-    "passes": passes.measured,
-    "whatif": whatif.measured,
-    "replicas": replicas.measured,  # at the end: it brings up the test cluster, whose programs take time of the cores
+PARTS: dict[str, Callable[[bool], Sequence[Measurement]]] = {
+    "nodes": nodes.run_measurements,
+    "workers": workers.run_measurements,
+    "jobs": jobs.run_measurements,
+    "connections": connections.run_measurements,
+    "passes": passes.run_measurements,
+    "whatif": whatif.run_measurements,
+    # At the end: it brings up the test cluster, whose programs take time of the cores.
+    "replicas": replicas.run_measurements,
 }
 """Measures, quick or not; what a part is doing it says on standard error."""
 
@@ -36,16 +37,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends with it
-    began, quick, figures = time.monotonic(), os.environ.get("QUICK") == "1", list[Figure]()
+    start, quick, measurements = time.monotonic(), os.environ.get("QUICK") == "1", list[Measurement]()
     for name in arguments or PARTS:
         print(f"-- {name}", file=sys.stderr, flush=True)
-        for figure in PARTS[name](quick):
-            print(figure, file=sys.stderr, flush=True)
-            figures.append(figure)
-    holds = {figure.name: figure.holds for figure in figures}
-    told = {figure.name: figure.to_json() for figure in figures}
-    seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"bench": "scale", "figures": told, "holds": holds, "seconds": seconds}))
+        for measurement in PARTS[name](quick):
+            print(measurement, file=sys.stderr, flush=True)
+            measurements.append(measurement)
+    holds = {measurement.name: measurement.holds for measurement in measurements}
+    metrics = {measurement.name: measurement.to_json() for measurement in measurements}
+    seconds = round(time.monotonic() - start, 1)
+    print(json.dumps({"bench": "scale", "figures": metrics, "holds": holds, "seconds": seconds}))
     return 0 if all(holds.values()) else 1
 
 

@@ -11,34 +11,34 @@ import time
 from collections import Counter
 
 from simulation import batch, coverage
-from simulation.generator import generate
+from simulation.generator import generate_schedule
 
 SCHEDULES = 10_000
-GOAL = 2.0
+MIN_RATE = 2.0
 """Schedules a second and core."""
 
 
 def main(schedules: int = SCHEDULES) -> int:
     """Prints what breaks as it comes, and what was reached how often; the last line of the output is the summary."""
-    cores, began = os.cpu_count() or 1, time.perf_counter()
-    reached: Counter[str] = Counter()
+    cores, start = os.cpu_count() or 1, time.perf_counter()
+    reached_counts: Counter[str] = Counter()
     violations: Counter[str] = Counter()
     broken: list[int] = []
     simulated = 0.0
-    for done, outcome in enumerate(batch.run_all(map(generate, range(schedules)), cores), start=1):
-        reached.update(outcome.coverage)
+    for count, outcome in enumerate(batch.run_schedules(map(generate_schedule, range(schedules)), cores), start=1):
+        reached_counts.update(outcome.coverage)
         simulated += outcome.virtual_seconds
         if outcome.violations:
             broken.append(outcome.seed)
-            violations.update(outcome.rules)
+            violations.update(outcome.broken_rules)
             print(f"seed {outcome.seed}: {outcome.violations[0]}", file=sys.stderr, flush=True)
-        if done % 500 == 0:
-            print(f"{done} of {schedules}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    seconds = time.perf_counter() - began
+        if count % 500 == 0:
+            print(f"{count} of {schedules}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - start
     rate = schedules / seconds / cores
-    known = coverage.everything()
-    for name in sorted(known):
-        print(f"{reached[name]:7}  {name}")
+    targets = coverage.list_coverage_targets()
+    for name in sorted(targets):
+        print(f"{reached_counts[name]:7}  {name}")
     summary = {
         "bench": "simulation",
         "schedules": schedules,
@@ -46,11 +46,11 @@ def main(schedules: int = SCHEDULES) -> int:
         "a_second_and_core": rate,
         "violations": violations,
         "broken_seeds": sorted(broken)[:50],
-        "reached": sum(1 for name in known if reached[name]),
-        "to_be_reached": len(known),
-        "never_reached": sorted(name for name in known if not reached[name]),
+        "reached": sum(1 for name in targets if reached_counts[name]),
+        "to_be_reached": len(targets),
+        "never_reached": sorted(name for name in targets if not reached_counts[name]),
         "seconds": seconds,
-        "holds": {"every invariant": not broken, f"{GOAL:g} schedules a second and core": rate >= GOAL},
+        "holds": {"every invariant": not broken, f"{MIN_RATE:g} schedules a second and core": rate >= MIN_RATE},
     }
     print(json.dumps(summary))
     return 0 if all(summary["holds"].values()) else 1  # type: ignore[attr-defined]  # it is a dictionary

@@ -25,36 +25,36 @@ from typing import Any
 import pytest
 
 from bench.scripts.soak import invariants
+from bench.scripts.soak.disruptions import RANKS, Disruptions
 from bench.scripts.soak.meters import Meters
-from bench.scripts.soak.strikes import RANKS, Strikes
 from testcluster import placement, release
-from testcluster.shell import say
-from tests.support.cluster import Cluster, running_cluster, scratch_namespace
-from tests.support.jobs import SAMPLES, Job, paced
+from testcluster.shell import log_progress
+from testing.kubernetes.cluster import KubectlCluster, running_cluster, scratch_namespace
+from testing.kubernetes.jobs import SAMPLES, ClusterJob, build_paced_job
 
 MINUTES = float(os.environ.get("MINUTES", "8" if os.environ.get("QUICK") else "120"))
 SEED = int(os.environ.get("SEED", "0"))
-LEAST_MINUTES = 60.0
+MIN_GROWTH_MINUTES = 60.0
 """From which on growth is judged: before, caches fill."""
-OPERATORS_UNTIL = 1 / 3
+OPERATOR_FAULTS_SHARE = 1 / 3
 """Of the time, operators are struck: later, each has lived for long enough that growth would show."""
-CALM_SECONDS, LAST_SECONDS = (10.0, 30.0), (10.0, 45.0)
+CALM_SECONDS, FAULT_SECONDS = (10.0, 30.0), (10.0, 45.0)
 """From, to: how long all is left alone, and how long a fault lasts that does."""
-CALM_WITHIN_SECONDS, GONE_WITHIN_SECONDS = 300.0, 30.0
-TWO_AT_ONCE = 0.25
+CALM_TIMEOUT_SECONDS, GONE_TIMEOUT_SECONDS = 300.0, 30.0
+BOTH_JOBS_SHARE = 0.25
 """How often both jobs are struck at the same time."""
 STEP_SECONDS = "0.2"
-LONG = 10_000_000
-STRUCK_NODES, BYSTANDERS_NODES = ("node-1", "node-2", "node-3", "node-4"), ("node-5", "node-6")
+TOTAL_STEPS = 10_000_000
+DISRUPTED_NODES, BYSTANDER_NODES = ("node-1", "node-2", "node-3", "node-4"), ("node-5", "node-6")
 TRACEBACK = "Traceback (most recent call last)"
-OURS = ("pods", "secrets", "services", "networkpolicies", "leases", "roles", "rolebindings", "trainingjobstates")
+OWNED_KINDS = ("pods", "secrets", "services", "networkpolicies", "leases", "roles", "rolebindings", "trainingjobstates")
 """Kinds of which nothing may stay in the jobs' namespace."""
 ANY_FAILURE = (Exception, pytest.fail.Exception)
 """The API server is restarted, pods come and go: what cannot be looked at now is looked at again."""
 
 
 @dataclass
-class Course:
+class SoakHistory:
     """What has happened so far."""
 
     made: list[str] = field(default_factory=list)
@@ -68,124 +68,143 @@ class Course:
 
 
 def main() -> None:
-    course = Course()
+    history = SoakHistory()
     try:
         with running_cluster() as cluster:
-            release.install()
+            release.install_release()
             release.install_exporter()
-            with jobs(cluster) as (struck, bystander):
-                soak(cluster, struck, bystander, course, random.Random(SEED))
-                every = [*struck, bystander]
-                course.incidents = {job.name: len(job.incidents()) for job in every}
-                for job in struck:
-                    wrong = invariants.of_samples(job.samples_by_epoch(), SAMPLES)
-                    course.broken += [f"{job.name}: {what}" for what in wrong]
-                course.broken += left_behind(cluster, every)
+            with start_jobs(cluster) as (disrupted_jobs, bystander):
+                run_soak(cluster, disrupted_jobs, bystander, history, random.Random(SEED))
+                all_jobs = [*disrupted_jobs, bystander]
+                history.incidents = {job.name: len(job.list_incidents()) for job in all_jobs}
+                for job in disrupted_jobs:
+                    problems = invariants.check_samples(job.read_samples_by_epoch(), SAMPLES)
+                    history.broken += [f"{job.name}: {problem}" for problem in problems]
+                history.broken += delete_jobs(cluster, all_jobs)
     except ANY_FAILURE as error:
-        course.broken.append(f"the soak could not go on: {error!r}")
-    print(json.dumps(result(course)))
+        history.broken.append(f"the soak could not go on: {error!r}")
+    print(json.dumps(build_result(history)))
 
 
-def result(course: Course) -> dict[str, Any]:
-    growth = course.meters.grown()
-    holds = {"nothing_broken": not course.broken}
-    if MINUTES >= LEAST_MINUTES:
-        holds["nothing_grows"] = course.meters.tell_of_all() and not any(its.grows for its in growth.values())
+def build_result(history: SoakHistory) -> dict[str, Any]:
+    growths = history.meters.compute_growth()
+    holds = {"nothing_broken": not history.broken}
+    if MINUTES >= MIN_GROWTH_MINUTES:
+        holds["nothing_grows"] = history.meters.has_all_meters() and not any(
+            growth.grows for growth in growths.values()
+        )
     return {
         "bench": "soak",
         "minutes": MINUTES,
         "seed": SEED,
-        "faults": len(course.made),
-        "missed": len(course.missed),
-        "incidents": course.incidents,
-        "quarantines": dict(course.quarantines),
-        "broken": course.broken,
-        "growth": {name: its.to_json() for name, its in growth.items()},
+        "faults": len(history.made),
+        "missed": len(history.missed),
+        "incidents": history.incidents,
+        "quarantines": dict(history.quarantines),
+        "broken": history.broken,
+        "growth": {name: growth.to_json() for name, growth in growths.items()},
         "holds": holds,
     }
 
 
-def soak(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course, dice: random.Random) -> None:
+def run_soak(
+    cluster: KubectlCluster,
+    disrupted_jobs: Sequence[ClusterJob],
+    bystander: ClusterJob,
+    history: SoakHistory,
+    rng: random.Random,
+) -> None:
     """Ends early where something does not get calm again: what comes later would say nothing new."""
-    began = looked = time.monotonic()
+    start = checked_at = time.monotonic()
     while True:
-        course.broken += when_calm(cluster, struck, bystander, course)
-        course.broken += tracebacks(cluster, time.monotonic() - looked)
-        looked = time.monotonic()
-        at = looked - began
-        if course.broken or at >= 60 * MINUTES:
-            say("\n".join(course.broken) or f"all is calm behind {len(course.made)} faults")
+        history.broken += wait_until_calm(cluster, disrupted_jobs, bystander, history)
+        history.broken += find_tracebacks(cluster, time.monotonic() - checked_at)
+        checked_at = time.monotonic()
+        elapsed = checked_at - start
+        if history.broken or elapsed >= 60 * MINUTES:
+            log_progress("\n".join(history.broken) or f"all is calm behind {len(history.made)} faults")
             return
         try:
-            course.meters.take(at, cluster, bystander)
+            history.meters.take(elapsed, cluster, bystander)
         except ANY_FAILURE as error:
-            say(f"not measured: {error!r}")
-        time.sleep(dice.uniform(*CALM_SECONDS))
-        with ExitStack() as mends:
-            strikes = Strikes(cluster, dice, mends, operators=at < OPERATORS_UNTIL * 60 * MINUTES)
-            for job in list(struck) if dice.random() < TWO_AT_ONCE else [dice.choice(struck)]:
-                strike(strikes, job, course)
-            time.sleep(dice.uniform(*LAST_SECONDS))
+            log_progress(f"not measured: {error!r}")
+        time.sleep(rng.uniform(*CALM_SECONDS))
+        with ExitStack() as repairs:
+            disruptions = Disruptions(cluster, rng, repairs, operators=elapsed < OPERATOR_FAULTS_SHARE * 60 * MINUTES)
+            for job in list(disrupted_jobs) if rng.random() < BOTH_JOBS_SHARE else [rng.choice(disrupted_jobs)]:
+                inject_disruption(disruptions, job, history)
+            time.sleep(rng.uniform(*FAULT_SECONDS))
 
 
-def strike(strikes: Strikes, job: Job, course: Course) -> None:
-    kind = strikes.draw()
+def inject_disruption(disruptions: Disruptions, job: ClusterJob, history: SoakHistory) -> None:
+    kind = disruptions.draw()
     try:
-        course.made.append(f"{kind} ({job.name}): {strikes.make(kind, job)}")
-        say(f"{len(course.made)}: {course.made[-1]}")
+        history.made.append(f"{kind} ({job.name}): {disruptions.make(kind, job)}")
+        log_progress(f"{len(history.made)}: {history.made[-1]}")
     except ANY_FAILURE as error:
-        course.missed.append(f"{kind} ({job.name}): {error!r}")
-        say(f"missed: {course.missed[-1][:300]}")
+        history.missed.append(f"{kind} ({job.name}): {error!r}")
+        log_progress(f"missed: {history.missed[-1][:300]}")
 
 
-def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course) -> list[str]:
+def wait_until_calm(
+    cluster: KubectlCluster, disrupted_jobs: Sequence[ClusterJob], bystander: ClusterJob, history: SoakHistory
+) -> list[str]:
     """Waits until all is as it should be; what is wrong, where that does not come about in time."""
-    until = time.monotonic() + CALM_WITHIN_SECONDS
+    deadline = time.monotonic() + CALM_TIMEOUT_SECONDS
     while True:
         try:
-            give_back_nodes(cluster, course)
-            wrong = [its for job in struck for its in of_job(job, spares=1)] + of_job(bystander, spares=0)
-            wrong += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
-            if not wrong:
-                for job in (*struck, bystander):
-                    job.until_trained_on()
+            release_nodes(cluster, history)
+            problems = [problem for job in disrupted_jobs for problem in check_job(job, spares=1)] + check_job(
+                bystander, spares=0
+            )
+            problems += invariants.check_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
+            if not problems:
+                for job in (*disrupted_jobs, bystander):
+                    job.wait_for_more_steps()
         except ANY_FAILURE as error:
-            wrong = [f"{error!r}"[:2000]]
-        if not wrong:
-            names = bystander.incident_names()
-            falsely = [node for node in BYSTANDERS_NODES if course.quarantines[node]]
+            problems = [f"{error!r}"[:2000]]
+        if not problems:
+            names = bystander.list_incident_names()
+            wrongly_quarantined = [node for node in BYSTANDER_NODES if history.quarantines[node]]
             return [
                 *(f"{bystander.name} was never struck, and has incident {name}" for name in names),
-                *(f"{node} was never struck, and was quarantined" for node in falsely),
+                *(f"{node} was never struck, and was quarantined" for node in wrongly_quarantined),
             ]
-        if time.monotonic() > until:
-            return wrong
+        if time.monotonic() > deadline:
+            return problems
         time.sleep(1.0)
 
 
-def give_back_nodes(cluster: Cluster, course: Course) -> None:
+def release_nodes(cluster: KubectlCluster, history: SoakHistory) -> None:
     """As on-call does."""
-    if found := cluster.list("nodequarantines"):
-        names = [its["metadata"]["name"] for its in found]
-        course.quarantines.update(names)
+    if quarantines := cluster.list("nodequarantines"):
+        names = [quarantine["metadata"]["name"] for quarantine in quarantines]
+        history.quarantines.update(names)
         cluster.kubectl("delete", "nodequarantine", *names, "--timeout=90s", timeout=100)
 
 
-def of_job(job: Job, spares: int) -> list[str]:
+def check_job(job: ClusterJob, spares: int) -> list[str]:
     """What keeps it from being calm."""
     status = job.status
-    wrong = [] if status.get("phase") == "Running" else [f"it is {status.get('phase')}"]
+    problems = [] if status.get("phase") == "Running" else [f"it is {status.get('phase')}"]
     if status.get("workers", {}).get("spare", 0) < spares:
-        wrong.append("its spare is not there")
-    still_open = [its["metadata"]["name"] for its in job.incidents() if not its.get("status", {}).get("outcome")]
-    wrong += [f"incident {name} is open" for name in still_open]
-    return [f"{job.name}: {what}" for what in [*wrong, *invariants.of_plan(job.plan(), RANKS, job.pods())]]
+        problems.append("its spare is not there")
+    still_open = [
+        incident["metadata"]["name"]
+        for incident in job.list_incidents()
+        if not incident.get("status", {}).get("outcome")
+    ]
+    problems += [f"incident {name} is open" for name in still_open]
+    return [
+        f"{job.name}: {problem}"
+        for problem in [*problems, *invariants.check_plan(job.read_plan(), RANKS, job.list_pods())]
+    ]
 
 
-def tracebacks(cluster: Cluster, seconds: float) -> list[str]:
+def find_tracebacks(cluster: KubectlCluster, seconds: float) -> list[str]:
     """Of the operators, in what they have said for so long; of a life that has ended meanwhile, too."""
-    found = []
-    for pod in release.pods():
+    tracebacks = []
+    for pod in release.list_operator_pods():
         name, restarts = pod["metadata"]["name"], pod["status"].get("containerStatuses", [{}])[0].get("restartCount", 0)
         for previous in (["--previous"], []) if restarts else ([],):
             try:
@@ -193,40 +212,44 @@ def tracebacks(cluster: Cluster, seconds: float) -> list[str]:
             except ANY_FAILURE:  # it is just starting, or its log has gone
                 continue
             if TRACEBACK in log:
-                found.append(f"{name} has a traceback in its log: {log.partition(TRACEBACK)[2][:2000]}")
-    return found
+                tracebacks.append(f"{name} has a traceback in its log: {log.partition(TRACEBACK)[2][:2000]}")
+    return tracebacks
 
 
-def left_behind(cluster: Cluster, every: Sequence[Job]) -> list[str]:
+def delete_jobs(cluster: KubectlCluster, jobs: Sequence[ClusterJob]) -> list[str]:
     """Deletes the jobs, and says what stays."""
-    for job in every:
+    for job in jobs:
         job.delete()
-    until = time.monotonic() + GONE_WITHIN_SECONDS
+    deadline = time.monotonic() + GONE_TIMEOUT_SECONDS
     while True:  # owned objects go by themselves
-        left = [f"{kind} {its['metadata']['name']}" for kind in OURS for its in cluster.list(kind, every[0].namespace)]
-        left += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
-        if not left or time.monotonic() > until:
-            return [f"left behind: {', '.join(left)}"] if left else []
+        leftovers = [
+            f"{kind} {item['metadata']['name']}"
+            for kind in OWNED_KINDS
+            for item in cluster.list(kind, jobs[0].namespace)
+        ]
+        leftovers += invariants.check_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
+        if not leftovers or time.monotonic() > deadline:
+            return [f"left behind: {', '.join(leftovers)}"] if leftovers else []
         time.sleep(1.0)
 
 
 @contextmanager
-def jobs(cluster: Cluster) -> Iterator[tuple[list[Job], Job]]:
+def start_jobs(cluster: KubectlCluster) -> Iterator[tuple[list[ClusterJob], ClusterJob]]:
     """The two that are struck, and the bystander, on nodes of its own."""
     with scratch_namespace(cluster) as namespace:
 
-        def apply(name: str, nodes: Sequence[str], environment: dict[str, str], **spec: Any) -> Job:
+        def apply_job(name: str, nodes: Sequence[str], environment: dict[str, str], **spec: Any) -> ClusterJob:
             variables = {"SLEEP": STEP_SECONDS, **environment}
-            pod = placement.apart(name, nodes)
-            body = paced(name, LONG, environment=variables, pod=pod, replicas=RANKS, **spec)
+            pod = placement.spread_over_nodes(name, nodes)
+            body = build_paced_job(name, TOTAL_STEPS, environment=variables, pod=pod, replicas=RANKS, **spec)
             body["spec"].setdefault("remediation", {})["maxRestarts"] = 1000
-            return Job.apply(cluster, namespace, body)
+            return ClusterJob.apply(cluster, namespace, body)
 
-        struck = [
-            apply("replicated", STRUCK_NODES, {}, spares=1, syncMode="Sync"),
-            apply("sharded", STRUCK_NODES, {"SHARD": "1"}, spares=1, syncMode="Sync"),
+        disrupted_jobs = [
+            apply_job("replicated", DISRUPTED_NODES, {}, spares=1, syncMode="Sync"),
+            apply_job("sharded", DISRUPTED_NODES, {"SHARD": "1"}, spares=1, syncMode="Sync"),
         ]
-        yield struck, apply("bystander", BYSTANDERS_NODES, {}, syncMode="EDiT")
+        yield disrupted_jobs, apply_job("bystander", BYSTANDER_NODES, {}, syncMode="EDiT")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 RANKS = 2
 PAIRS = 3 if os.environ.get("QUICK") else 15
 COLD = bool(os.environ.get("COLD"))
-TIMEOUT = 300.0
+TIMEOUT_SECONDS = 300.0
 """Seconds in which a run must end."""
 SCRIPT = Path(__file__).parent / "scripts" / "starting.py"
 COMMANDS = {
@@ -34,31 +34,31 @@ COMMANDS = {
 def main() -> None:
     """Runs all pairs; the last line of the output is the result as JSON."""
     for name in COMMANDS:
-        start(name)  # compiles what is not compiled yet
+        time_start(name)  # compiles what is not compiled yet
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for pair in range(PAIRS):
         for name in [*COMMANDS] if pair % 2 else reversed([*COMMANDS]):
-            seconds[name].append(start(name))
+            seconds[name].append(time_start(name))
             print(f"pair {pair + 1} of {PAIRS}: {name} {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
-    print(json.dumps(result(seconds)))
+    print(json.dumps(build_result(seconds)))
 
 
-def result(seconds: dict[str, list[float]]) -> dict[str, Any]:
+def build_result(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """`ratio`: the median of the pairs' own, pacekeeper by torchrun."""
-    ratios = [one / other for one, other in zip(*seconds.values(), strict=True)]
+    ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
     ratio = statistics.median(ratios)
     return {
         "bench": "start",
         "pairs": len(ratios),
         "cold": COLD,
-        **{f"{name}_median_s": round(statistics.median(of_name), 2) for name, of_name in seconds.items()},
+        **{f"{name}_median_s": round(statistics.median(name_seconds), 2) for name, name_seconds in seconds.items()},
         "ratio": round(ratio, 3),
         "ratios": [round(value, 3) for value in ratios],
         "holds": {"no_later_than_torchrun": ratio <= 1.0},
     }
 
 
-def start(name: str) -> float:
+def time_start(name: str) -> float:
     """Seconds until the last rank has imported torch. Raises RuntimeError with the output of a run that fails."""
     folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-", dir="/dev/shm"))
     environment = {**os.environ, "FOLDER": str(folder)}
@@ -69,16 +69,16 @@ def start(name: str) -> float:
     with (folder / "log").open("wb") as log:
         began = time.monotonic()
         command = [sys.executable, "-m", *COMMANDS[name], str(SCRIPT)]
-        run = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = run.wait(TIMEOUT)
-            if code:
-                raise RuntimeError(f"{name} ends with code {code}:\n{(folder / 'log').read_text(errors='replace')}")
+            status = process.wait(TIMEOUT_SECONDS)
+            if status:
+                raise RuntimeError(f"{name} ends with code {status}:\n{(folder / 'log').read_text(errors='replace')}")
             return max(float((folder / f"rank-{rank}").read_text()) for rank in range(RANKS)) - began
         finally:
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
-                run.wait()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             shutil.rmtree(folder)
 
 

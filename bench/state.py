@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.scripts.state.hosts import Host, SideFailedError, hosts
-from bench.scripts.state.workload import LAYER_BYTES, RANKS, layers_for
-from bench.scripts.stragglers.hosts import say
-from pacekeeper.cgroup import memory_left
+from bench.scripts.state.hosts import RankHost, SideFailedError, start_hosts
+from bench.scripts.state.workload import LAYER_BYTES, RANKS, count_layers
+from bench.scripts.stragglers.hosts import log_progress
+from pacekeeper.cgroup import compute_memory_left
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ FULL = Sizes(nbytes=10**9, snapshots=4, checkpoints=6, tries=5)
 QUICK = Sizes(nbytes=10**8, snapshots=3, checkpoints=2, tries=2)
 SIZES = QUICK if os.environ.get("QUICK") else FULL
 SHARED_MEMORY = Path("/dev/shm")
-IN_MEMORY, IN_SHARED_MEMORY = 8, 5
+MEMORY_COPIES, SHARED_MEMORY_COPIES = 8, 5
 """How often a rank's part lies in memory where it does most: live, in its own two slots and in two of the other rank's,
 and for a moment where it is received, and once more where it is taken over."""
-CALL_TIMEOUT = 240.0
+CALL_TIMEOUT_SECONDS = 240.0
 MAKE_ROOM = 1
 """Checkpoints of a side that take memory, which the later ones use again."""
 MAKE_SLOTS = 2
 """Snapshots that take memory."""
 
-MOST_OF_THE_TIME = 0.01
-COPY_MARGIN, AGREEING_SECONDS = 1.25, 0.025
+MAX_TIME_SHARE = 0.01
+COPY_MARGIN, COPY_MARGIN_SECONDS = 1.25, 0.025
 """A checkpoint may take so many times as long as the bare copy, and so much longer: names are gathered, and the ranks
 agree, however much there is to copy."""
 
 
 @dataclass
-class Way:
+class RestoreRoute:
     """One of the ways by which the state comes back."""
 
     seconds: list[float] = field(default_factory=list)
@@ -74,172 +74,189 @@ class Way:
     def to_json(self) -> dict[str, Any]:
         return {
             "median_s": round(self.median, 3) if self.seconds else None,
-            "seconds": [round(its, 3) for its in self.seconds],
+            "seconds": [round(value, 3) for value in self.seconds],
             "bit_for_bit": self.exact and bool(self.seconds),
             "failures": self.failures,
         }
 
 
 def main() -> None:
-    nbytes = bytes_of_a_rank(SIZES.nbytes, memory(), shutil.disk_usage(SHARED_MEMORY).free)
-    layers = layers_for(nbytes)
-    say(f"{layers * LAYER_BYTES / 1e6:.0f} MB a rank, {RANKS} ranks")
+    nbytes = compute_rank_bytes(SIZES.nbytes, read_memory_limit(), shutil.disk_usage(SHARED_MEMORY).free)
+    layers = count_layers(nbytes)
+    log_progress(f"{layers * LAYER_BYTES / 1e6:.0f} MB a rank, {RANKS} ranks")
     with (
         tempfile.TemporaryDirectory(prefix="bench-of-pacekeeper-", dir=SHARED_MEMORY) as runtime,
         tempfile.TemporaryDirectory(prefix="bench-of-pacekeeper-") as volume,
         tempfile.TemporaryDirectory(prefix="bench-of-pacekeeper-") as logs,
-        hosts(Path(logs)) as (ours, torchft),
+        start_hosts(Path(logs)) as (ours, torchft),
     ):
-        kept = ours.call("checkpoints", CALL_TIMEOUT, layers=layers, volume=volume, count=SIZES.checkpoints)
-        checkpoint = checkpoint_figures([rank["seconds"] for rank in kept]) | {"failures": kept[0]["failures"]}
-        say(f"checkpoint: {checkpoint}")
-        taken = ours.call("snapshots", CALL_TIMEOUT, layers=layers, runtime=runtime, count=SIZES.snapshots)
-        snapshot = snapshot_figures(taken)
-        say(f"snapshot: {snapshot}")
-        ways = bring_back(ours, torchft, layers, Path(runtime), volume, digests(taken), digests(kept))
+        checkpoint_results = ours.call(
+            "measure_checkpoints", CALL_TIMEOUT_SECONDS, layers=layers, volume=volume, count=SIZES.checkpoints
+        )
+        checkpoint = compute_checkpoint_statistics([rank["seconds"] for rank in checkpoint_results]) | {
+            "failures": checkpoint_results[0]["failures"]
+        }
+        log_progress(f"checkpoint: {checkpoint}")
+        snapshot_results = ours.call(
+            "measure_snapshots", CALL_TIMEOUT_SECONDS, layers=layers, runtime=runtime, count=SIZES.snapshots
+        )
+        snapshot = compute_snapshot_statistics(snapshot_results)
+        log_progress(f"snapshot: {snapshot}")
+        routes = measure_restore(
+            ours,
+            torchft,
+            layers,
+            Path(runtime),
+            volume,
+            list_digests(snapshot_results),
+            list_digests(checkpoint_results),
+        )
     result = {
         "bench": "state",
         "ranks": RANKS,
         "megabytes_of_a_rank": round(layers * LAYER_BYTES / 1e6),
         "snapshot": snapshot,
         "checkpoint": checkpoint,
-        "restore": {name: way.to_json() for name, way in ways.items()},
-        "holds": goals(snapshot, checkpoint, ways),
+        "restore": {name: route.to_json() for name, route in routes.items()},
+        "holds": check_goals(snapshot, checkpoint, routes),
     }
     print(json.dumps(result))
 
 
-def memory() -> int:
+def read_memory_limit() -> int:
     """Bytes that this process and those that it starts may take."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return int(min(available, memory_left()))
+    return int(min(available, compute_memory_left()))
 
 
-def bytes_of_a_rank(wanted: int, left: int, shared_left: int) -> int:
+def compute_rank_bytes(wanted: int, available: int, shared_available: int) -> int:
     """Of the state; no more than there is memory for, of which a tenth is left alone."""
-    most = min(left // IN_MEMORY, shared_left // IN_SHARED_MEMORY)
-    return min(wanted, most * 9 // 10 // RANKS)
+    max_bytes = min(available // MEMORY_COPIES, shared_available // SHARED_MEMORY_COPIES)
+    return min(wanted, max_bytes * 9 // 10 // RANKS)
 
 
-def digests(of_ranks: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    return [its["digest"] for its in of_ranks]
+def list_digests(rank_results: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [rank_result["digest"] for rank_result in rank_results]
 
 
 # What keeping it costs
 
 
-def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+def find_slowest(rank_seconds: Sequence[Sequence[float]]) -> list[float]:
     """Of each time, that of the rank for which it was longest."""
-    return [max(its) for its in zip(*of_ranks, strict=True)]
+    return [max(seconds) for seconds in zip(*rank_seconds, strict=True)]
 
 
-def snapshot_figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of what each rank's `with_pacekeeper.snapshots` gave back. `share`: of the time, at the job's own interval, for
-    which a snapshot holds the steps up, and what they lose to its copy that goes to the neighbour meanwhile."""
-    held = slowest([its["held"] for its in of_ranks])
-    step = statistics.median(slowest([its["plain"] for its in of_ranks]))
-    beside = slowest([its["beside"] for its in of_ranks])
-    stall, period = statistics.median(held[MAKE_SLOTS:]), of_ranks[0]["interval"] * step
-    copying = (sum(beside) - len(beside) * step) / len(held[MAKE_SLOTS:])
+def compute_snapshot_statistics(rank_results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of what each rank's `with_pacekeeper.measure_snapshots` gave back. `share`: of the time, at the job's own
+    interval, for which a snapshot holds the steps up, and what they lose to its copy that goes to the neighbor
+    at the same time."""
+    held_seconds = find_slowest([rank_result["held"] for rank_result in rank_results])
+    step_seconds = statistics.median(find_slowest([rank_result["plain"] for rank_result in rank_results]))
+    copying_seconds = find_slowest([rank_result["copying"] for rank_result in rank_results])
+    stall, period = statistics.median(held_seconds[MAKE_SLOTS:]), rank_results[0]["interval"] * step_seconds
+    lost_seconds = (sum(copying_seconds) - len(copying_seconds) * step_seconds) / len(held_seconds[MAKE_SLOTS:])
     return {
         "stall_s": round(stall, 4),
-        "first_s": round(max(held[:MAKE_SLOTS]), 4),
-        "step_s": round(step, 4),
-        "interval_steps": of_ranks[0]["interval"],
-        "share": round((stall + max(copying, 0.0)) / period, 5),
+        "first_s": round(max(held_seconds[:MAKE_SLOTS]), 4),
+        "step_s": round(step_seconds, 4),
+        "interval_steps": rank_results[0]["interval"],
+        "share": round((stall + max(lost_seconds, 0.0)) / period, 5),
         "share_of_stalls": round(stall / period, 5),
-        "lost_beside_a_copy_s": round(copying, 3),
+        "lost_beside_a_copy_s": round(lost_seconds, 3),
     }
 
 
-def checkpoint_figures(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
+def compute_checkpoint_statistics(rank_results: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
     """Of the seconds that each rank has measured for each side; `of_the_copy`: as a share of the bare copy's."""
-    by_side = {side: slowest([its[side] for its in of_ranks]) for side in of_ranks[0]}
+    by_side = {side: find_slowest([rank_result[side] for rank_result in rank_results]) for side in rank_results[0]}
     by_side = {side: seconds for side, seconds in by_side.items() if len(seconds) > MAKE_ROOM}
     medians = {side: statistics.median(seconds[MAKE_ROOM:]) for side, seconds in by_side.items()}
     return {
-        "stall_s": {side: round(its, 4) for side, its in medians.items()},
-        "first_s": {side: round(max(its[:MAKE_ROOM]), 4) for side, its in by_side.items()},
-        "of_the_copy": {side: round(its / medians["copy"], 3) for side, its in medians.items()},
+        "stall_s": {side: round(value, 4) for side, value in medians.items()},
+        "first_s": {side: round(max(value[:MAKE_ROOM]), 4) for side, value in by_side.items()},
+        "of_the_copy": {side: round(value / medians["copy"], 3) for side, value in medians.items()},
     }
 
 
 # Bringing it back
 
 
-def bring_back(
-    ours: Host,
-    torchft: Host,
+def measure_restore(
+    ours: RankHost,
+    torchft: RankHost,
     layers: int,
     runtime: Path,
     volume: str,
     snapshot: Sequence[Sequence[int]],
     checkpoint: Sequence[Sequence[int]],
-) -> dict[str, Way]:
+) -> dict[str, RestoreRoute]:
     """By each way, in turns. snapshot, checkpoint: what each rank's state was like when it was kept there."""
 
-    def by_us(state: Sequence[Sequence[int]], **where: Any) -> tuple[float, bool]:
-        found = ours.call("restore", CALL_TIMEOUT, layers=layers, **where)
-        return max(seconds for seconds, _ in found), [digest for _, digest in found] == list(state)
+    def restore_ours(state: Sequence[Sequence[int]], **options: Any) -> tuple[float, bool]:
+        results = ours.call("restore_state", CALL_TIMEOUT_SECONDS, layers=layers, **options)
+        return max(seconds for seconds, _ in results), [digest for _, digest in results] == list(state)
 
-    def lost_node() -> tuple[float, bool]:
+    def restore_on_lost_node() -> tuple[float, bool]:
         try:
-            return by_us(snapshot, runtime=str(runtime), workers="ac", volume=None)
+            return restore_ours(snapshot, runtime=str(runtime), workers="ac", volume=None)
         finally:
             shutil.rmtree(runtime / "c", ignore_errors=True)
 
-    def by_dcp() -> tuple[float, bool]:
-        found = ours.call("load_dcp", CALL_TIMEOUT, layers=layers, volume=volume)
-        return max(seconds for seconds, _ in found), [digest for _, digest in found] == list(checkpoint)
+    def restore_with_dcp() -> tuple[float, bool]:
+        results = ours.call("load_dcp", CALL_TIMEOUT_SECONDS, layers=layers, volume=volume)
+        return max(seconds for seconds, _ in results), [digest for _, digest in results] == list(checkpoint)
 
-    def by_torchft(transport: str) -> tuple[float, bool]:
-        found = torchft.call(transport, CALL_TIMEOUT, layers=layers)
-        return max(seconds for seconds, _ in found), all(exact for _, exact in found)
+    def transfer_with_torchft(transport: str) -> tuple[float, bool]:
+        results = torchft.call(transport, CALL_TIMEOUT_SECONDS, layers=layers)
+        return max(seconds for seconds, _ in results), all(exact for _, exact in results)
 
-    by_name: dict[str, Callable[[], tuple[float, bool]]] = {
-        "crash": lambda: by_us(snapshot, runtime=str(runtime), workers="ab", volume=None),
-        "torchft_http": lambda: by_torchft("http"),
-        "lost_node": lost_node,
-        "torchft_pg": lambda: by_torchft("pg"),
-        "volume": lambda: by_us(checkpoint, runtime=None, workers="ab", volume=f"{volume}/ours"),
-        "dcp_volume": by_dcp,
+    restores: dict[str, Callable[[], tuple[float, bool]]] = {
+        "crash": lambda: restore_ours(snapshot, runtime=str(runtime), workers="ab", volume=None),
+        "torchft_http": lambda: transfer_with_torchft("transfer_by_http"),
+        "lost_node": restore_on_lost_node,
+        "torchft_pg": lambda: transfer_with_torchft("transfer_by_pg"),
+        "volume": lambda: restore_ours(checkpoint, runtime=None, workers="ab", volume=f"{volume}/ours"),
+        "dcp_volume": restore_with_dcp,
     }
-    ways = {name: Way() for name in by_name}
+    routes = {name: RestoreRoute() for name in restores}
     for number in range(1, SIZES.tries + 1):
-        for name, bring in by_name.items():
-            attempt(ways[name], bring)
-            say(f"try {number} of {SIZES.tries}, {name}: {(ways[name].seconds or [math.inf])[-1]:.2f} s")
-    return ways
+        for name, restore in restores.items():
+            measure_attempt(routes[name], restore)
+            log_progress(f"try {number} of {SIZES.tries}, {name}: {(routes[name].seconds or [math.inf])[-1]:.2f} s")
+    return routes
 
 
-def attempt(way: Way, bring: Callable[[], tuple[float, bool]]) -> None:
-    """`bring`: seconds, and whether what came back is what was kept."""
+def measure_attempt(route: RestoreRoute, restore: Callable[[], tuple[float, bool]]) -> None:
+    """`restore`: seconds, and whether what came back is what was kept."""
     try:
-        seconds, exact = bring()
+        seconds, exact = restore()
     except SideFailedError as error:
-        say(f"failed: {error}")
-        way.failures.append(str(error))
+        log_progress(f"failed: {error}")
+        route.failures.append(str(error))
         return
-    way.seconds.append(seconds)
-    way.exact &= exact
+    route.seconds.append(seconds)
+    route.exact &= exact
 
 
-OURS = ("crash", "lost_node", "volume")
+OUR_ROUTES = ("crash", "lost_node", "volume")
 """The ways back that are ours."""
 
 
-def most_for_a_checkpoint(copy_seconds: float) -> float:
-    return COPY_MARGIN * copy_seconds + AGREEING_SECONDS
+def compute_max_checkpoint_seconds(copy_seconds: float) -> float:
+    return COPY_MARGIN * copy_seconds + COPY_MARGIN_SECONDS
 
 
-def goals(snapshot: Mapping[str, Any], checkpoint: Mapping[str, Any], ways: Mapping[str, Way]) -> dict[str, bool]:
+def check_goals(
+    snapshot: Mapping[str, Any], checkpoint: Mapping[str, Any], routes: Mapping[str, RestoreRoute]
+) -> dict[str, bool]:
     """Which of them are reached."""
-    own, stalls = [ways[name] for name in OURS], checkpoint["stall_s"]
+    our_routes, stalls = [routes[name] for name in OUR_ROUTES], checkpoint["stall_s"]
     return {
-        "snapshot_1_percent": snapshot["share"] <= MOST_OF_THE_TIME,
-        "checkpoint_the_copy": stalls.get("ours", math.inf) <= most_for_a_checkpoint(stalls["copy"]),
-        "restored_bit_for_bit": all(bool(way.seconds) and way.exact and not way.failures for way in own),
+        "snapshot_1_percent": snapshot["share"] <= MAX_TIME_SHARE,
+        "checkpoint_the_copy": stalls.get("ours", math.inf) <= compute_max_checkpoint_seconds(stalls["copy"]),
+        "restored_bit_for_bit": all(bool(route.seconds) and route.exact and not route.failures for route in our_routes),
     }
 
 

@@ -27,14 +27,21 @@ from typing import Any
 
 import numpy as np
 
-from bench.overlap import measure as measure_overlap
+from bench.overlap import measure_overlap
 from bench.scripts.stragglers import bounds, diaries
 from bench.scripts.stragglers.draws import Scenario, draw_costs
-from bench.scripts.stragglers.hosts import Hosts, RunFailedError, hosts, say
-from bench.scripts.stragglers.links import Network, network
+from bench.scripts.stragglers.hosts import Hosts, RunFailedError, log_progress, start_hosts
+from bench.scripts.stragglers.links import Network, create_network
 from bench.scripts.stragglers.run import AEDIT_LEASE, GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Run
-from bench.scripts.stragglers.sides import ALTERNATE, EVERY_STEP, LEAVING_OUT, OURS, SIDES, TORCHFT
-from pacekeeper_analysis.shares import balance
+from bench.scripts.stragglers.sides import (
+    ALTERNATING_RUNS,
+    LEAVING_OUT_SIDES,
+    OUR_SIDES,
+    SIDES,
+    SYNCHRONOUS_SIDES,
+    TORCHFT_SIDES,
+)
+from pacekeeper_analysis.stragglers.shares import optimize_shares
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,11 @@ class Sizes:
     sync_every: int
     """Local steps; by the clock, what so many take an undisturbed rank."""
     drawn_sync_every: int
-    """The same where ranks draw for themselves, and whoever drew well waits at a synchronisation."""
+    """The same where ranks draw for themselves, and a rank that drew well waits at a synchronization."""
     drawn_unit_seconds: float
     """And there: of a sample, longer because the goals leave less room for what a step costs on a busy machine."""
     periods: int
-    """Of `sync_every` global batches that throughput is measured over. Of sides that synchronise in each step a quarter
+    """Of `sync_every` global batches that throughput is measured over. Of sides that synchronize in each step a quarter
     of one will do, behind another quarter that is left out."""
     loss_sync_every: int
     loss_periods: int
@@ -93,75 +100,83 @@ QUICK = Sizes(
 )
 SIZES = QUICK if os.environ.get("QUICK") else FULL
 STEPS_BEHIND = 4
-"""Global batches behind what is measured, so that each rank begins a step behind the last synchronisation."""
+"""Global batches behind what is measured, so that each rank begins a step behind the last synchronization."""
 LOSS_UNIT_SECONDS = 0.006
 """In the runs that measure the loss nothing is slept, but in A-EDiT, where time decides who does how much."""
-LINK = "16mbit"
+SLOW_LINK_RATE = "16mbit"
 """The slow one's: DDP's all-reduces of a step (330 KB over it, both ways) take longer than the step then."""
-MADE = (
+COST_DESCRIPTION = (
     "a sample's cost is drawn by a generator keyed by (rank, sample), since in A-EDiT the race decides who takes which "
     "sample; it is slept away but for the real work (compute_share)"
 )
-DRAWN = (Scenario.RANDOM, Scenario.NOISE)
+DRAWN_SCENARIOS = (Scenario.RANDOM, Scenario.NOISE)
 """Where ranks draw for themselves how long a sample takes."""
 SWITCH_EVERY = 8
-"""Steps between two synchronisations in the run that switches; half as many as in each mode."""
-RUN_TIMEOUT = 300.0
+"""Steps between two synchronizations in the run that switches; half as many as in each mode."""
+RUN_TIMEOUT_SECONDS = 300.0
 """Seconds; the longest run takes a third of it."""
 
 
 def main() -> None:
     throughput = {scenario: defaultdict[str, dict[int, Measured]](dict) for scenario in Scenario}
-    with hosts() as started, hosts() as others, network(RANKS, LINK) as links:
+    with start_hosts() as hosts, start_hosts() as other_hosts, create_network(RANKS, SLOW_LINK_RATE) as network:
         for repeat in range(SIZES.repeats):
             for scenario in Scenario:
-                if scenario is Scenario.SLOW_LINK and links is None:
-                    say("slow_link: left out, it needs root and iproute2")
+                if scenario is Scenario.SLOW_LINK and network is None:
+                    log_progress("slow_link: left out, it needs root and iproute2")
                     continue
-                for side in turns(repeat, scenario):
-                    with unless_it_fails():
-                        throughput[scenario][side][repeat] = measure_throughput(started, side, scenario, repeat, links)
-        cost: dict[str, Any] = {}
-        for side in ALTERNATE:
-            with unless_it_fails():
-                cost[side] = measure_cost(started, side)
+                for side in order_sides(repeat, scenario):
+                    with count_failures():
+                        throughput[scenario][side][repeat] = measure_throughput(hosts, side, scenario, repeat, network)
+        costs: dict[str, Any] = {}
+        for side in ALTERNATING_RUNS:
+            with count_failures():
+                costs[side] = measure_cost(hosts, side)
         stalls = []
         for repeat in range(SIZES.repeats):
-            with unless_it_fails():
-                stalls.append(measure_stall(started, repeat))
-        loss = measure_loss(started, others)
-        failures = started.failures + others.failures
-    say("overlap …")
+            with count_failures():
+                stalls.append(measure_stall(hosts, repeat))
+        loss = measure_loss(hosts, other_hosts)
+        failures = hosts.failures + other_hosts.failures
+    log_progress("overlap …")
     try:
-        hidden = measure_overlap()["overlap_hidden"]
+        hidden_share = measure_overlap()["overlap_hidden"]
     except TimeoutError as error:
-        say(f"left out: {error}")
-        hidden = None
-    for scenario, of_sides in throughput.items():
-        if of_sides:
-            print(throughput_table(scenario, of_sides))
-    print(loss_table(loss))
-    result: dict[str, Any] = {scenario: summary(scenario, of) for scenario, of in throughput.items() if of}
-    result["cost_against_ddp"] = cost
+        log_progress(f"left out: {error}")
+        hidden_share = None
+    for scenario, by_side in throughput.items():
+        if by_side:
+            print(format_throughput_table(scenario, by_side))
+    print(format_loss_table(loss))
+    result: dict[str, Any] = {
+        scenario: summarize_scenario(scenario, measured_sides)
+        for scenario, measured_sides in throughput.items()
+        if measured_sides
+    }
+    result["cost_against_ddp"] = costs
     stall = {"median": statistics.median(stalls), "longest": max(stalls)} if stalls else {}
-    result |= {"switch_stall_steps": stall, "overlap_hidden": hidden, "loss": loss}
-    result |= {"failed_runs": [asdict(failure) for failure in failures], "made": MADE, "sizes": asdict(SIZES)}
-    result |= {"holds": holds(result)}
+    result |= {"switch_stall_steps": stall, "overlap_hidden": hidden_share, "loss": loss}
+    result |= {
+        "failed_runs": [asdict(failure) for failure in failures],
+        "made": COST_DESCRIPTION,
+        "sizes": asdict(SIZES),
+    }
+    result |= {"holds": check_goals(result)}
     print(json.dumps({"bench": "stragglers", **result}))
 
 
 @contextmanager
-def unless_it_fails() -> Iterator[None]:
+def count_failures() -> Iterator[None]:
     """A run that fails is counted (`failed_runs`); what else is measured is not lost by it."""
     try:
         yield
     except RunFailedError as error:
-        say(f"left out: {error}")
+        log_progress(f"left out: {error}")
 
 
-def turns(repeat: int, scenario: Scenario) -> list[str]:
+def order_sides(repeat: int, scenario: Scenario) -> list[str]:
     """The sides in the order in which they take their turns; another one each time."""
-    sides = [*SIDES, *(LEAVING_OUT if scenario is Scenario.CONSTANT else ())]
+    sides = [*SIDES, *(LEAVING_OUT_SIDES if scenario is Scenario.CONSTANT else ())]
     first = repeat % len(sides)
     return [*sides[first:], *sides[:first]]
 
@@ -187,22 +202,22 @@ class Measured:
     """Samples."""
 
 
-def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: int, links: Network | None) -> Measured:
-    sync_every = SIZES.drawn_sync_every if scenario in DRAWN else SIZES.sync_every
+def measure_throughput(hosts: Hosts, side: str, scenario: Scenario, repeat: int, network: Network | None) -> Measured:
+    sync_every = SIZES.drawn_sync_every if scenario in DRAWN_SCENARIOS else SIZES.sync_every
     run = Run(
         side,
         scenario,
         seed=repeat + 1,
-        steps=SIZES.sync_every // 2 if side in EVERY_STEP else sync_every * SIZES.periods + STEPS_BEHIND,
-        unit_seconds=SIZES.drawn_unit_seconds if scenario in DRAWN else SIZES.unit_seconds,
+        steps=SIZES.sync_every // 2 if side in SYNCHRONOUS_SIDES else sync_every * SIZES.periods + STEPS_BEHIND,
+        unit_seconds=SIZES.drawn_unit_seconds if scenario in DRAWN_SCENARIOS else SIZES.unit_seconds,
         sync_every=sync_every,
-        shares=operators_shares(scenario, repeat) if side == "shares" else None,
+        shares=compute_operator_shares(scenario, repeat) if side == "shares" else None,
     )
     if scenario is Scenario.SLOW_LINK:
-        assert links is not None
-        run = replace(run, addresses=links.addresses, namespaces=links.namespaces, interface=links.interface)
-    measured = measure_run(run, started.perform(run, RUN_TIMEOUT), SIZES.periods)
-    say(
+        assert network is not None
+        run = replace(run, addresses=network.addresses, namespaces=network.namespaces, interface=network.interface)
+    measured = measure_run(run, hosts.perform(run, RUN_TIMEOUT_SECONDS), SIZES.periods)
+    log_progress(
         f"repeat {repeat + 1} of {SIZES.repeats}, {scenario}, {side}: {measured.of_bound:.3f} of the bound, "
         f"weights {' '.join(f'{weight:.2f}' for weight in measured.weights)}"
     )
@@ -210,139 +225,149 @@ def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: in
 
 
 def measure_run(run: Run, outcomes: Sequence[Outcome], periods: int) -> Measured:
-    """Over the first `periods`; of sides that synchronise in each step, over the second half of the run."""
-    written = [outcome.diary for outcome in outcomes]
+    """Over the first `periods`; of sides that synchronize in each step, over the second half of the run."""
+    rank_diaries = [outcome.diary for outcome in outcomes]
     weights = list(zip(*(outcome.weights for outcome in outcomes), strict=False))
-    if run.side in EVERY_STEP:
+    if run.side in SYNCHRONOUS_SIDES:
         half = slice(run.steps // 2, run.steps)
-        measured, weights = diaries.complete_periods(written)[run.steps // 2 - 1 :], weights[half]
+        measured, weights = diaries.list_complete_periods(rank_diaries)[run.steps // 2 - 1 :], weights[half]
     else:
-        measured, weights = diaries.begun_periods(written, run.unit_seconds)[:periods], weights[:periods]
-    came = [period.samples for period in measured]
-    rate = sum(map(sum, came)) / sum(period.seconds for period in measured)
-    counted = diaries.counted(came, weights)
-    entries = [entry for diary in written for entry in diary]
-    used = [sample for entry in entries for sample in entry.samples]
+        measured, weights = diaries.list_begun_periods(rank_diaries, run.unit_seconds)[:periods], weights[:periods]
+    period_samples = [period.samples for period in measured]
+    rate = sum(map(sum, period_samples)) / sum(period.seconds for period in measured)
+    counted_share = diaries.compute_counted_share(period_samples, weights)
+    entries = [entry for diary in rank_diaries for entry in diary]
+    used_samples = [sample for entry in entries for sample in entry.samples]
     return Measured(
-        of_bound=rate * counted * run.unit_seconds / bounds.bound(run.costs(), GLOBAL_BATCH),
+        of_bound=rate * counted_share * run.unit_seconds / bounds.compute_bound(run.draw_costs(), GLOBAL_BATCH),
         samples_s=rate,
-        counted=counted,
-        weights=[round(weight, 4) for weight in diaries.weight_per_rank(came, weights)],
+        counted=counted_share,
+        weights=[round(weight, 4) for weight in diaries.compute_rank_weights(period_samples, weights)],
         compute_share=sum(entry.compute for entry in entries)
         / (sum(entry.cost for entry in entries) * run.unit_seconds),
-        used_twice=len(used) - len(set(used)),
+        used_twice=len(used_samples) - len(set(used_samples)),
     )
 
 
-def operators_shares(scenario: Scenario, repeat: int) -> tuple[int, ...]:
+def compute_operator_shares(scenario: Scenario, repeat: int) -> tuple[int, ...]:
     """What the operator would give, who has seen 32 steps of other draws of the same kind."""
-    seen = draw_costs(scenario, RANKS, 32 * GLOBAL_BATCH, GLOBAL_BATCH, seed=1000 + repeat)
-    a_sample = seen.reshape(RANKS, 32, GLOBAL_BATCH).mean(axis=2).T
-    return balance(np.ascontiguousarray(a_sample), (LOCAL_BATCH,) * RANKS).shares
+    costs = draw_costs(scenario, RANKS, 32 * GLOBAL_BATCH, GLOBAL_BATCH, seed=1000 + repeat)
+    mean_costs = costs.reshape(RANKS, 32, GLOBAL_BATCH).mean(axis=2).T
+    return optimize_shares(np.ascontiguousarray(mean_costs), (LOCAL_BATCH,) * RANKS).shares
 
 
-def measure_cost(started: Hosts, side: str) -> dict[str, float | None]:
+def measure_cost(hosts: Hosts, side: str) -> dict[str, float | None]:
     """What ours adds to a step of DDP where nothing is wrong, as a share of it, from pairs of blocks."""
     run = Run(side, Scenario.NONE, 1, SIZES.cost_steps, SIZES.unit_seconds, SIZES.sync_every)
-    blocks = started.perform(run, RUN_TIMEOUT)[0].blocks
-    added = [ours / theirs - 1 for theirs, ours in blocks]
-    say(f"{side}: {statistics.fmean(added):+.4f} of a step of DDP")
-    return {"mean": round(statistics.fmean(added), 5), "interval": half_width(added), "pairs": len(added)}
+    blocks = hosts.perform(run, RUN_TIMEOUT_SECONDS)[0].blocks
+    added_shares = [ours / theirs - 1 for theirs, ours in blocks]
+    log_progress(f"{side}: {statistics.fmean(added_shares):+.4f} of a step of DDP")
+    return {
+        "mean": round(statistics.fmean(added_shares), 5),
+        "interval": compute_half_width(added_shares),
+        "pairs": len(added_shares),
+    }
 
 
-def measure_stall(started: Hosts, repeat: int) -> float:
+def measure_stall(hosts: Hosts, repeat: int) -> float:
     """The longest time between two steps of a rank that goes through all modes and back, beyond an usual one, in steps.
 
-    Synchronisations are among them; the bytes that a switch must move are few in this small model.
+    Synchronizations are among them; the bytes that a switch must move are few in this small model.
     """
     run = Run("switches", Scenario.NONE, repeat + 1, 8 * SWITCH_EVERY, SIZES.unit_seconds, SWITCH_EVERY)
     longest = 0.0
-    for outcome in started.perform(run, RUN_TIMEOUT):
+    for outcome in hosts.perform(run, RUN_TIMEOUT_SECONDS):
         ends = [entry.at for entry in outcome.diary[SWITCH_EVERY // 2 :]]
         gaps = [after - before for before, after in pairwise(ends)]
         longest = max(longest, max(gaps) / statistics.median(gaps) - 1)
-    say(f"repeat {repeat + 1} of {SIZES.repeats}, switching: {longest:.2f} steps at most")
+    log_progress(f"repeat {repeat + 1} of {SIZES.repeats}, switching: {longest:.2f} steps at most")
     return round(longest, 3)
 
 
-def summary(scenario: Scenario, of_sides: Mapping[str, Mapping[int, Measured]]) -> dict[str, Any]:
+def summarize_scenario(scenario: Scenario, by_side: Mapping[str, Mapping[int, Measured]]) -> dict[str, Any]:
     """Each side's throughput as a share of the bound, and what is made of them; sides that always failed are left out.
 
-    `of_sides`: by repeat.
+    `by_side`: by repeat.
     """
-    values = {side: {at: run.of_bound for at, run in runs.items()} for side, runs in of_sides.items() if runs}
-    means = {side: statistics.fmean(its.values()) for side, its in values.items()}
-    best = max((side for side in TORCHFT if side in means), key=lambda side: means[side], default=None)
+    values = {side: {repeat: run.of_bound for repeat, run in runs.items()} for side, runs in by_side.items() if runs}
+    means = {side: statistics.fmean(side_values.values()) for side, side_values in values.items()}
+    best_side = max((side for side in TORCHFT_SIDES if side in means), key=lambda side: means[side], default=None)
     costs = draw_costs(scenario, RANKS, 400 * GLOBAL_BATCH, GLOBAL_BATCH, seed=1)
-    known = bounds.bound(costs, GLOBAL_BATCH)
-    every = SIZES.drawn_sync_every if scenario in DRAWN else SIZES.sync_every
-    runs = [run for of_side in of_sides.values() for run in of_side.values()]
+    bound = bounds.compute_bound(costs, GLOBAL_BATCH)
+    sync_every = SIZES.drawn_sync_every if scenario in DRAWN_SCENARIOS else SIZES.sync_every
+    runs = [run for side_runs in by_side.values() for run in side_runs.values()]
     return {
         **{side: round(mean, 4) for side, mean in means.items()},
-        "torchft_best": round(means[best], 4) if best else None,
-        "torchft_best_is": best,
+        "torchft_best": round(means[best_side], 4) if best_side else None,
+        "torchft_best_is": best_side,
         "bound": 1.0,
-        "interval": {side: half_width(list(its.values())) for side, its in values.items()},
-        "against_ddp": {side: ratio(values[side], values.get("ddp", {})) for side in OURS if side in values},
-        "against_torchft_best": {side: ratio(values[side], values[best]) for side in OURS if best and side in values},
-        "weights": {side: next(iter(of_side.values())).weights for side, of_side in of_sides.items() if of_side},
+        "interval": {side: compute_half_width(list(side_values.values())) for side, side_values in values.items()},
+        "against_ddp": {
+            side: compute_ratio(values[side], values.get("ddp", {})) for side in OUR_SIDES if side in values
+        },
+        "against_torchft_best": {
+            side: compute_ratio(values[side], values[best_side]) for side in OUR_SIDES if best_side and side in values
+        },
+        "weights": {side: next(iter(side_runs.values())).weights for side, side_runs in by_side.items() if side_runs},
         "compute_share": round(max(run.compute_share for run in runs), 4) if runs else None,
         "samples_used_twice": sum(run.used_twice for run in runs),
         "of_bound_within_reach": {  # of schedules that cannot foresee, with no overhead
-            "equal_shares": round(bounds.shares_rate(costs, (LOCAL_BATCH,) * RANKS) / known, 4),
-            "best_fixed_shares": round(bounds.fixed_shares(costs, GLOBAL_BATCH)[1] / known, 4),
-            "leases_of_a_local_batch": round(bounds.leases(costs, LOCAL_BATCH) / known, 4),
+            "equal_shares": round(bounds.compute_shares_rate(costs, (LOCAL_BATCH,) * RANKS) / bound, 4),
+            "best_fixed_shares": round(bounds.find_fixed_shares(costs, GLOBAL_BATCH)[1] / bound, 4),
+            "leases_of_a_local_batch": round(bounds.compute_lease_rate(costs, LOCAL_BATCH) / bound, 4),
             **{
-                f"aedit_with_leases_of_{lease}": round(bounds.local_sgd(costs, lease, LOCAL_BATCH, every) / known, 4)
+                f"aedit_with_leases_of_{lease}": round(
+                    bounds.compute_local_sgd_rate(costs, lease, LOCAL_BATCH, sync_every) / bound, 4
+                )
                 for lease in (1, AEDIT_LEASE, LOCAL_BATCH)
             },
         },
     }
 
 
-def ratio(values: Mapping[int, float], others: Mapping[int, float]) -> dict[str, Any]:
+def compute_ratio(values: Mapping[int, float], others: Mapping[int, float]) -> dict[str, Any]:
     """Of pairs, by repeat or seed: mean, and half the width of the interval, of the ratios; None: there is no pair."""
-    ratios = [values[at] / others[at] for at in values.keys() & others.keys()]
-    return {"ratio": round(statistics.fmean(ratios), 4) if ratios else None, "interval": half_width(ratios)}
+    ratios = [values[key] / others[key] for key in values.keys() & others.keys()]
+    return {"ratio": round(statistics.fmean(ratios), 4) if ratios else None, "interval": compute_half_width(ratios)}
 
 
-def half_width(values: Sequence[float]) -> float | None:
+def compute_half_width(values: Sequence[float]) -> float | None:
     """Of the 95 % interval; None where there is one value only."""
-    return round(diaries.interval(values)[1], 5) if len(values) > 1 else None
+    return round(diaries.compute_interval(values)[1], 5) if len(values) > 1 else None
 
 
-def holds(result: Mapping[str, Any]) -> dict[str, bool]:
+def check_goals(result: Mapping[str, Any]) -> dict[str, bool]:
     """The figures to reach. What was not measured is not reached."""
 
-    def reached(goal: Callable[[], bool]) -> bool:
+    def reaches_goal(goal: Callable[[], bool]) -> bool:
         try:
             return goal()
         except (KeyError, TypeError):  # a side, or a pair of sides, has no figure
             return False
 
-    def ours() -> float:
+    def find_our_least() -> float:
         return float(min(result["constant"]["shares"], result["constant"]["aedit"]))
 
     def shares_loss_as_ddp() -> bool:
-        at, spread = result["loss"]["equal_samples"], result["loss"]["seed_to_seed"]["ddp"]
-        return bool(abs(at["shares"] - at["ddp"]) <= (spread or 0.0) + 1e-3)
+        losses, spread = result["loss"]["equal_samples"], result["loss"]["seed_to_seed"]["ddp"]
+        return bool(abs(losses["shares"] - losses["ddp"]) <= (spread or 0.0) + 1e-3)
 
-    def upper_end(of_pairs: Mapping[str, Any]) -> Any:
-        return of_pairs["ratio"] + of_pairs["interval"]
+    def compute_upper_end(ratio: Mapping[str, Any]) -> Any:
+        return ratio["ratio"] + ratio["interval"]
 
     goals: dict[str, Callable[[], bool]] = {
-        "constant_95_percent": lambda: ours() >= 0.95,
-        "constant_1.4_ddp": lambda: ours() >= 1.4 * result["constant"]["ddp"],
-        "constant_1.4_torchft": lambda: ours() >= 1.4 * result["constant"]["torchft_best"],
+        "constant_95_percent": lambda: find_our_least() >= 0.95,
+        "constant_1.4_ddp": lambda: find_our_least() >= 1.4 * result["constant"]["ddp"],
+        "constant_1.4_torchft": lambda: find_our_least() >= 1.4 * result["constant"]["torchft_best"],
         "random_95_percent": lambda: result["random"]["aedit"] >= 0.95,
         "noise_98_percent": lambda: result["noise"]["aedit"] >= 0.98,
         "none_1_percent": lambda: result["cost_against_ddp"]["cost_of_sync"]["mean"] <= 0.01,
-        "aedit_loss_1_percent": lambda: upper_end(result["loss"]["against_ddp"]["aedit"]) <= 1.01,
+        "aedit_loss_1_percent": lambda: compute_upper_end(result["loss"]["against_ddp"]["aedit"]) <= 1.01,
         "shares_loss_as_ddp": shares_loss_as_ddp,
         "switch_2_steps": lambda: result["switch_stall_steps"]["median"] <= 2,
         "overlap_70_percent": lambda: result["overlap_hidden"] >= 0.7,
     }
-    return {name: reached(goal) for name, goal in goals.items()}
+    return {name: reaches_goal(goal) for name, goal in goals.items()}
 
 
 # Loss
@@ -351,59 +376,66 @@ Curve = Sequence[tuple[float, float, float]]
 """Samples of the job, virtual time and held-out loss, along one run."""
 
 
-def measure_loss(started: Hosts, others: Hosts) -> dict[str, Any]:
+def measure_loss(hosts: Hosts, other_hosts: Hosts) -> dict[str, Any]:
     """Held-out loss with a constant straggler, against samples and against virtual time.
 
     Each side takes the learning rate of the grid with which its first seed ends best; then come the other seeds. Two
     sides run at once where nothing depends on time; A-EDiT by itself.
     """
     with ThreadPoolExecutor(2) as pool:
-        halves = (SIDES[0:-1:2], started), (SIDES[1:-1:2], others)
-        found = pool.map(lambda half: {side: loss_curves(half[1], side) for side in half[0]}, halves)
-        by_side = {side: of for half in found for side, of in half.items()}
-    by_side = {side: by_side.get(side) or loss_curves(started, side) for side in SIDES}
-    by_side = {side: found for side, found in by_side.items() if found[1]}
+        halves = (SIDES[0:-1:2], hosts), (SIDES[1:-1:2], other_hosts)
+        half_results = pool.map(lambda half: {side: measure_loss_curves(half[1], side) for side in half[0]}, halves)
+        by_side = {side: rate_and_curves for half in half_results for side, rate_and_curves in half.items()}
+    by_side = {side: by_side.get(side) or measure_loss_curves(hosts, side) for side in SIDES}
+    by_side = {side: result for side, result in by_side.items() if result[1]}
     rates = {side: rate for side, (rate, _) in by_side.items()}
-    curves = {side: of_side for side, (_, of_side) in by_side.items()}
-    last = {side: {seed: curve[-1][2] for seed, curve in of_side.items()} for side, of_side in curves.items()}
-    soonest = min((curve[-1][1] for of_side in curves.values() for curve in of_side.values()), default=0.0)
-    in_time = {side: [loss_at(curve, soonest) for curve in of_side.values()] for side, of_side in curves.items()}
+    curves = {side: side_curves for side, (_, side_curves) in by_side.items()}
+    final_losses = {
+        side: {seed: curve[-1][2] for seed, curve in side_curves.items()} for side, side_curves in curves.items()
+    }
+    earliest_end = min((curve[-1][1] for side_curves in curves.values() for curve in side_curves.values()), default=0.0)
+    losses_in_time = {
+        side: [interpolate_loss(curve, earliest_end) for curve in side_curves.values()]
+        for side, side_curves in curves.items()
+    }
     return {
         "samples": SIZES.loss_periods * SIZES.loss_sync_every * GLOBAL_BATCH,
-        "synchronisations": SIZES.loss_periods,
+        "synchronizations": SIZES.loss_periods,
         "learning_rates": rates,
-        "equal_samples": {side: round(statistics.fmean(values.values()), 4) for side, values in last.items()},
-        "seed_to_seed": {side: half_width(list(values.values())) for side, values in last.items()},
-        "against_ddp": {side: ratio(values, last.get("ddp", {})) for side, values in last.items()},
-        "virtual_time": round(soonest),
-        "equal_time": {side: round(statistics.fmean(values), 4) for side, values in in_time.items()},
+        "equal_samples": {side: round(statistics.fmean(values.values()), 4) for side, values in final_losses.items()},
+        "seed_to_seed": {side: compute_half_width(list(values.values())) for side, values in final_losses.items()},
+        "against_ddp": {
+            side: compute_ratio(values, final_losses.get("ddp", {})) for side, values in final_losses.items()
+        },
+        "virtual_time": round(earliest_end),
+        "equal_time": {side: round(statistics.fmean(values), 4) for side, values in losses_in_time.items()},
         "curves": {
-            side: [[round(value, 4) for value in point] for point in next(iter(of.values()))]
-            for side, of in curves.items()
+            side: [[round(value, 4) for value in point] for point in next(iter(seed_curves.values()))]
+            for side, seed_curves in curves.items()
         },
     }
 
 
-def loss_curves(started: Hosts, side: str) -> tuple[float, dict[int, Curve]]:
+def measure_loss_curves(hosts: Hosts, side: str) -> tuple[float, dict[int, Curve]]:
     """The learning rate with which the first seed ends best, and the curve of each seed with it.
 
     No curve: all of the first seed's runs have failed.
     """
     by_rate: dict[float, Curve] = {}
     for rate in SIZES.learning_rates:
-        with unless_it_fails():
-            by_rate[rate] = loss_curve(started, side, 1, rate)
+        with count_failures():
+            by_rate[rate] = measure_loss_curve(hosts, side, 1, rate)
     if not by_rate:
         return 0.0, {}
     best = min(by_rate, key=lambda rate: by_rate[rate][-1][2])
     curves = {1: by_rate[best]}
     for seed in range(2, SIZES.loss_seeds + 1):
-        with unless_it_fails():
-            curves[seed] = loss_curve(started, side, seed, best)
+        with count_failures():
+            curves[seed] = measure_loss_curve(hosts, side, seed, best)
     return best, curves
 
 
-def loss_curve(started: Hosts, side: str, seed: int, learning_rate: float) -> Curve:
+def measure_loss_curve(hosts: Hosts, side: str, seed: int, learning_rate: float) -> Curve:
     """Of one run."""
     scenario, steps = Scenario.CONSTANT, SIZES.loss_periods * SIZES.loss_sync_every
     run = Run(
@@ -415,23 +447,23 @@ def loss_curve(started: Hosts, side: str, seed: int, learning_rate: float) -> Cu
         sync_every=SIZES.loss_sync_every,
         learning_rate=learning_rate,
         decays=True,
-        shares=operators_shares(scenario, seed) if side == "shares" else None,
+        shares=compute_operator_shares(scenario, seed) if side == "shares" else None,
         snapshot_every=SIZES.loss_sync_every,
         warmup_steps=SIZES.warmup_steps,
     )
-    outcomes = started.perform(run, RUN_TIMEOUT)
-    written = [outcome.diary for outcome in outcomes]
+    outcomes = hosts.perform(run, RUN_TIMEOUT_SECONDS)
+    rank_diaries = [outcome.diary for outcome in outcomes]
     curve = [
-        (float(diaries.samples_until(written, period)), diaries.virtual_time(written, period), loss)
+        (float(diaries.count_samples(rank_diaries, period)), diaries.compute_virtual_time(rank_diaries, period), loss)
         for period, loss in outcomes[0].losses
     ]
-    say(
+    log_progress(
         f"loss, {side}, seed {seed}, learning rate {learning_rate}: {curve[-1][2]:.4f} after {curve[-1][0]:.0f} samples"
     )
     return curve
 
 
-def loss_at(curve: Curve, time: float) -> float:
+def interpolate_loss(curve: Curve, time: float) -> float:
     """At a virtual time, between two snapshots by a straight line."""
     return float(np.interp(time, [point[1] for point in curve], [point[2] for point in curve]))
 
@@ -439,22 +471,22 @@ def loss_at(curve: Curve, time: float) -> float:
 # Tables
 
 
-def throughput_table(scenario: str, of_sides: Mapping[str, Mapping[int, Measured]]) -> str:
+def format_throughput_table(scenario: str, by_side: Mapping[str, Mapping[int, Measured]]) -> str:
     lines = [f"\n{scenario:<22}{'of the bound':>14}{'samples/s':>11}{'counted':>9}   weight of each rank's data"]
-    for side, of_side in of_sides.items():
-        if not of_side:
+    for side, side_runs in by_side.items():
+        if not side_runs:
             lines.append(f"{side:<22}{'failed':>8}")
             continue
-        runs = list(of_side.values())
-        mean, half = diaries.interval([run.of_bound for run in runs])
-        interval = f" ±{half:.3f}" if len(runs) > 1 else ""
+        runs = list(side_runs.values())
+        mean, half_interval = diaries.compute_interval([run.of_bound for run in runs])
+        interval = f" ±{half_interval:.3f}" if len(runs) > 1 else ""
         rate, counted = statistics.fmean(run.samples_s for run in runs), statistics.fmean(run.counted for run in runs)
         weights = " ".join(f"{weight:.3f}" for weight in runs[0].weights)
         lines.append(f"{side:<22}{mean:>8.3f}{interval:<6}{rate:>11.1f}{counted:>9.3f}   {weights}")
     return "\n".join(lines)
 
 
-def loss_table(loss: Mapping[str, Any]) -> str:
+def format_loss_table(loss: Mapping[str, Any]) -> str:
     title = "held-out loss with a constant straggler"
     samples, units = f"{loss['samples']:,} samples", f"{loss['virtual_time']:,} units"
     lines = [f"\n{title}{'rate':>9}{samples:>18}{units:>16}"]

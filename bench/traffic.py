@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .scripts.traffic.real import FULL, QUICK, measured, missing
-from .scripts.traffic.simulator import simulated
+from .scripts.traffic.real import FULL, QUICK, explain_missing_tools, measure_fabric
+from .scripts.traffic.simulator import run_simulations
 
 HALVES = ("simulator", "fabric")
 SEEDS = 5
@@ -29,22 +29,22 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(arguments) - set(HALVES):
         print(f"no half {', '.join(sorted(unknown))}; there are: {', '.join(HALVES)}", file=sys.stderr)
         return 2
-    began, quick, halves = time.monotonic(), os.environ.get("QUICK") == "1", arguments or HALVES
-    lacking = missing() if "fabric" in halves else ""
-    found: dict[str, Any] = {}
+    start, quick, halves = time.monotonic(), os.environ.get("QUICK") == "1", arguments or HALVES
+    missing_tools = explain_missing_tools() if "fabric" in halves else ""
+    metrics: dict[str, Any] = {}
     holds: dict[str, bool] = {}
-    if lacking:
-        print(f"this machine cannot have the real fabric: {lacking}", file=sys.stderr)
+    if missing_tools:
+        print(f"this machine cannot have the real fabric: {missing_tools}", file=sys.stderr)
     elif "fabric" in halves:
-        found["fabric"], of_fabric = measured(QUICK if quick else FULL)
-        holds |= of_fabric
+        metrics["fabric"], fabric_holds = measure_fabric(QUICK if quick else FULL)
+        holds |= fabric_holds
     if "simulator" in halves:
-        found["simulator"], of_simulator = simulated(1 if quick else SEEDS)
-        holds |= of_simulator
-    print(json.dumps({"bench": "traffic", **found, "holds": holds, "seconds": round(time.monotonic() - began, 1)}))
+        metrics["simulator"], simulator_holds = run_simulations(1 if quick else SEEDS)
+        holds |= simulator_holds
+    print(json.dumps({"bench": "traffic", **metrics, "holds": holds, "seconds": round(time.monotonic() - start, 1)}))
     if not all(holds.values()):
         return 1
-    return 77 if lacking else 0
+    return 77 if missing_tools else 0
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -23,24 +23,24 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pacekeeper_analysis.whatif import (
-    ALL_IDEAL,
-    AS_RECORDED,
     IDEAL,
+    IDEAL_SCENARIO,
     RECORDED,
-    Scenario,
-    Where,
-    Window,
-    window_from_trace,
+    RECORDED_SCENARIO,
+    OperationSelection,
+    RecordedWindow,
+    WhatIfScenario,
+    build_window_from_trace,
 )
-from pacekeeper_analysis.whatif.figures import MERGED_TYPES, WhatIf, analyse
 from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet
-from pacekeeper_analysis.whatif.simulate import Array, simulate
-from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of, usual_seconds
-from pacekeeper_analysis.whatif.trace import Trace
+from pacekeeper_analysis.whatif.simulate import Array, simulate_graph
+from pacekeeper_analysis.whatif.slowdown_statistics import MERGED_TYPES, WhatIf, analyze_window
+from pacekeeper_analysis.whatif.synthetic import JobShape, draw_healthy_seconds, list_operations, make_trace
+from pacekeeper_analysis.whatif.trace import JobTrace
 
 PROJECT = Path(__file__).parents[1]
 TRACES = Path(os.environ.get("PACEKEEPER_TRACES", PROJECT.parent / "shared" / "traces"))
-SYNTHETIC = {"1024 workers": Shape(dp=128, pp=8, steps=20), "10240 workers": Shape(dp=1280, pp=8, steps=20)}
+SYNTHETIC = {"1024 workers": JobShape(dp=128, pp=8, steps=20), "10240 workers": JobShape(dp=1280, pp=8, steps=20)}
 REPEATS = 5
 
 Result = TypeVar("Result")
@@ -49,9 +49,9 @@ Result = TypeVar("Result")
 def main() -> None:
     """Runs every case; the last line of the output is the summary as JSON."""
     published = sorted(path.stem.removeprefix("trace-") for path in TRACES.glob("trace-*.parquet"))
-    cases = {name: measure_elsewhere(name) for name in (*published, *SYNTHETIC)}
+    cases = {name: measure_in_subprocess(name) for name in (*published, *SYNTHETIC)}
     for name in published:
-        cases[name]["process_s"] = whole_process(name)
+        cases[name]["process_s"] = time_whole_process(name)
         print(f"{name}: {cases[name]['process_s']:.2f} s as a whole process", file=sys.stderr)
     reference = cases["AR"] if "AR" in cases else cases["1024 workers"]
     print(
@@ -67,12 +67,12 @@ def main() -> None:
     )
 
 
-def measure_elsewhere(name: str) -> dict[str, Any]:
+def measure_in_subprocess(name: str) -> dict[str, Any]:
     """Measures one case in a process of its own."""
     print(f"{name} …", file=sys.stderr)
     command = [sys.executable, str(Path(__file__)), name]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
+    measured: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     print(
         f"{name}: {measured['operations']:,} operations, all figures in {measured['total_s']:.3f} s, "
         f"{measured['operations_a_second'] / 1e6:.0f} million operations x scenarios a second, "
@@ -82,19 +82,19 @@ def measure_elsewhere(name: str) -> dict[str, Any]:
     return measured
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure_case(name: str) -> dict[str, Any]:
     """All figures of one case: reading, taking apart, simulating; then the same scenarios one after the other."""
     read_s = 0.0
     if name in SYNTHETIC:
-        trace = synthetic_trace(SYNTHETIC[name])
+        trace = make_synthetic_trace(SYNTHETIC[name])
     else:
-        read_s, trace = fastest(lambda: published_trace(name))
-    window_s, window = fastest(lambda: window_from_trace(trace))
-    simulate_s, whatif = fastest(lambda: analyse(window), repeats=10)
+        read_s, trace = time_fastest(lambda: read_published_trace(name))
+    window_s, window = time_fastest(lambda: build_window_from_trace(trace))
+    simulate_s, whatif = time_fastest(lambda: analyze_window(window), repeats=10)
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    one_by_one_s, one_by_one = fastest(lambda: simulate_one_by_one(window), repeats=2)
-    assert np.allclose(one_by_one, same_scenarios(whatif))
-    simulated = operations_simulated(window)
+    one_by_one_s, one_by_one = time_fastest(lambda: simulate_one_by_one(window), repeats=2)
+    assert np.allclose(one_by_one, list_compared_scenarios(whatif))
+    simulated = count_simulated_operations(window)
     return {
         "operations": int(window.seconds.size),
         "read_s": read_s,
@@ -108,61 +108,63 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def published_trace(name: str) -> Trace:
+def read_published_trace(name: str) -> JobTrace:
     return read_parquet(TRACES / f"trace-{name}.parquet", read_metadata(TRACES / f"meta-{name}.yaml"))
 
 
-def synthetic_trace(shape: Shape) -> Trace:
+def make_synthetic_trace(shape: JobShape) -> JobTrace:
     """A job with a slow data-parallel rank and 5 % noise."""
-    operations = operations_of(shape)
-    seconds = usual_seconds(operations, shape, noise=0.05, rng=np.random.default_rng(0))
+    operations = list_operations(shape)
+    seconds = draw_healthy_seconds(operations, shape, noise=0.05, rng=np.random.default_rng(0))
     seconds[:, 3] *= 1.5
     return make_trace(shape, operations, seconds)
 
 
-def scenarios(window: Window) -> list[Scenario]:
-    """The scenarios of the figures, apart from one a data-parallel rank, which `analyse` does not simulate one by
+def list_scenarios(window: RecordedWindow) -> list[WhatIfScenario]:
+    """The scenarios of the figures, apart from one a data-parallel rank, which `analyze` does not simulate one by
     one."""
     types = sorted({operation.type for operation in window.operations})
     stages = sorted({operation.stage for operation in window.operations})
     return [
-        AS_RECORDED,
-        AS_RECORDED.but(Where(stages=stages[-1:]), takes=IDEAL),
-        *(ALL_IDEAL.but(Where(types=[name]), takes=RECORDED) for name in types),
-        *(ALL_IDEAL.but(Where(stages=[stage]), takes=RECORDED) for stage in stages),
+        RECORDED_SCENARIO,
+        RECORDED_SCENARIO.with_change(OperationSelection(stages=stages[-1:]), takes=IDEAL),
+        *(IDEAL_SCENARIO.with_change(OperationSelection(types=[name]), takes=RECORDED) for name in types),
+        *(IDEAL_SCENARIO.with_change(OperationSelection(stages=[stage]), takes=RECORDED) for stage in stages),
     ]
 
 
-def simulate_one_by_one(window: Window) -> Array:
+def simulate_one_by_one(window: RecordedWindow) -> Array:
     """The baseline, as the published analyzer works: a table of durations for one scenario, a simulation, the next
     one.
 
     Seconds of each step as recorded, and with the last stage ideal [scenario, step], for comparison.
     """
-    first, nodes = [], range(window.graph.size)
-    for number, scenario in enumerate(scenarios(window)):
-        rows = (np.broadcast_to(window.seconds_in(scenario, node), window.seconds[node].shape) for node in nodes)
+    compared, nodes = [], range(window.graph.size)
+    for number, scenario in enumerate(list_scenarios(window)):
+        rows = (
+            np.broadcast_to(window.compute_seconds_in(scenario, node), window.seconds[node].shape) for node in nodes
+        )
         durations = np.stack(list(rows))
-        seconds = simulate(window.graph, durations[:, None])
+        seconds = simulate_graph(window.graph, durations[:, None])
         if number < 2:
-            first.append(seconds[0].max(axis=0))
-    return np.array(first)
+            compared.append(seconds[0].max(axis=0))
+    return np.array(compared)
 
 
-def same_scenarios(whatif: WhatIf) -> Array:
+def list_compared_scenarios(whatif: WhatIf) -> Array:
     assert whatif.decomposition is not None
-    return np.array([whatif.step_s, whatif.decomposition.last_stage.without_s])
+    return np.array([whatif.step_s, whatif.decomposition.last_stage.ideal_step_s])
 
 
-def operations_simulated(window: Window) -> int:
-    """Operations x scenarios that `analyse` simulates: whole scenarios, and two columns for each data-parallel rank."""
+def count_simulated_operations(window: RecordedWindow) -> int:
+    """Operations x scenarios that `analyze` simulates: whole scenarios, and two columns for each data-parallel rank."""
     types = {MERGED_TYPES.get(operation.type, operation.type) for operation in window.operations}
     stages = {operation.stage for operation in window.operations}
     recorded, last_stage, worst_workers, each_replica = 1, 1, 2, 2
     return int(window.seconds.size * (recorded + last_stage + len(types) + len(stages) + worst_workers + each_replica))
 
 
-def whole_process(name: str) -> float:
+def time_whole_process(name: str) -> float:
     """Seconds of the command from the start of its interpreter to its end, byte-compiled as an installation is."""
     command = [sys.executable, "-m", "pacekeeper_analysis.whatif.command", str(TRACES / f"trace-{name}.parquet")]
     with tempfile.TemporaryDirectory() as cache:
@@ -170,21 +172,21 @@ def whole_process(name: str) -> float:
         environment["PYTHONPYCACHEPREFIX"] = cache
         run = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL, timeout=60, env=environment)
         run()
-        seconds, _ = fastest(run)
+        seconds, _ = time_fastest(run)
     return seconds
 
 
-def fastest(work: Callable[[], Result], repeats: int = REPEATS) -> tuple[float, Result]:
+def time_fastest(work: Callable[[], Result], repeats: int = REPEATS) -> tuple[float, Result]:
     """Seconds of the fastest of some repeats, and its result."""
-    best, result = timed(work)
+    best, result = time_call(work)
     for _ in range(repeats - 1):
         del result  # two of them would take memory at once
-        seconds, result = timed(work)
+        seconds, result = time_call(work)
         best = min(best, seconds)
     return best, result
 
 
-def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+def time_call(work: Callable[[], Result]) -> tuple[float, Result]:
     """Seconds, and its result."""
     start = time.perf_counter()
     result = work()
@@ -193,6 +195,6 @@ def timed(work: Callable[[], Result]) -> tuple[float, Result]:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
+        print(json.dumps(measure_case(sys.argv[1])))
     else:
         main()

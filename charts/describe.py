@@ -89,7 +89,7 @@ def _rows(values: Any, schema: Schema, comments: dict[Path, str], path: Path) ->
             yield f"| `{'.'.join(here)}` | {_takes(part)} | `{json.dumps(value, ensure_ascii=False)}` | {words} |\n"
 
 
-_WORDS = {
+_TYPE_DESCRIPTIONS = {
     "string": "text",
     "integer": "whole number",
     "number": "number",
@@ -103,9 +103,9 @@ def _takes(schema: Schema) -> str:
     if "enum" in schema:
         return ", ".join(schema["enum"])
     if "type" in schema:
-        return _WORDS[schema["type"]]
+        return _TYPE_DESCRIPTIONS[schema["type"]]
     return (
-        _WORDS["number"] if "anyOf" in schema else _WORDS["object"]
+        _TYPE_DESCRIPTIONS["number"] if "anyOf" in schema else _TYPE_DESCRIPTIONS["object"]
     )  # a number that may come as text, or a definition
 
 

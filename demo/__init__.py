@@ -1,1 +1,1 @@
-"""The main job, live: a training job on a real cluster that heals itself from one fault after the other."""
+"""The main scenario, live: a training job on a real cluster recovers from one fault after the other."""

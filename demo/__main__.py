@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo import shards, story, torchrun, traffic
+from demo import fault_demo, shards, torchrun, traffic
 from demo.kube import DemoError
-from demo.report import Report
+from demo.report import DemoReport
 from testcluster.shell import ClusterError
 
 
@@ -18,16 +18,16 @@ def main() -> int:
         "--story",
         choices=("faults", "shards", "traffic", "torchrun"),
         default="faults",
-        help="which one is told (faults; shards: what a sharded model loses; traffic: jobs that share links; torchrun: "
-        "the crash and the hang of the faults told last, without Pacekeeper)",
+        help="which one to run (faults; shards: what a sharded model loses; traffic: jobs that share links; torchrun: "
+        "the crash and the hang of the last run of faults, without Pacekeeper)",
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the report (build/demo)")
-    parser.add_argument("--only", action="append", metavar="FAULT", help="make only faults whose name contains this")
+    parser.add_argument("--only", action="append", metavar="FAULT", help="only faults whose name contains this")
     arguments = parser.parse_args()
     if arguments.story != "faults" and arguments.only:
-        parser.error(f"--only: chooses among the story of faults; the story of {arguments.story} is told whole")
+        parser.error(f"--only: applies to the story of faults only; the story of {arguments.story} runs completely")
     try:
-        report = tell(arguments.story, arguments.out, arguments.only)
+        report = run_demo(arguments.story, arguments.out, arguments.only)
     except (DemoError, ClusterError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -35,9 +35,13 @@ def main() -> int:
     return 0 if report.passed else 1
 
 
-def tell(which: str, out: Path, only: list[str] | None) -> Report:
-    others = {"shards": shards.run, "traffic": traffic.run, "torchrun": torchrun.run}
-    return others[which](out) if which in others else story.run(out, only)
+def run_demo(story: str, out: Path, only: list[str] | None) -> DemoReport:
+    stories = {
+        "shards": shards.run_shards_demo,
+        "traffic": traffic.run_traffic_demo,
+        "torchrun": torchrun.run_torchrun_demo,
+    }
+    return stories[story](out) if story in stories else fault_demo.run_fault_demo(out, only)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The test cluster's network between leaves and spines, as its switches see it: what its links carry."""
+"""The load of the links between leaves and spines of the test cluster, measured at its switches."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 from testcluster import fabric
 from testcluster.leaf_spine import LeafSpine, Link
 
-SECONDS = 3.0
+MEASURE_SECONDS = 3.0
 
 
-def measured(flows: int, seconds: float = SECONDS) -> FabricView:
-    """In Mbit/s, over so many seconds from now on."""
-    network, began = fabric.network(), time.monotonic()
-    before = _carried(network)
+def measure_links(flows: int, seconds: float = MEASURE_SECONDS) -> FabricView:
+    """Measure the links' load in Mbit/s, over the next `seconds`."""
+    network, start = fabric.get_network(), time.monotonic()
+    before = _read_carried_bytes(network)
     time.sleep(seconds)
-    after, passed = _carried(network), time.monotonic() - began
+    after, elapsed = _read_carried_bytes(network), time.monotonic() - start
 
     def load(link: Link, direction: int) -> int:
-        return round((after[link][direction] - before[link][direction]) * 8 / 1e6 / passed)
+        return round((after[link][direction] - before[link][direction]) * 8 / 1e6 / elapsed)
 
     links = tuple(
-        FabricLink(fabric.leaf_name(link[0]), fabric.spine_name(link[1]), load(link, 0), load(link, 1))
+        FabricLink(fabric.format_leaf_name(link[0]), fabric.format_spine_name(link[1]), load(link, 0), load(link, 1))
         for link in network.links
     )
     return FabricView(
@@ -36,15 +36,15 @@ def measured(flows: int, seconds: float = SECONDS) -> FabricView:
     )
 
 
-def busy(view: FabricView, leaf: str) -> set[str]:
-    """The spines that a leaf sends its load by."""
+def find_busy_spines(view: FabricView, leaf: str) -> set[str]:
+    """Return the spines over which a leaf sends its load."""
     up = {link.spine: link.up for link in view.links if link.leaf == leaf}
     return {spine for spine, load in up.items() if load > 0.1 * sum(up.values())}
 
 
-def _carried(network: LeafSpine) -> dict[Link, tuple[int, int]]:
-    """Bytes so far that leaves have sent over each link, and got."""
+def _read_carried_bytes(network: LeafSpine) -> dict[Link, tuple[int, int]]:
+    """Return the bytes that leaves have sent and received over each link so far."""
     leaves = range(network.leaves)
-    sent = [count for leaf in leaves for count in network.sent(leaf)]
-    received = [count for leaf in leaves for count in network.received(leaf)]
+    sent = [count for leaf in leaves for count in network.read_sent_bytes(leaf)]
+    received = [count for leaf in leaves for count in network.read_received_bytes(leaf)]
     return dict(zip(network.links, zip(sent, received, strict=True), strict=True))

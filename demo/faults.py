@@ -1,4 +1,4 @@
-"""The faults of the demo, each made from outside as the real world makes it, and what ought to come of it."""
+"""The faults of the demo, each caused from outside as in the real world, and the expected result."""
 
 from __future__ import annotations
 
@@ -9,97 +9,98 @@ from dataclasses import dataclass
 from demo import job, kube
 from testcluster import faults, release
 
-TRAINER = "trainer"
+DEMO_TRAINER_CONTAINER = "trainer"
 REPLICAS = 4
 """spec.replicas of examples/gpt.yaml."""
-FULL = "pacekeeper.dev/demo=full:NoSchedule"
+FULL_TAINT = "pacekeeper.dev/demo=full:NoSchedule"
 XID_FALLEN_OFF_THE_BUS = 79
 BASELINE_STEPS = 30
-"""A fault that is found by a comparison with how the job trained before needs a before."""
+"""A fault that is detected by a comparison needs a baseline."""
 STEP_MEGABITS = 22
-"""What a rank sends of a step: 470,000 gradients of 32 bits, 1.5 times over (a ring of four ranks)."""
+"""Data that a rank sends per step: 470,000 gradients of 32 bits, 1.5 times (a ring of four ranks)."""
 
 
 @dataclass(frozen=True)
-class Relief:
-    """The end of a fault while the job goes on, after which it shall train as before again."""
+class FaultRelief:
+    """The end of a fault while the job runs. Afterwards the job must train as before."""
 
     name: str
     how: str
-    relieve: Callable[[], str]  # ends the fault and returns what was done, in words
-    as_before: Callable[[], bool]
-    event: str  # by which the operator says so
-    remedy: str  # what it does
+    relieve: Callable[[], str]  # ends the fault, and returns a description
+    is_recovered: Callable[[], bool]
+    event: str  # by which the operator reports it
+    remedy: str  # of the operator
     timeout: float = 240.0
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One fault. `inject` makes it and returns what was done, in words; `undo` ends what would outlast the demo."""
+class DemoFault:
+    """One fault. `inject` causes it and returns a description. `undo` ends what would outlast the demo."""
 
     name: str
     how: str
-    causes: tuple[str, ...]  # the causes under which the operator may rightly open its Incident
-    remedies: tuple[str, ...]  # any of these is a right answer
+    causes: tuple[str, ...]  # the correct causes of its Incident
+    remedies: tuple[str, ...]  # the correct remedies
     inject: Callable[[], str]
     undo: Callable[[], None] = lambda: None
     timeout: float = 120.0
-    steady_steps: int = 10  # that the job shall have trained undisturbed before
-    spare: bool = True  # whether with one in place
-    relief: Relief | None = None
+    steady_steps: int = 10  # undisturbed steps before the fault
+    spare: bool = True  # whether a spare must be in place before it
+    relief: FaultRelief | None = None
 
 
-def rank_crash() -> str:
-    worker = job.worker_of_rank(2)
-    faults.signal_process(_rank_process(worker), signal.SIGKILL)
+def crash_rank() -> str:
+    worker = job.find_worker_of_rank(2)
+    faults.signal_process(_find_rank_process(worker), signal.SIGKILL)
     return f"SIGKILL to rank 2 on {worker}"
 
 
-def rank_hang() -> str:
-    worker = job.worker_of_rank(1)
-    faults.signal_process(_rank_process(worker), signal.SIGSTOP)
+def hang_rank() -> str:
+    worker = job.find_worker_of_rank(1)
+    faults.signal_process(_find_rank_process(worker), signal.SIGSTOP)
     return f"SIGSTOP to rank 1 on {worker}"
 
 
-def worker_deleted() -> str:
-    worker = job.worker_of_rank(3)
-    kube.kubectl("delete", "pod", worker, "-n", job.NAMESPACE, "--wait=false")
+def delete_worker() -> str:
+    worker = job.find_worker_of_rank(3)
+    kube.run_kubectl("delete", "pod", worker, "-n", job.NAMESPACE, "--wait=false")
     return f"kubectl delete pod {worker}"
 
 
 @dataclass(frozen=True)
 class StragglerFault:
-    """One container's CPU quota cut while it runs, without a word to Kubernetes.
+    """One container's CPU quota is cut while it runs, unknown to Kubernetes.
 
-    To `part` of what another one uses: where the machine has too few processors for all, none comes near its quota.
+    The quota is `part` of another container's usage: if the machine has too few processors, no container reaches its
+    quota.
     """
 
     part: float
 
     def inject(self) -> str:
-        worker = job.worker_of_rank(2)
-        used = faults.used_millicores(job.NAMESPACE, job.worker_of_rank(0), TRAINER)
-        millicores = max(1, round(self.part * used))
-        faults.set_cpu_quota(job.NAMESPACE, worker, TRAINER, millicores)
-        return f"CPU quota of {worker} cut to {millicores}m, where its peers use {used:.0f}m"
+        worker = job.find_worker_of_rank(2)
+        used_millicores = faults.measure_millicores(job.NAMESPACE, job.find_worker_of_rank(0), DEMO_TRAINER_CONTAINER)
+        millicores = max(1, round(self.part * used_millicores))
+        faults.set_cpu_quota(job.NAMESPACE, worker, DEMO_TRAINER_CONTAINER, millicores)
+        return f"CPU quota of {worker} cut to {millicores}m, where its peers use {used_millicores:.0f}m"
 
 
 @dataclass
 class LinkFault:
-    """The network of one worker's node slowed down, both ways: every gradient has to pass it.
+    """The network of one worker's node is slow, in both directions. Every gradient passes through it.
 
-    So slow that this takes `step_times` steps of before: on a machine whose steps are longer, a backward pass would
-    hide what passes at a given rate.
+    A step's gradients then take `step_times` previous steps. With a fixed rate, a longer backward pass on a slower
+    machine could hide the delay.
     """
 
     step_times: float
     node: str = ""
 
     def inject(self) -> str:
-        worker, self.node = _away_from_the_operator((1, 2, 3))
-        step_seconds = job.step_seconds()
+        worker, self.node = _find_worker_off_operator_node((1, 2, 3))
+        step_seconds = job.read_step_seconds()
         if step_seconds is None:
-            raise kube.DemoError("Prometheus knows no step of the job")
+            raise kube.DemoError("Prometheus has no step time of the job")
         megabits = max(1, round(STEP_MEGABITS / (self.step_times * step_seconds)))
         faults.slow_link(self.node, f"{megabits}mbit")
         return f"link of {self.node} slowed to {megabits} Mbit/s, which runs {worker}"
@@ -110,7 +111,7 @@ class LinkFault:
 
     def relieve(self) -> str:
         self.undo()
-        return f"link of {self.node} well again"
+        return f"link of {self.node} restored"
 
 
 @dataclass
@@ -120,8 +121,8 @@ class GpuFault:
     node: str = ""
 
     def inject(self) -> str:
-        worker = job.worker_of_rank(0)
-        self.node = job.node_of(worker)
+        worker = job.find_worker_of_rank(0)
+        self.node = job.find_node(worker)
         faults.set_xid(self.node, XID_FALLEN_OFF_THE_BUS)
         return f"XID {XID_FALLEN_OFF_THE_BUS} on GPU 0 of {self.node}, which runs {worker}"
 
@@ -132,103 +133,103 @@ class GpuFault:
 
 @dataclass
 class NodeFault:
-    """A node whose network cable is pulled: its pods go on, but nobody hears of them."""
+    """A node whose network cable is unplugged: its pods run on, but are unreachable."""
 
     node: str = ""
 
     def inject(self) -> str:
-        """The operator's own would be healed only once Kubernetes has moved the operator."""
-        worker, self.node = _away_from_the_operator((3, 2))
-        faults.node_down(self.node)
+        """Disconnect a node without the operator: that would heal only after Kubernetes has moved the operator."""
+        worker, self.node = _find_worker_off_operator_node((3, 2))
+        faults.disconnect_node(self.node)
         return f"link of {self.node} down, which runs {worker}"
 
     def undo(self) -> None:
         if self.node:
-            faults.node_up(self.node)
+            faults.reconnect_node(self.node)
 
 
 @dataclass
-class NoRoom:
-    """A worker and all spares lost, and no node takes another pod."""
+class NoRoomFault:
+    """A worker and all spares are lost, and no node accepts another pod."""
 
     full: bool = False
 
     def inject(self) -> str:
-        lost = [job.worker_of_rank(3), *job.spares()]
-        kube.kubectl("taint", "nodes", "--all", "--overwrite", FULL)
+        lost_pods = [job.find_worker_of_rank(3), *job.list_spares()]
+        kube.run_kubectl("taint", "nodes", "--all", "--overwrite", FULL_TAINT)
         self.full = True
-        kube.kubectl("delete", "pod", *lost, "-n", job.NAMESPACE, "--wait=false")
-        return f"all nodes full (taint {FULL}); kubectl delete pod {' '.join(lost)}"
+        kube.run_kubectl("delete", "pod", *lost_pods, "-n", job.NAMESPACE, "--wait=false")
+        return f"all nodes full (taint {FULL_TAINT}); kubectl delete pod {' '.join(lost_pods)}"
 
     def undo(self) -> None:
         if self.full:
-            kube.kubectl("taint", "nodes", "--all", f"{FULL}-")
+            kube.run_kubectl("taint", "nodes", "--all", f"{FULL_TAINT}-")
         self.full = False
 
     def relieve(self) -> str:
         self.undo()
-        return "nodes take pods again"
+        return "nodes accept pods again"
 
 
-def all_faults() -> list[Fault]:
-    """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
-    slowed, crawling, link = StragglerFault(0.65), StragglerFault(0.2), LinkFault(step_times=1.5)
-    gpu, node, no_room = GpuFault(), NodeFault(), NoRoom()
-    replaced = ("ReplaceWorker",)
+def list_faults() -> list[DemoFault]:
+    """Return the faults in the demo's order: those that reduce the cluster come last."""
+    mild_straggler, severe_straggler, slow_link = StragglerFault(0.65), StragglerFault(0.2), LinkFault(step_times=1.5)
+    gpu, node, no_room = GpuFault(), NodeFault(), NoRoomFault()
+    replace_worker = ("ReplaceWorker",)
     return [
-        Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
-        Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
-        Fault(
+        DemoFault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), crash_rank),
+        DemoFault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), hang_rank),
+        DemoFault(
             "straggler",
             "CPU quota cut to 65 %",
             ("straggler",),
-            ("Rebalance", "ReplaceWorker"),  # what slow steps have cost by then may be more than a warm spare does
-            slowed.inject,
+            ("Rebalance", "ReplaceWorker"),  # slow steps may have cost more by then than a warm spare does
+            mild_straggler.inject,
             steady_steps=BASELINE_STEPS,
         ),
-        Fault(
+        DemoFault(
             "straggler beyond shares",
             "CPU quota cut to 20 %",
             ("straggler",),
-            replaced,
-            crawling.inject,
+            replace_worker,
+            severe_straggler.inject,
             timeout=180,
             steady_steps=BASELINE_STEPS,
         ),
-        Fault(
+        DemoFault(
             "slow link",
             "tc tbf",
             ("slow-communication",),
             ("LocalSGD",),
-            link.inject,
-            link.undo,
+            slow_link.inject,
+            slow_link.undo,
             timeout=180,
             steady_steps=BASELINE_STEPS,
-            relief=Relief(
+            relief=FaultRelief(
                 "link well again",
                 "tc tbf removed",
-                link.relieve,
-                lambda: job.mode_in_force() == "Sync",
+                slow_link.relieve,
+                lambda: job.get_current_mode() == "Sync",
                 event="SyncModeChanged",
                 remedy="Sync",
             ),
         ),
-        Fault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, worker_deleted),
-        Fault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replaced, gpu.inject, gpu.undo),
-        Fault("node lost", "link down", ("node-lost",), replaced, node.inject, node.undo),
-        Fault(
+        DemoFault("worker deleted", "kubectl delete pod", ("worker-lost",), replace_worker, delete_worker),
+        DemoFault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replace_worker, gpu.inject, gpu.undo),
+        DemoFault("node lost", "link down", ("node-lost",), replace_worker, node.inject, node.undo),
+        DemoFault(
             "no room for another worker",
             "all nodes tainted, kubectl delete pod",
             ("worker-lost",),
-            replaced,
+            replace_worker,
             no_room.inject,
             no_room.undo,
             spare=False,
-            relief=Relief(
+            relief=FaultRelief(
                 "room again",
                 "taints removed",
                 no_room.relieve,
-                lambda: job.trains_with(REPLICAS),
+                lambda: job.is_training_with(REPLICAS),
                 event="Resized",
                 remedy="Regrow",
             ),
@@ -236,16 +237,20 @@ def all_faults() -> list[Fault]:
     ]
 
 
-def _away_from_the_operator(ranks: Sequence[int]) -> tuple[str, str]:
-    """Worker and node of the first of these ranks that is not on the node of the operator that leads."""
-    operator = release.leading_pod()
-    places = [(worker, job.node_of(worker)) for worker in map(job.worker_of_rank, ranks)]
-    return next((worker, node) for worker, node in places if operator is None or node != operator["spec"]["nodeName"])
+def _find_worker_off_operator_node(ranks: Sequence[int]) -> tuple[str, str]:
+    """Return worker and node of the first of these ranks that is not on the node of the leading operator."""
+    operator_pod = release.find_leading_pod()
+    placements = [(worker, job.find_node(worker)) for worker in map(job.find_worker_of_rank, ranks)]
+    return next(
+        (worker, node)
+        for worker, node in placements
+        if operator_pod is None or node != operator_pod["spec"]["nodeName"]
+    )
 
 
-def _rank_process(worker: str) -> int:
-    """The rank's process on the machine: the youngest of the trainer container that runs the training script."""
-    pids = faults.container_pids(job.NAMESPACE, worker, TRAINER)
+def _find_rank_process(worker: str) -> int:
+    """Return the rank's process on the machine: the youngest process of the trainer container."""
+    pids = faults.list_container_pids(job.NAMESPACE, worker, DEMO_TRAINER_CONTAINER)
     if len(pids) < 3:  # launcher, warm process, rank
         raise kube.DemoError(f"{worker} runs no rank now (processes {pids})")
     return pids[-1]

@@ -1,4 +1,4 @@
-"""What the demo reads and does on the cluster, through the API server, kubectl and Prometheus."""
+"""Access to the cluster through the API server, kubectl, and Prometheus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, TypeVar
 
-from pacekeeper_operator.api import API_VERSION
+from pacekeeper_operator.api.names import API_VERSION
 from testcluster import api, programs
 from testcluster.settings import KUBECONFIG, PROMETHEUS_URL
 
@@ -30,83 +30,87 @@ _GROUPS = {
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue. The message is the reason."""
 
 
-def kubectl(*arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
-    return _run([str(programs.kubectl()), *arguments], stdin, timeout)
+def run_kubectl(*arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
+    return _run_command([str(programs.find_kubectl()), *arguments], stdin, timeout)
 
 
-def get(kind: str, name: str = "", namespace: str = "") -> Any:
-    """One object, or the items of a list; None where the object is not there.
+def get_object(kind: str, name: str = "", namespace: str = "") -> Any:
+    """Return one object, or the items of a list; None if the object does not exist.
 
-    Asked of the API server itself: the demo polls, and each start of kubectl costs a tenth of a second.
+    It calls the API server directly: the demo polls, and each start of kubectl costs a tenth of a second.
     """
     try:
-        found = api.get(f"{_GROUPS[kind]}/namespaces/{namespace}/{kind}" + f"/{name}" * bool(name))
-    except api.Missing:
+        body = api.get_path(f"{_GROUPS[kind]}/namespaces/{namespace}/{kind}" + f"/{name}" * bool(name))
+    except api.ObjectMissing:
         return None
-    except api.Unavailable as error:
+    except api.ApiUnavailable as error:
         raise DemoError(str(error)) from error
-    return found if name else found["items"]
+    return body if name else body["items"]
 
 
 def delete_namespace(name: str) -> None:
-    """Return when it and all that is in it are gone, or never were."""
-    kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=180s", timeout=190)
+    """Delete a namespace with all its objects, and wait until it is gone."""
+    run_kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=180s", timeout=190)
 
 
 def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
-    """The first answer of `condition` that counts as true. DemoError after `timeout` seconds."""
+    """Return the first true result of `condition`. Raises DemoError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
-        answer = condition()
-        if answer:
-            return answer
+        result = condition()
+        if result:
+            return result
         if time.monotonic() > deadline:
             raise DemoError(f"{what}: not within {timeout:.0f} s")
         time.sleep(0.25)
 
 
-def query(expression: str) -> list[dict[str, Any]]:
-    """The result of an instant PromQL query."""
-    return _prometheus("query", {"query": expression})
+def query_prometheus(expression: str) -> list[dict[str, Any]]:
+    """Return the result of an instant PromQL query."""
+    return _request_prometheus("query", {"query": expression})
 
 
-def curve(expression: str, start: float, end: float) -> list[tuple[float, float]]:
-    """(seconds since `start`, value) of a range query that gives one series, one point a second."""
-    found = _prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "1"})
-    return [(float(at) - start, float(value)) for at, value in found[0]["values"]] if found else []
+def query_curve(expression: str, start: float, end: float) -> list[tuple[float, float]]:
+    """Return (seconds since `start`, value) of a range query that gives one series, one point per second."""
+    series = _request_prometheus(
+        "query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "1"}
+    )
+    return [(float(timestamp) - start, float(value)) for timestamp, value in series[0]["values"]] if series else []
 
 
-def answers(expression: str, start: float, end: float) -> bool:
-    """Whether a range query gives anything at all, looked at every five seconds."""
-    return bool(_prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "5"}))
+def has_answers(expression: str, start: float, end: float) -> bool:
+    """Return whether a range query, with a step of five seconds, has any result."""
+    return bool(
+        _request_prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "5"})
+    )
 
 
-def seconds(timestamp: str) -> float:
-    """Seconds since the epoch of a time in the API's form."""
+def parse_seconds(timestamp: str) -> float:
+    """Parse a time in the API's format to seconds since the epoch."""
     return datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()
 
 
-def _prometheus(path: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
+def _request_prometheus(path: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
     url = f"{PROMETHEUS_URL}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
-            return found
+        with urllib.request.urlopen(url, timeout=5) as response:
+            results: list[dict[str, Any]] = json.load(response)["data"]["result"]
+            return results
     except OSError as error:
         raise DemoError(f"Prometheus at {PROMETHEUS_URL}: {error}") from error
 
 
-def _run(command: list[str], stdin: str | None, timeout: float) -> str:
+def _run_command(command: list[str], stdin: str | None, timeout: float) -> str:
     environment = os.environ | {"KUBECONFIG": str(KUBECONFIG)}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout, env=environment, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise DemoError(f"`{' '.join(command[:6])} …` did not end within {timeout:.0f} s") from error
-    if done.returncode != 0:
-        raise DemoError(f"`{' '.join(command[:6])} …` failed: {done.stderr.strip()}")
-    return done.stdout
+    if result.returncode != 0:
+        raise DemoError(f"`{' '.join(command[:6])} …` failed: {result.stderr.strip()}")
+    return result.stdout

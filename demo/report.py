@@ -1,4 +1,4 @@
-"""What the demo leaves behind: build/demo/report.json and a self-contained report.html."""
+"""The demo's output: build/demo/report.json, and a self-contained report.html."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pacekeeper_analysis.fabric.drawing import svg
+from pacekeeper_analysis.fabric.drawing import render_svg
 from pacekeeper_analysis.fabric.view import FabricView
 
-THROUGHPUT = "Samples a second"
-"""Title of its curve."""
+THROUGHPUT_TITLE = "Samples a second"
+"""Title of the throughput curve."""
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One fault and what became of it. Times in seconds since the fault was made."""
+class FaultOutcome:
+    """One fault and its outcome. Times are seconds since the fault was injected."""
 
     fault: str
     how: str
     remedy: str
-    injected_at: float  # seconds since the demo began
+    injected_at: float  # seconds since the demo started
     detected_s: float | None
     decided_s: float | None
     recovered_s: float | None
@@ -36,29 +36,29 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What `read` gives has no curve but the throughput."""
+class DemoReport:
+    """The report. One that was read from a file has only the throughput curve."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FaultOutcome, ...]
     phase: str
     steps: int
     seconds: float
     loss_before: float | None
     loss_after: float | None
-    curves: dict[str, Curve]  # title (with unit) → points (seconds since the demo began, value)
-    fabrics: tuple[FabricView, FabricView] | None = None  # before and after, where the story is about traffic
+    curves: dict[str, Curve]  # title (with unit) → points (seconds since the demo started, value)
+    fabrics: tuple[FabricView, FabricView] | None = None  # before and after, in the story of traffic
 
     @property
-    def began(self) -> float:
-        """When the job first trained, in seconds since the demo began."""
-        return self.curves[THROUGHPUT][0][0]
+    def training_started_at(self) -> float:
+        """When the job first trained, in seconds since the demo started."""
+        return self.curves[THROUGHPUT_TITLE][0][0]
 
     @property
     def passed(self) -> bool:
         return self.phase == "Complete" and all(outcome.healed for outcome in self.outcomes)
 
 
-def write(report: Report, folder: Path) -> None:
+def write_report(report: DemoReport, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     summary = {
         "passed": report.passed,
@@ -68,57 +68,62 @@ def write(report: Report, folder: Path) -> None:
         "loss_before": report.loss_before,
         "loss_after": report.loss_after,
         "incidents": [asdict(outcome) for outcome in report.outcomes],
-        "samples_a_second": report.curves.get(THROUGHPUT, ()),
+        "samples_a_second": report.curves.get(THROUGHPUT_TITLE, ()),
     }
     (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (folder / "report.html").write_text(page(report))
-    if drawn := picture(report):
-        (folder / "throughput.svg").write_text(drawn)
+    (folder / "report.html").write_text(build_page(report))
+    if picture := draw_picture(report):
+        (folder / "throughput.svg").write_text(picture)
     if report.fabrics is not None:
-        (folder / "fabric.svg").write_text(_links(report.fabrics))
+        (folder / "fabric.svg").write_text(_draw_links(report.fabrics))
 
 
-def read(folder: Path) -> Report:
-    """What was written there. FileNotFoundError where nothing was."""
-    found = json.loads((folder / "report.json").read_text())
-    return Report(
-        outcomes=tuple(Outcome(**outcome) for outcome in found["incidents"]),
-        curves={THROUGHPUT: [(at, value) for at, value in found["samples_a_second"]]},
-        **{name: found[name] for name in ("phase", "steps", "seconds", "loss_before", "loss_after")},
+def read_report(folder: Path) -> DemoReport:
+    """Read a report from a folder. Raises FileNotFoundError if there is none."""
+    summary = json.loads((folder / "report.json").read_text())
+    return DemoReport(
+        outcomes=tuple(FaultOutcome(**outcome) for outcome in summary["incidents"]),
+        curves={THROUGHPUT_TITLE: [(seconds, value) for seconds, value in summary["samples_a_second"]]},
+        **{name: summary[name] for name in ("phase", "steps", "seconds", "loss_before", "loss_after")},
     )
 
 
-def picture(report: Report, torchrun: Curve = ()) -> str:
-    """Samples a second over the whole story as a picture of its own, with the faults' names below; "": not known.
+def draw_picture(report: DemoReport, torchrun: Curve = ()) -> str:
+    """Draw the throughput over the whole demo as a picture, with the faults' names below; "": it is unknown.
 
-    torchrun: its own samples a second, to be drawn beside.
+    `torchrun`: torchrun's throughput, drawn for comparison.
     """
-    curve = report.curves.get(THROUGHPUT, ())
+    curve = report.curves.get(THROUGHPUT_TITLE, ())
     if not curve:
         return ""
     names = [f"{number} {outcome.fault}" for number, outcome in enumerate(report.outcomes, 1)]
-    rows = [names[at : at + _NAMES_A_ROW] for at in range(0, len(names), _NAMES_A_ROW)]
+    rows = [names[start : start + _NAMES_PER_ROW] for start in range(0, len(names), _NAMES_PER_ROW)]
     legend = "".join(
-        f'<text class="axis" x="{_LEFT + place * (_WIDTH - _LEFT) / _NAMES_A_ROW:.0f}" y="{_HEIGHT + 16 * (row + 1)}">'
+        f'<text class="axis" x="{_LEFT + column * (_WIDTH - _LEFT) / _NAMES_PER_ROW:.0f}" '
+        f'y="{_HEIGHT + 16 * (row + 1)}">'
         f"{html.escape(name)}</text>"
-        for row, its in enumerate(rows)
-        for place, name in enumerate(its)
+        for row, row_names in enumerate(rows)
+        for column, name in enumerate(row_names)
     )
     height = _HEIGHT + 16 * len(rows) + 8
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"
- font-family="system-ui, sans-serif"><title>{html.escape(THROUGHPUT)}</title><style>{_STYLE}</style>
-<rect width="{_WIDTH}" height="{height}" style="fill: var(--paper)"/>{_drawing(curve, report, torchrun)}{legend}</svg>
+ font-family="system-ui, sans-serif"><title>{html.escape(THROUGHPUT_TITLE)}</title><style>{_STYLE}</style>
+<rect width="{_WIDTH}" height="{height}" style="fill: var(--paper)"/>{_draw_curve(curve, report, torchrun)}{
+        legend
+    }</svg>
 """
 
 
-def page(report: Report) -> str:
-    """The whole page: no script and nothing from elsewhere."""
+def build_page(report: DemoReport) -> str:
+    """Build the whole page, without scripts and external resources."""
     verdict = "All faults healed, job Complete" if report.passed else f"Not all healed; job {report.phase or 'unknown'}"
-    rows = "".join(_row(number, outcome) for number, outcome in enumerate(report.outcomes, 1))
-    charts = "".join(_chart(title, curve, report) for title, curve in report.curves.items())
+    rows = "".join(_format_row(number, outcome) for number, outcome in enumerate(report.outcomes, 1))
+    charts = "".join(_draw_chart(title, curve, report) for title, curve in report.curves.items())
     links = ""
     if report.fabrics is not None:
-        links = f'<h2>Links of the network, before and after</h2><div class="scroll">{_links(report.fabrics)}</div>'
+        links = (
+            f'<h2>Links of the network, before and after</h2><div class="scroll">{_draw_links(report.fabrics)}</div>'
+        )
     loss = ""
     if report.loss_before is not None and report.loss_after is not None:
         loss = f" · loss {report.loss_before:.2f} → {report.loss_after:.2f}"
@@ -127,7 +132,7 @@ def page(report: Report) -> str:
 <title>Pacekeeper: a job that heals itself</title><style>{_STYLE}</style></head><body><main>
 <h1>A job that heals itself</h1>
 <p class="verdict {"good" if report.passed else "bad"}">{html.escape(verdict)}</p>
-<p>{report.steps} steps in {report.seconds:.0f} s{loss}. Times count from the moment in which the fault was made.</p>
+<p>{report.steps} steps in {report.seconds:.0f} s{loss}. Times count from the injection of the fault.</p>
 <div class="scroll"><table><thead><tr><th>#</th><th>Fault</th><th>Made by</th><th>Remedy</th><th>Detected</th>
 <th>Decided</th><th>Recovered</th><th>Steps lost</th><th>Gain</th><th>Healed</th></tr></thead>
 <tbody>{rows}</tbody></table></div>
@@ -155,55 +160,55 @@ svg { width: 100%; min-width: 640px; height: auto; display: block; }
 .axis { fill: var(--faint); font-size: 11px; }
 .grid { stroke: var(--line); }
 .curve { stroke: var(--curve); fill: none; stroke-width: 1.5; }
-.beside { stroke: var(--bad); fill: none; stroke-width: 1.2; }
-.beside-name { fill: var(--bad); font-size: 11px; font-weight: 600; }
+.reference { stroke: var(--bad); fill: none; stroke-width: 1.2; }
+.reference-name { fill: var(--bad); font-size: 11px; font-weight: 600; }
 .mark { stroke: var(--mark); stroke-dasharray: 3 3; }
 .band { fill: var(--mark); opacity: .13; }
 .number-mark { fill: var(--mark); font-size: 11px; font-weight: 600; }
 """
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 1040, 190, 48, 22, 16
-_NAMES_A_ROW = 4
+_NAMES_PER_ROW = 4
 
 
-def _links(fabrics: tuple[FabricView, FabricView]) -> str:
+def _draw_links(fabrics: tuple[FabricView, FabricView]) -> str:
     before, after = fabrics
-    return svg(after, before)
+    return render_svg(after, before)
 
 
-def _row(number: int, outcome: Outcome) -> str:
+def _format_row(number: int, outcome: FaultOutcome) -> str:
     cells = [
         f"<td>{number}</td><td>{html.escape(outcome.fault)}</td><td>{html.escape(outcome.how)}</td>",
         f'<td title="{html.escape(outcome.reason)}">{html.escape(outcome.remedy or "none")}</td>',
     ]
     cells += [
-        f'<td class="number">{_seconds(value)}</td>'
+        f'<td class="number">{_format_seconds(value)}</td>'
         for value in (outcome.detected_s, outcome.decided_s, outcome.recovered_s)
     ]
-    lost = "" if outcome.steps_lost is None else str(outcome.steps_lost)
+    steps_lost = "" if outcome.steps_lost is None else str(outcome.steps_lost)
     healed = '<td class="good">yes</td>' if outcome.healed else '<td class="bad">no</td>'
-    return f'<tr>{"".join(cells)}<td class="number">{lost}</td><td>{html.escape(outcome.gain)}</td>{healed}</tr>'
+    return f'<tr>{"".join(cells)}<td class="number">{steps_lost}</td><td>{html.escape(outcome.gain)}</td>{healed}</tr>'
 
 
-def _seconds(value: float | None) -> str:
+def _format_seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
 
-def _chart(title: str, curve: Curve, report: Report) -> str:
+def _draw_chart(title: str, curve: Curve, report: DemoReport) -> str:
     if not curve:
         return f"<h2>{html.escape(title)}</h2><p>no data</p>"
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawing(curve, report)}</svg>'
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_draw_curve(curve, report)}</svg>'
     return f'<h2>{html.escape(title)}</h2><div class="scroll">{drawing}</div>'
 
 
-def _drawing(curve: Curve, report: Report, torchrun: Curve = ()) -> str:
-    """One curve over the demo's time, with a band from each fault to its recovery; what stands inside an svg."""
+def _draw_curve(curve: Curve, report: DemoReport, torchrun: Curve = ()) -> str:
+    """Draw one curve over the demo's time, with a band from each fault to its recovery, as content of an svg."""
     span = max(report.seconds, curve[-1][0], 1.0)
     values = sorted(value for _, value in curve)
-    top = values[int(0.995 * (len(values) - 1))] * 1.1 or 1.0  # one wild point must not flatten the rest
+    top = values[int(0.995 * (len(values) - 1))] * 1.1 or 1.0  # a single outlier must not flatten the rest
 
-    def x(at: float) -> float:
-        return _LEFT + at / span * (_WIDTH - _LEFT - 8)
+    def x(seconds: float) -> float:
+        return _LEFT + seconds / span * (_WIDTH - _LEFT - 8)
 
     def y(value: float) -> float:
         return _TOP + (1 - min(value / top, 1.0)) * (_HEIGHT - _TOP - _BOTTOM)
@@ -215,25 +220,27 @@ def _drawing(curve: Curve, report: Report, torchrun: Curve = ()) -> str:
         parts.append(
             f'<text class="axis" x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{top * fraction:.3g}</text>'
         )
-    for at in range(0, int(span) + 1, 30):
-        parts.append(f'<text class="axis" x="{x(at):.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{at} s</text>')
+    for seconds in range(0, int(span) + 1, 30):
+        parts.append(
+            f'<text class="axis" x="{x(seconds):.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{seconds} s</text>'
+        )
     for number, outcome in enumerate(report.outcomes, 1):
         left = x(outcome.injected_at)
         tip = f"<title>{html.escape(f'{outcome.fault}: {outcome.remedy}. {outcome.reason}')}</title>"
         if outcome.recovered_s is not None:
             width = max(x(outcome.injected_at + outcome.recovered_s) - left, 1)
-            inner = _HEIGHT - _TOP - _BOTTOM
+            band_height = _HEIGHT - _TOP - _BOTTOM
             parts.append(
-                f'<rect class="band" x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{inner}">{tip}</rect>'
+                f'<rect class="band" x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{band_height}">{tip}</rect>'
             )
         parts.append(
             f'<line class="mark" x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">{tip}</line>'
         )
         parts.append(f'<text class="number-mark" x="{left + 3:.1f}" y="{_TOP - 4}">{number}</text>')
     if torchrun:
-        parts.append(f'<text class="beside-name" x="{_WIDTH - 12}" y="{y(0) - 6}" text-anchor="end">torchrun</text>')
-    for name, its in (("beside", torchrun), ("curve", curve)):
-        points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in its)
+        parts.append(f'<text class="reference-name" x="{_WIDTH - 12}" y="{y(0) - 6}" text-anchor="end">torchrun</text>')
+    for name, series in (("reference", torchrun), ("curve", curve)):
+        points = " ".join(f"{x(seconds):.1f},{y(value):.1f}" for seconds, value in series)
         if points:
             parts.append(f'<polyline class="{name}" points="{points}"/>')
     return "".join(parts)

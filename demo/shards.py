@@ -1,6 +1,6 @@
-"""The story of shards (`make demo STORY=shards`): a job whose ranks share one model loses a rank, a worker and a node.
+"""The story of shards (`make demo STORY=shards`): a job whose ranks share one model loses a rank, a worker, and a node.
 
-What each rank had is kept in memory, and on another node, too. So none of it costs more steps than lie between two
+Each rank's state is kept in memory, and on another node, too. So no fault costs more steps than there are between two
 snapshots, and nothing is read from the volume.
 """
 
@@ -13,85 +13,87 @@ from typing import Any
 
 import yaml
 
-from demo import job, kube, story
-from demo.faults import Fault, all_faults
-from demo.report import Outcome, Report, write
-from demo.view import View
+from demo import fault_demo, job, kube
+from demo.faults import DemoFault, list_faults
+from demo.report import DemoReport, FaultOutcome, write_report
+from demo.view import DemoView
 from testcluster import cluster
 from testcluster.settings import REPOSITORY
 
 FAULTS = ("rank crash", "worker deleted", "node lost")
-FROM_MEMORY = ("Memory", "Neighbour")
+MEMORY_SOURCES = ("Memory", "Peer")
 SNAPSHOT_EVERY, COPY_STEPS = 20, 4
-"""Steps; and so many later, a snapshot's copies are on other nodes."""
-PATIENCE_SECONDS = 240.0
-_SNAPSHOT = job.series("pacekeeper_rank_snapshot_step")
+"""Steps between snapshots, and steps after which a snapshot's copies are on other nodes."""
+SNAPSHOT_WAIT_SECONDS = 240.0
+_SNAPSHOT = job.build_series_selector("pacekeeper_rank_snapshot_step")
 
 
-def run(out: Path) -> Report:
-    """Bring everything up, tell the story, and write the report to `out`."""
-    cluster.up()
-    chosen = [fault for fault in all_faults() if fault.name in FAULTS]
-    with View(len(chosen)) as view:
-        story.install(view)
+def run_shards_demo(out: Path) -> DemoReport:
+    """Bring everything up, run the story, and write the report to `out`."""
+    cluster.bring_up()
+    faults = [fault for fault in list_faults() if fault.name in FAULTS]
+    with DemoView(len(faults)) as view:
+        fault_demo.install_pacekeeper(view)
         started = time.time()
-        with story.the_job(view, manifest()):
-            begun = story.first_step(view)
+        with fault_demo.create_job(view, build_manifest()):
+            training_started = fault_demo.wait_for_first_step(view)
             outcomes = []
-            for fault in chosen:
-                story.steady(view, fault.steady_steps, fault.spare)
-                outcomes.append(_endure(fault, started, view))
+            for fault in faults:
+                fault_demo.wait_until_steady(view, fault.steady_steps, fault.spare)
+                outcomes.append(_make_and_judge_fault(fault, started, view))
                 view.add(outcomes[-1])
-            report = story.report(outcomes, story.enough(view), started, begun)
-        write(report, out)
+            report = fault_demo.build_report(outcomes, fault_demo.finish_job(view), started, training_started)
+        write_report(report, out)
     view.finish()
     return report
 
 
-def manifest() -> str:
-    """The demo's job, its model sharded over all ranks."""
-    claim, training = yaml.safe_load_all((REPOSITORY / "examples/gpt.yaml").read_text())
-    del training["spec"]["minReplicas"]  # a sharded model cannot do without a rank
-    command = training["spec"]["template"]["spec"]["containers"][0]["command"]
+def build_manifest() -> str:
+    """Build the demo's job with its model sharded over all ranks."""
+    claim, training_job = yaml.safe_load_all((REPOSITORY / "examples/gpt.yaml").read_text())
+    del training_job["spec"]["minReplicas"]  # a sharded model cannot do without a rank
+    command = training_job["spec"]["template"]["spec"]["containers"][0]["command"]
     command += ["--snapshot-every", str(SNAPSHOT_EVERY), "--shard"]
-    found: str = yaml.safe_dump_all([claim, training])
-    return found
+    manifest: str = yaml.safe_dump_all([claim, training_job])
+    return manifest
 
 
-def _endure(fault: Fault, started: float, view: View) -> Outcome:
-    """Healed is what has cost no more steps than lie between two snapshots, and has read nothing from the volume."""
-    _behind_a_snapshot(view)
-    outcome = story.endure(fault, started, view)
-    return judged(outcome, restored_from(kube.get("incidents", outcome.incident, job.NAMESPACE) or {}))
+def _make_and_judge_fault(fault: DemoFault, started: float, view: DemoView) -> FaultOutcome:
+    """Inject and judge a fault: at most the steps between two snapshots are lost, and no read from the volume."""
+    _wait_for_snapshot(view)
+    outcome = fault_demo.make_fault(fault, started, view)
+    return judge_outcome(
+        outcome, get_restore_source(kube.get_object("incidents", outcome.incident, job.NAMESPACE) or {})
+    )
 
 
-def judged(outcome: Outcome, origin: str) -> Outcome:
-    """`origin`: where the state came from."""
+def judge_outcome(outcome: FaultOutcome, restore_source: str) -> FaultOutcome:
+    """Judge an outcome. `restore_source`: where the state came from."""
     cheap = outcome.steps_lost is not None and outcome.steps_lost <= SNAPSHOT_EVERY
-    healed = outcome.healed and cheap and origin in FROM_MEMORY
-    return replace(outcome, healed=healed, gain=f"{outcome.gain}, from {origin or 'nowhere'}")
+    healed = outcome.healed and cheap and restore_source in MEMORY_SOURCES
+    return replace(outcome, healed=healed, gain=f"{outcome.gain}, from {restore_source or 'nowhere'}")
 
 
-def restored_from(incident: dict[str, Any]) -> str:
-    """Where the state came from of the rank that had to go farthest; "": nobody has told."""
+def get_restore_source(incident: dict[str, Any]) -> str:
+    """Return where the state of the rank with the farthest source came from; "": it was not reported."""
     restart = incident.get("status", {}).get("restart") or {}
     return str(restart.get("restoredFrom", ""))
 
 
-def _behind_a_snapshot(view: View) -> None:
-    """Waits until all ranks have one whose copies are on other nodes by now, and the next one is some steps away."""
-    view.say("until a snapshot is with the neighbours …")
+def _wait_for_snapshot(view: DemoView) -> None:
+    """Wait until all ranks' newest snapshot has copies on other nodes, and the next one is some steps away."""
+    view.log_message("waiting until the peer replicas have a snapshot …")
 
     def found() -> bool:
-        now = story.watch(view)
-        if now is None or now.ended:
-            raise kube.DemoError(f"the job is {now.phase if now else 'gone'}, too early for the next fault")
-        kept = kube.query(f"min({_SNAPSHOT})")
-        return bool(kept) and is_behind(int(float(kept[0]["value"][1])), job.live_step())
+        status = fault_demo.refresh_view(view)
+        if status is None or status.has_ended:
+            raise kube.DemoError(f"the job is {status.phase if status else 'gone'}, too early for the next fault")
+        series = kube.query_prometheus(f"min({_SNAPSHOT})")
+        return bool(series) and is_past_snapshot(int(float(series[0]["value"][1])), job.read_live_step())
 
-    kube.wait_for(found, PATIENCE_SECONDS, "a snapshot of all shards")
+    kube.wait_for(found, SNAPSHOT_WAIT_SECONDS, "a snapshot of all shards")
 
 
-def is_behind(kept: int, step: int) -> bool:
-    """kept: of which step the newest snapshot is; below 1 there is none."""
-    return kept > 0 and COPY_STEPS <= step - kept <= SNAPSHOT_EVERY // 2
+def is_past_snapshot(snapshot_step: int, step: int) -> bool:
+    """Return whether the step is a good time for a fault. `snapshot_step`: of the newest snapshot; below 1: none."""
+    return snapshot_step > 0 and COPY_STEPS <= step - snapshot_step <= SNAPSHOT_EVERY // 2

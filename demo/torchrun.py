@@ -1,7 +1,7 @@
-"""What the demo is held against: torchrun, with the same crash and the same hang at the same times of its training, or
-as soon as it trains again.
+"""The comparison for the demo: torchrun, with the same crash and the same hang at the same times of its training.
 
-The other faults are not made: after the hang it waits for its process group's time-out, half an hour by default.
+If torchrun does not train at that time, the fault is injected as soon as it trains again. The other faults are not
+injected: after the hang, torchrun waits for its process group's timeout, half an hour by default.
 """
 
 from __future__ import annotations
@@ -15,78 +15,86 @@ from functools import partial
 from pathlib import Path
 
 from demo import kube, report
-from demo.faults import REPLICAS, TRAINER
-from demo.report import Curve, Report
+from demo.faults import DEMO_TRAINER_CONTAINER, REPLICAS
+from demo.report import Curve, DemoReport
 from testcluster import cluster, faults
 from testcluster.settings import REPOSITORY
-from testcluster.shell import say
+from testcluster.shell import log_progress
 
-NAMESPACE = "demo-torchrun"
+TORCHRUN_NAMESPACE = "demo-torchrun"
 MANIFEST = REPOSITORY / "demo/torchrun.yaml"
 GLOBAL_BATCH = 64
 POD = "gpt"
 START_SECONDS = 300.0
 STEADY_LINES = 5
-"""Of the script, one each two steps: as many steps as the demo lets pass undisturbed."""
-FAULTS = {"rank crash": (2, signal.SIGKILL), "rank hang": (1, signal.SIGSTOP)}
-"""By what the demo calls them: the rank, and the signal to it."""
+"""Lines of the script, one per two steps: as many steps as the demo requires to be undisturbed."""
+TORCHRUN_FAULTS = {"rank crash": (2, signal.SIGKILL), "rank hang": (1, signal.SIGSTOP)}
+"""By the demo's name of the fault: the rank, and the signal to it."""
 _STEP = re.compile(r"^(\S+) step (\d+): loss ")
 
 
-def run(out: Path) -> Report:
-    """Train for as long as the demo did whose report lies in `out`, and draw both into its picture."""
-    told = report.read(out)
-    begun, end = told.began, told.seconds
-    made = {outcome.injected_at: FAULTS[outcome.fault] for outcome in told.outcomes if outcome.fault in FAULTS}
-    if len(made) != len(FAULTS):
-        raise kube.DemoError(f"{out}: its demo has not made all of {', '.join(FAULTS)}; run `make demo` first")
-    cluster.up()
+def run_torchrun_demo(out: Path) -> DemoReport:
+    """Train for as long as the demo whose report is in `out`, and draw both into its picture."""
+    demo_report = report.read_report(out)
+    training_started, end = demo_report.training_started_at, demo_report.seconds
+    injections = {
+        outcome.injected_at: TORCHRUN_FAULTS[outcome.fault]
+        for outcome in demo_report.outcomes
+        if outcome.fault in TORCHRUN_FAULTS
+    }
+    if len(injections) != len(TORCHRUN_FAULTS):
+        raise kube.DemoError(
+            f"{out}: its demo has not injected all of {', '.join(TORCHRUN_FAULTS)}; run `make demo` first"
+        )
+    cluster.bring_up()
     try:
-        kube.delete_namespace(NAMESPACE)
-        kube.kubectl("create", "namespace", NAMESPACE)
-        kube.kubectl("apply", "-n", NAMESPACE, "-f", str(MANIFEST))
-        (first, _), *_ = kube.wait_for(steps, START_SECONDS, "torchrun's first steps")
-        since = first
-        for at, (rank, number) in sorted(made.items()):
-            wait_until(first + at - begun)
-            kube.wait_for(partial(steady, since), START_SECONDS, "torchrun trains again")
-            since = time.time()
-            faults.signal_process(faults.container_pids(NAMESPACE, POD, TRAINER)[-REPLICAS:][rank], number)
-            say(f"{number.name} to rank {rank} of torchrun's")
-        wait_until(first + end - begun)
-        curve = throughput(steps(), first + end - begun)
+        kube.delete_namespace(TORCHRUN_NAMESPACE)
+        kube.run_kubectl("create", "namespace", TORCHRUN_NAMESPACE)
+        kube.run_kubectl("apply", "-n", TORCHRUN_NAMESPACE, "-f", str(MANIFEST))
+        (first_step_at, _), *_ = kube.wait_for(list_steps, START_SECONDS, "torchrun's first steps")
+        disturbed_at = first_step_at
+        for seconds, (rank, signum) in sorted(injections.items()):
+            wait_until(first_step_at + seconds - training_started)
+            kube.wait_for(partial(is_steady, disturbed_at), START_SECONDS, "torchrun trains again")
+            disturbed_at = time.time()
+            faults.signal_process(
+                faults.list_container_pids(TORCHRUN_NAMESPACE, POD, DEMO_TRAINER_CONTAINER)[-REPLICAS:][rank], signum
+            )
+            log_progress(f"{signum.name} to rank {rank} of torchrun's")
+        wait_until(first_step_at + end - training_started)
+        curve = compute_throughput(list_steps(), first_step_at + end - training_started)
     finally:
-        kube.delete_namespace(NAMESPACE)
-    beside = [(at - first + begun, value) for at, value in curve]
-    (out / "throughput.svg").write_text(report.picture(told, beside))
-    return told
+        kube.delete_namespace(TORCHRUN_NAMESPACE)
+    reference = [(seconds - first_step_at + training_started, value) for seconds, value in curve]
+    (out / "throughput.svg").write_text(report.draw_picture(demo_report, reference))
+    return demo_report
 
 
-def steady(since: float) -> bool:
-    """Whether it has trained for some steps since then."""
-    return sum(at > since for at, _ in steps()) >= STEADY_LINES
+def is_steady(since: float) -> bool:
+    """Return whether it has trained for some steps since then."""
+    return sum(timestamp > since for timestamp, _ in list_steps()) >= STEADY_LINES
 
 
-def steps() -> list[tuple[float, int]]:
-    """(seconds since 1970, step) of the lines that the script has printed so far."""
-    if kube.get("pods", POD, NAMESPACE)["status"]["phase"] == "Pending":
+def list_steps() -> list[tuple[float, int]]:
+    """Return (seconds since 1970, step) of the lines that the script has printed so far."""
+    if kube.get_object("pods", POD, TORCHRUN_NAMESPACE)["status"]["phase"] == "Pending":
         return []
-    found = map(_STEP.match, kube.kubectl("logs", POD, "-n", NAMESPACE, "--timestamps").splitlines())
-    return sorted((datetime.fromisoformat(line[1]).timestamp(), int(line[2])) for line in found if line)
+    matches = map(_STEP.match, kube.run_kubectl("logs", POD, "-n", TORCHRUN_NAMESPACE, "--timestamps").splitlines())
+    return sorted((datetime.fromisoformat(match[1]).timestamp(), int(match[2])) for match in matches if match)
 
 
-def throughput(steps: list[tuple[float, int]], end: float) -> Curve:
-    """Samples a second between the lines, as a staircase: nothing from the last line on, and until a checkpoint's steps
-    go on. Steps that are done again count as any others.
+def compute_throughput(steps: list[tuple[float, int]], end: float) -> Curve:
+    """Compute the samples per second between the lines, as a step function.
 
-    steps: (seconds, step) in the order of time.
+    It is 0 after the last line, and until training continues from a checkpoint's step. Repeated steps count. `steps`:
+    (seconds, step) in order of time.
     """
     curve: list[tuple[float, float]] = []
-    for (since, before), (at, step) in itertools.pairwise(steps):
-        speed = GLOBAL_BATCH * max(0, step - before) / (at - since)
-        curve += [(since, speed), (at, speed)]
+    for (start, previous_step), (stop, step) in itertools.pairwise(steps):
+        speed = GLOBAL_BATCH * max(0, step - previous_step) / (stop - start)
+        curve += [(start, speed), (stop, speed)]
     return [*curve, (steps[-1][0], 0.0), (end, 0.0)]
 
 
-def wait_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.time()))
+def wait_until(timestamp: float) -> None:
+    time.sleep(max(0.0, timestamp - time.time()))

@@ -8,7 +8,7 @@ import os
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint
+from pacekeeper.integrations.huggingface import HuggingFaceCallback, find_newest_checkpoint
 
 set_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2))
@@ -32,4 +32,4 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:32])
 trainer.add_callback(HuggingFaceCallback())
-trainer.train(resume_from_checkpoint=newest_checkpoint(folder))
+trainer.train(resume_from_checkpoint=find_newest_checkpoint(folder))

@@ -1,4 +1,4 @@
-"""The real operator in a made-up cluster under virtual time: thousands of disasters, each a function of its seed.
+"""The real operator in a simulated cluster under virtual time. Each run injects faults and is a function of its seed.
 
-A development tool, as `testcluster` is; nothing of it is installed. README.md says how to use it.
+A development tool, like `testcluster`; none of it is installed. README.md describes how to use it.
 """

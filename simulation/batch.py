@@ -1,5 +1,8 @@
-"""Many runs in several processes. A tenth of them run twice, in processes whose hashes differ: a run is a function of
-its schedule, and where it is not, that is a violation of its own."""
+"""Many runs in several processes.
+
+A tenth of the schedules run twice, in processes with different hash seeds. A run must be a function of its schedule: a
+difference is a violation.
+"""
 
 from __future__ import annotations
 
@@ -11,84 +14,86 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from .judges import Violation
-from .run import Outcome, run
+from .checkers import Violation
+from .run import RunOutcome, run_schedule
 from .schedule import Schedule
 
-TWICE_EVERY = 10
+REPEATED_RUN_INTERVAL = 10
 
 
-def run_all(schedules: Iterable[Schedule], jobs: int, *, in_order: bool = False) -> Iterator[Outcome]:
-    """`jobs`: processes that work at the same time. As they come, or in the order of the schedules."""
+def run_schedules(schedules: Iterable[Schedule], jobs: int, *, in_order: bool = False) -> Iterator[RunOutcome]:
+    """Run schedules in `jobs` processes. Yield outcomes as they arrive, or in the order of the schedules."""
     with ExitStack() as stack:
-        hands = [stack.enter_context(_hand(number)) for number in range(max(2, jobs))]
-        outcomes = _work(hands, jobs, list(schedules))
+        executors = [stack.enter_context(_start_executor(number)) for number in range(max(2, jobs))]
+        outcomes = _iterate_outcomes(executors, jobs, list(schedules))
         if in_order:
-            outcomes = iter(sorted(outcomes, key=lambda found: found[0]))
+            outcomes = iter(sorted(outcomes, key=lambda item: item[0]))
         for _, outcome in outcomes:
             yield outcome
 
 
-def _hand(number: int) -> ProcessPoolExecutor:
-    """One process, with hashes of its own."""
-    before = os.environ.get("PYTHONHASHSEED")
+def _start_executor(number: int) -> ProcessPoolExecutor:
+    """Start one process with its own hash seed."""
+    old_seed = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = str(number + 1)
     try:
         executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        executor.submit(os.getpid)  # it starts now
+        executor.submit(os.getpid)  # starts the process now
     finally:
-        if before is None:
+        if old_seed is None:
             del os.environ["PYTHONHASHSEED"]
         else:
-            os.environ["PYTHONHASHSEED"] = before
+            os.environ["PYTHONHASHSEED"] = old_seed
     return executor
 
 
 @dataclass(frozen=True)
-class _Work:
-    """A run that is under way, or done."""
+class _BatchRun:
+    """A run in progress, or finished."""
 
-    place: int  # of the schedule
-    hand: int
-    first: Outcome | None = None  # the same run's, by another hand
+    index: int  # of the schedule
+    executor: int
+    first_outcome: RunOutcome | None = None  # of the same schedule in another process
 
 
-def _work(hands: list[ProcessPoolExecutor], jobs: int, schedules: list[Schedule]) -> Iterator[tuple[int, Outcome]]:
-    """(place of the schedule, its outcome)."""
-    under_way: dict[Future[Outcome], _Work] = {}
-    idle, fresh = list(range(len(hands))), deque(range(len(schedules)))
-    again: list[_Work] = []  # to be run a second time, by another hand
+def _iterate_outcomes(
+    executors: list[ProcessPoolExecutor], jobs: int, schedules: list[Schedule]
+) -> Iterator[tuple[int, RunOutcome]]:
+    """Yield (index of the schedule, its outcome)."""
+    running: dict[Future[RunOutcome], _BatchRun] = {}
+    idle, pending = list(range(len(executors))), deque(range(len(schedules)))
+    reruns: list[_BatchRun] = []  # to run a second time in another process
     while True:
-        for hand in list(idle):
-            work = _next(hand, fresh, again) if len(under_way) < jobs else None
-            if work is not None:
-                idle.remove(hand)
-                under_way[hands[hand].submit(run, schedules[work.place])] = work
-        if not under_way:
+        for index in list(idle):
+            batch_run = _choose_next_run(index, pending, reruns) if len(running) < jobs else None
+            if batch_run is not None:
+                idle.remove(index)
+                running[executors[index].submit(run_schedule, schedules[batch_run.index])] = batch_run
+        if not running:
             return
-        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-            work, outcome = under_way.pop(future), future.result()
-            idle.append(work.hand)
-            if work.first is not None:
-                yield work.place, compared(work.first, outcome)
-            elif work.place % TWICE_EVERY == 0:
-                again.append(replace(work, first=outcome))
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            batch_run, outcome = running.pop(future), future.result()
+            idle.append(batch_run.executor)
+            if batch_run.first_outcome is not None:
+                yield batch_run.index, compare_outcomes(batch_run.first_outcome, outcome)
+            elif batch_run.index % REPEATED_RUN_INTERVAL == 0:
+                reruns.append(replace(batch_run, first_outcome=outcome))
             else:
-                yield work.place, outcome
+                yield batch_run.index, outcome
 
 
-def _next(hand: int, fresh: deque[int], again: list[_Work]) -> _Work | None:
-    for done in again:
-        if done.hand != hand:
-            again.remove(done)
-            return replace(done, hand=hand)
-    return _Work(fresh.popleft(), hand) if fresh else None
+def _choose_next_run(executor: int, pending: deque[int], reruns: list[_BatchRun]) -> _BatchRun | None:
+    for batch_run in reruns:
+        if batch_run.executor != executor:
+            reruns.remove(batch_run)
+            return replace(batch_run, executor=executor)
+    return _BatchRun(pending.popleft(), executor) if pending else None
 
 
-def compared(one: Outcome, other: Outcome) -> Outcome:
-    """The first, with a violation where the second is another one."""
-    if one.digest == other.digest:
-        return one
-    words = f"two runs differ: {one.digest} and {other.digest}"
-    violation = Violation(one.virtual_seconds, "a run is a function of its seed", words)
-    return replace(one, violations=(*one.violations, violation))
+def compare_outcomes(first: RunOutcome, second: RunOutcome) -> RunOutcome:
+    """Return the first outcome, with a violation if the second has another digest."""
+    if first.digest == second.digest:
+        return first
+    message = f"two runs differ: {first.digest} and {second.digest}"
+    violation = Violation(first.virtual_seconds, "a run is a function of its seed", message)
+    return replace(first, violations=(*first.violations, violation))

@@ -1,6 +1,6 @@
-"""What a run has reached of the operator: its checks, steps, effects and quarantine steps, and the words of its states.
+"""Which parts of the operator a run has reached: checks, steps, effects, quarantine steps, and values of its states.
 
-The operator's own tables are looked into where they are called, once a process; nothing is traced.
+The operator's own tables are wrapped where they are called, once per process. There is no tracing.
 """
 
 from __future__ import annotations
@@ -10,88 +10,95 @@ from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any, get_args
 
-from pacekeeper_operator import decide, effects
-from pacekeeper_operator.api import Cause, JobPhase, Outcome, QuarantinePhase, Remedy, Verdict, Witness
-from pacekeeper_operator.decide import node_steps, think
-from pacekeeper_operator.decide.treat import Check
-from pacekeeper_operator.observation import Observation, Policy
-from pacekeeper_operator.services import doing, quarantine, reconcile
+from pacekeeper_operator import decide
+from pacekeeper_operator.api.incident import IncidentCause, IncidentOutcome
+from pacekeeper_operator.api.node_quarantine import QuarantinePhase, QuarantineVerdict, Witness
+from pacekeeper_operator.api.training_job import JobPhase, Remedy
+from pacekeeper_operator.decide import effects, evaluate
+from pacekeeper_operator.decide.check_runner import DecisionCheck
+from pacekeeper_operator.decide.nodes import quarantine_steps
+from pacekeeper_operator.runtime import effect_handlers, reconcile
+from pacekeeper_operator.services import quarantine
+from pacekeeper_operator.state.observation import Observation
+from pacekeeper_operator.state.policy import Policy
 
-_QUARANTINE_STEPS = [step for step in get_args(node_steps.QuarantineStep) if step is not node_steps.Wait]
+_QUARANTINE_STEPS = [
+    step for step in get_args(quarantine_steps.QuarantineStep) if step is not quarantine_steps.RequeueAfter
+]
 _reached: set[str] = set()
 
 
 @contextmanager
-def counting() -> Iterator[set[str]]:
-    """What the operators of this process reach meanwhile."""
-    _look_in()
+def count_coverage() -> Iterator[set[str]]:
+    """Yield the set of what this process's operators reach inside of the block."""
+    _instrument_operator()
     _reached.clear()
     yield _reached
 
 
-def everything() -> frozenset[str]:
-    """What there is to be reached."""
+def list_coverage_targets() -> frozenset[str]:
+    """Return everything that can be reached."""
     return frozenset(
         [
-            *(f"check {_name(check)}" for check in decide.CHECKS),
+            *(f"check {_get_check_name(check)}" for check in decide.CHECKS),
             *(f"step {name}" for name, _ in decide.STEPS),
             *(f"effect {effect.__name__}" for effect in get_args(effects.Effect)),
             *(f"quarantine step {step.__name__}" for step in _QUARANTINE_STEPS),
-            *(f"cause {word}" for word in Cause),
-            *(f"remedy {word}" for word in Remedy),
-            *(f"outcome {word}" for word in Outcome),
-            *(f"phase {word}" for word in JobPhase),
-            *(f"quarantine {word}" for word in QuarantinePhase),
-            *(f"verdict {word}" for word in Verdict),
-            *(f"witness {word}" for word in Witness if word is not Witness.NONE),
+            *(f"cause {value}" for value in IncidentCause),
+            *(f"remedy {value}" for value in Remedy),
+            *(f"outcome {value}" for value in IncidentOutcome),
+            *(f"phase {value}" for value in JobPhase),
+            *(f"quarantine {value}" for value in QuarantinePhase),
+            *(f"verdict {value}" for value in QuarantineVerdict),
+            *(f"witness {value}" for value in Witness if value is not Witness.NONE),
         ]
     )
 
 
 @cache
-def _look_in() -> None:
-    vars(think)["STEPS"] = tuple((name, _step(name, step)) for name, step in decide.STEPS)
-    vars(reconcile)["carry_out"] = _said(doing.carry_out, "effect", 2)
-    vars(quarantine)["_carry_out"] = _said(quarantine._carry_out, "quarantine step", 1)
+def _instrument_operator() -> None:
+    vars(evaluate)["STEPS"] = tuple((name, _wrap_step(name, step)) for name, step in decide.STEPS)
+    vars(reconcile)["handle_effect"] = _wrap_call(effect_handlers.handle_effect, "effect", 2)
+    vars(quarantine)["_execute_step"] = _wrap_call(quarantine._execute_step, "quarantine step", 1)
 
 
-def _step(name: str, step: decide.Step) -> decide.Step:
-    """It is reached where it changes the draft."""
+def _wrap_step(name: str, step: decide.DecisionStep) -> decide.DecisionStep:
+    """Wrap a step. It is reached if it changes the desired state."""
     if isinstance(step, partial):
-        step = partial(step.func, checks=tuple(_check(check) for check in decide.CHECKS))
+        step = partial(step.func, checks=tuple(_wrap_check(check) for check in decide.CHECKS))
 
     def looked_at(observation: Observation, policy: Policy) -> Any:
-        draft = step(observation, policy)
-        if draft is not observation.draft and draft != observation.draft:
+        desired = step(observation, policy)
+        if desired is not observation.desired and desired != observation.desired:
             _reached.add(f"step {name}")
-        return draft
+        return desired
 
     return looked_at
 
 
-def _check(check: Check) -> Check:
-    """It is reached where it finds something."""
-    word = f"check {_name(check)}"
+def _wrap_check(check: DecisionCheck) -> DecisionCheck:
+    """Wrap a check. It is reached if it finds something."""
+    target = f"check {_get_check_name(check)}"
 
     @wraps(check)
     def looked_at(observation: Observation, policy: Policy) -> Any:
-        found = check(observation, policy)
-        if found is not None:
-            _reached.add(word)
-        return found
+        finding = check(observation, policy)
+        if finding is not None:
+            _reached.add(target)
+        return finding
 
     return looked_at
 
 
-def _said(call: Callable[..., Any], what: str, place: int) -> Callable[..., Any]:
-    """`place`: of the argument whose class counts."""
+def _wrap_call(call: Callable[..., Any], kind: str, position: int) -> Callable[..., Any]:
+    """Wrap a function. `position`: of the argument whose class is counted."""
 
     def looked_at(*arguments: Any) -> Any:
-        _reached.add(f"{what} {type(arguments[place]).__name__}")
+        _reached.add(f"{kind} {type(arguments[position]).__name__}")
         return call(*arguments)
 
     return looked_at
 
 
-def _name(check: Check) -> str:
+def _get_check_name(check: DecisionCheck) -> str:
     return str(check.__module__).rpartition(".")[2]

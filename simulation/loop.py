@@ -1,7 +1,7 @@
-"""An event loop whose time jumps to whatever comes next, and processes that are killed and paused within it.
+"""An event loop whose time jumps to the next event, and processes that can be killed and paused within it.
 
-There is no selector and no thread: what cannot go on without time passing lets time pass. Callbacks of one moment run
-in the order in which they were scheduled, so that a run follows from its seed alone.
+There is no selector and no thread: if no task can continue, time advances. Callbacks of the same time run in the order
+in which they were scheduled, so that a run depends on its seed only.
 """
 
 from __future__ import annotations
@@ -19,99 +19,99 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Never, TypeVar
 
 Result = TypeVar("Result")
-Connect = Callable[[str, int], Coroutine[Any, Any, None]]
-"""Returns where (host, port) takes a connection; raises OSError where it does not, or hangs."""
+ConnectCallback = Callable[[str, int], Coroutine[Any, Any, None]]
+"""Returns if (host, port) accepts a connection. Otherwise, it raises OSError, or hangs."""
 
-LAST_WORDS = 20
-"""So many times a coroutine that is dropped may wait for something."""
+MAX_DROPPED_AWAITS = 20
+"""Maximum number of awaits of a coroutine while it is dropped."""
 
 _owner: contextvars.ContextVar[Process | None] = contextvars.ContextVar("owner", default=None)
 
 
-MOST_IN_A_MOMENT = 100_000
-"""Callbacks: a thousand are many."""
+MAX_CALLBACKS_PER_INSTANT = 100_000
+"""Maximum number of callbacks at the same time. A thousand are many."""
 
 
-class Stuck(Exception):
-    """Time does not pass any more: nothing is scheduled, or what is never ends."""
+class LoopStuck(Exception):
+    """Time does not advance: nothing is scheduled, or the callbacks of one time never end."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """Use `run`. Only what asyncio's own tasks, futures, timeouts and streams need of a loop."""
+    """A loop with only what asyncio's tasks, futures, timeouts, and streams need. Use `run`."""
 
     def __init__(self) -> None:
-        self.connect: Connect = _refuse
-        """Where connections go."""
+        self.connect: ConnectCallback = _refuse_connection
+        """Opens connections."""
         self.errors: list[dict[str, Any]] = []
-        """What nobody has caught."""
+        """Uncaught errors."""
         self._now = 0.0
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order = itertools.count()
-        self._buried: list[asyncio.Task[Any]] = []  # of dead processes: a task without a reference would clean up
+        self._killed_tasks: list[asyncio.Task[Any]] = []  # a killed task without a reference would run its cleanup
         self._running = False
         self._closed = False
 
     def run(self, main: Coroutine[Any, Any, Result]) -> Result:
-        """What `main` returns. Raises Stuck where it never will."""
-        before = events._get_running_loop()
+        """Return the result of `main`. Raises LoopStuck if it can never finish."""
+        outer_loop = events._get_running_loop()
         events._set_running_loop(self)
         self._running = True
         try:
             task = self.create_task(main)
             while not task.done():
-                self._turn()
+                self._run_ready()
             return task.result()
         finally:
             self._running = False
-            events._set_running_loop(before)
+            events._set_running_loop(outer_loop)
 
-    def _turn(self) -> None:
-        """All that is ready; where nothing is, the next moment. Raises Stuck where a moment does not end."""
+    def _run_ready(self) -> None:
+        """Run all ready callbacks; if there are none, advance time first. Raises LoopStuck if they never end."""
         ready = self._ready
         if not ready:
-            self._jump()
-        for _ in range(MOST_IN_A_MOMENT):
+            self._advance_time()
+        for _ in range(MAX_CALLBACKS_PER_INSTANT):
             if not ready:
                 return
             handle = ready.popleft()
             if handle._cancelled:
                 continue
             owner = handle._context.get(_owner)  # type: ignore[attr-defined]
-            if owner is not None and owner.stands_still(handle):
+            if owner is not None and owner.must_defer(handle):
                 continue
             handle._run()
-        raise Stuck(f"at {self._now:.3f} s something goes round in circles")
+        raise LoopStuck(f"at {self._now:.3f} s callbacks run endlessly")
 
-    def _jump(self) -> None:
+    def _advance_time(self) -> None:
         timers = self._timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not timers:
-            raise Stuck(f"at {self._now:.3f} s nothing is scheduled any more")
+            raise LoopStuck(f"at {self._now:.3f} s nothing is scheduled")
         self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
             self._ready.append(heapq.heappop(timers)[2])
 
     def close(self) -> None:
-        """Nothing runs any more. What is left of tasks is dropped without a word, whatever they would say to it."""
+        """Close the loop. The remaining tasks are dropped, and their errors ignored."""
         self._closed = True
         self._ready.clear()
         self._timers.clear()
-        left = tasks.all_tasks(self)
-        complain, sys.unraisablehook = sys.unraisablehook, _say_nothing
-        running = events._get_running_loop()
+        remaining = tasks.all_tasks(self)
+        hook, sys.unraisablehook = sys.unraisablehook, _ignore_await
+        outer_loop = events._get_running_loop()
         events._set_running_loop(self)
         try:
-            while left:
-                _drop(self, left.pop())
-            self._buried.clear()
+            while remaining:
+                _drop_task(self, remaining.pop())
+            self._killed_tasks.clear()
             gc.collect()
         finally:
-            events._set_running_loop(running)
-            sys.unraisablehook = complain
+            events._set_running_loop(outer_loop)
+            sys.unraisablehook = hook
 
-    # What asyncio asks of a loop.
+    # Methods that asyncio calls.
 
     def time(self) -> float:
         return self._now
@@ -154,16 +154,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if owner is not None:
             owner.tasks.add(task)
         if self._closed or (owner is not None and owner.dead):
-            coro.close()  # it never begins, and Python would warn that the coroutine was never awaited
+            coro.close()  # it never starts, and Python would warn that the coroutine was never awaited
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         return task
 
     async def create_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.BaseProtocol], host: str, port: int, **_: Any
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """One that is there, and says nothing."""
+        """Open a connection on which no data arrives."""
         await self.connect(host, port)
-        protocol, transport = protocol_factory(), _Silent()
+        protocol, transport = protocol_factory(), _SilentTransport()
         protocol.connection_made(transport)
         return transport, protocol
 
@@ -180,11 +180,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.errors.append(context)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its time comes."""
+        """Do nothing: a canceled timer is skipped when it is due."""
 
 
 class Process:
-    """Tasks that live, stand still and die together: whatever is started by a task of a process belongs to it."""
+    """Tasks that run, pause, and end together. A task that a process's task starts belongs to the process."""
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
@@ -194,63 +194,63 @@ class Process:
         self._loop = loop
         self._context = contextvars.Context()
         self._context.run(_owner.set, self)
-        self._behind: list[asyncio.Handle] = []  # what would have run while it was paused
-        self._mourners: dict[Callable[[], None], None] = {}
+        self._deferred: list[asyncio.Handle] = []  # callbacks that were due while it was paused
+        self._death_callbacks: dict[Callable[[], None], None] = {}
 
     def spawn(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         return self._loop.create_task(work, name=name, context=self._context.copy())
 
-    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
-        """`call` in so many seconds, by this process."""
+    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+        """Schedule `call` in this process."""
         return self._loop.call_later(seconds, call, *arguments, context=self._context)
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it runs ever again, no `finally` either."""
+        """Kill the process, as SIGKILL: none of its code runs again, not even `finally`."""
         if self.dead:
             return
         self.dead = True
-        self._loop._buried.extend(self.tasks)
-        self._behind.clear()  # only now: nothing else holds a task that was begun while the process stood still
-        mourners, self._mourners = self._mourners, {}
-        for callback in mourners:
+        self._loop._killed_tasks.extend(self.tasks)
+        self._deferred.clear()  # only now: nothing else refers to a task that was started while the process was paused
+        callbacks, self._death_callbacks = self._death_callbacks, {}
+        for callback in callbacks:
             callback()
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """Pause the process, as SIGSTOP."""
         self.paused = True
 
     def resume(self) -> None:
-        """SIGCONT: what has come meanwhile runs now, in order."""
+        """Resume the process, as SIGCONT: deferred callbacks run now, in order."""
         self.paused = False
-        behind, self._behind = self._behind, []
-        self._loop._ready.extend(behind)
+        deferred, self._deferred = self._deferred, []
+        self._loop._ready.extend(deferred)
 
-    def on_death(self, callback: Callable[[], None]) -> None:
-        """Called once when it is killed; at once where it is dead already."""
+    def add_death_callback(self, callback: Callable[[], None]) -> None:
+        """Add a callback for when the process is killed. If it is dead, call it at once."""
         if self.dead:
             callback()
         else:
-            self._mourners[callback] = None
+            self._death_callbacks[callback] = None
 
-    def forget(self, callback: Callable[[], None]) -> None:
-        """It is not called any more."""
-        self._mourners.pop(callback, None)
+    def remove_death_callback(self, callback: Callable[[], None]) -> None:
+        """Remove the callback."""
+        self._death_callbacks.pop(callback, None)
 
-    def stands_still(self, handle: asyncio.Handle) -> bool:
-        """Whether this callback of the process does not run now."""
+    def must_defer(self, handle: asyncio.Handle) -> bool:
+        """Return whether this callback of the process must not run now."""
         if self.dead:
             return True
         if self.paused:
-            self._behind.append(handle)
+            self._deferred.append(handle)
         return self.paused
 
 
-def current_process() -> Process | None:
-    """Whose code runs; None: the world's own."""
+def get_current_process() -> Process | None:
+    """Return the process whose code runs; None: code of no process."""
     return _owner.get()
 
 
-class _Silent(asyncio.Transport):
+class _SilentTransport(asyncio.Transport):
     def close(self) -> None:
         pass
 
@@ -258,30 +258,33 @@ class _Silent(asyncio.Transport):
         return False
 
 
-async def _refuse(host: str, port: int) -> None:
+async def _refuse_connection(host: str, port: int) -> None:
     raise ConnectionRefusedError(f"{host}:{port}")
 
 
-def nobodys() -> contextvars.Context:
-    """The context of what belongs to no process."""
+def create_unowned_context() -> contextvars.Context:
+    """Create a context that belongs to no process."""
     return contextvars.Context()
 
 
-def _drop(loop: VirtualLoop, task: asyncio.Task[Any]) -> None:
-    """End a coroutine as a cancellation ends it: `close` would not reach the asynchronous generator that it waits for,
-    and code that handles errors would take the generator's complaint for one of its own."""
+def _drop_task(loop: VirtualLoop, task: asyncio.Task[Any]) -> None:
+    """End a coroutine as a cancellation does.
+
+    `close` would not reach the asynchronous generator that it waits for. Code that handles errors would take the
+    generator's error for its own.
+    """
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     coroutine = task.get_coro()
-    tasks._enter_task(loop, task)  # without a task there are no time-outs
+    tasks._enter_task(loop, task)  # timeouts require a task
     try:
-        for _ in range(LAST_WORDS):  # it waits in a `finally`: until there is none left
+        for _ in range(MAX_DROPPED_AWAITS):  # it may await in each `finally`
             coroutine.throw(asyncio.CancelledError())
         coroutine.close()
-    except BaseException:  # it has ended, or has been closed before it began
+    except BaseException:  # it has ended, or was closed before it started
         return
     finally:
         tasks._leave_task(loop, task)
 
 
-def _say_nothing(_: object) -> None:
-    """Of a coroutine that waits in its `finally` while it is dropped."""
+def _ignore_await(_: object) -> None:
+    """Ignore the error of a coroutine that awaits in its `finally` while it is dropped."""

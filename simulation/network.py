@@ -1,7 +1,7 @@
-"""Who reaches whom, and how long it takes.
+"""Which place can reach which, and how long a message takes.
 
-Places are nodes, pods of the operator, and what everybody calls ("api", "prometheus"); each worker's address is its
-node's. Cuts are between two places, or around one.
+Places are nodes, operator pods, and the shared services ("api", "prometheus"). A worker's address belongs to its node.
+A cut is between two places, or around one.
 """
 
 from __future__ import annotations
@@ -12,90 +12,90 @@ from collections.abc import Callable
 
 from .loop import VirtualLoop
 
-API = "api"
-PROMETHEUS = "prometheus"
-KUBELET_PORT = 10250
-NEAR, FAR = 0.0005, 0.008
-"""Seconds that a message takes."""
+API_PLACE = "api"
+PROMETHEUS_PLACE = "prometheus"
+SIMULATED_KUBELET_PORT = 10250
+MIN_MESSAGE_SECONDS, MAX_MESSAGE_SECONDS = 0.0005, 0.008
+"""Bounds of a message's delay, in seconds."""
 
 
-class Network:
-    """Of a world."""
+class SimulatedNetwork:
+    """The network of a world."""
 
     def __init__(self, loop: VirtualLoop, random: random.Random) -> None:
         self.addresses: dict[str, str] = {}
         """IP → place."""
-        self.listens: Callable[[str, int], bool] = lambda _address, _port: True
-        """Whether somebody listens there, of a machine that is up. A refusal is an answer, too."""
-        self.stopped: Callable[[str], bool] = lambda _address: False
-        """Whether whoever listens there takes no connection, and as many wait already as the kernel keeps for him."""
-        self.caller: Callable[[], str] = lambda: API
-        """The place whose process is calling."""
+        self.is_listening: Callable[[str, int], bool] = lambda _address, _port: True
+        """Whether a process listens there, on a machine that is up. A refusal is an answer, too."""
+        self.is_stopped: Callable[[str], bool] = lambda _address: False
+        """Whether the listener accepts no connection, and its accept queue in the kernel is full."""
+        self.get_caller: Callable[[], str] = lambda: API_PLACE
+        """Returns the place whose process is calling."""
         self._random = random
         self._down: dict[str, None] = {}
-        self._alone: dict[str, None] = {}
+        self._isolated: dict[str, None] = {}
         self._cuts: dict[tuple[str, str], None] = {}
         self._slow: dict[tuple[str, str], float] = {}
         loop.connect = self._connect
 
-    def reaches(self, one: str, other: str) -> bool:
-        """Whether messages pass, in either direction."""
-        if one in self._down or other in self._down:
+    def can_reach(self, place: str, peer: str) -> bool:
+        """Return whether messages pass, in either direction."""
+        if place in self._down or peer in self._down:
             return False
-        if one == other:
+        if place == peer:
             return True
-        return not (one in self._alone or other in self._alone or _pair(one, other) in self._cuts)
+        return not (place in self._isolated or peer in self._isolated or _sort_pair(place, peer) in self._cuts)
 
-    def delay(self, one: str, other: str) -> float:
-        """Seconds that the next message takes."""
-        return NEAR if one == other else self._random.uniform(NEAR, FAR)
+    def draw_delay(self, place: str, peer: str) -> float:
+        """Draw the delay of the next message, in seconds."""
+        return MIN_MESSAGE_SECONDS if place == peer else self._random.uniform(MIN_MESSAGE_SECONDS, MAX_MESSAGE_SECONDS)
 
-    def slowness(self, one: str, other: str) -> float:
-        """How much longer it takes to send much from one to the other."""
-        return self._slow.get(_pair(one, other), 1.0)
+    def get_slowdown(self, place: str, peer: str) -> float:
+        """Return the factor by which large transfers between the two places are slower."""
+        return self._slow.get(_sort_pair(place, peer), 1.0)
 
-    def slow(self, one: str, other: str, factor: float) -> None:
-        """The link between the two has so much less bandwidth; 1: it is well."""
+    def set_slowdown(self, place: str, peer: str, factor: float) -> None:
+        """Reduce the bandwidth of the link between two places by this factor; 1: the link is healthy."""
         if factor == 1.0:
-            self._slow.pop(_pair(one, other), None)
+            self._slow.pop(_sort_pair(place, peer), None)
         else:
-            self._slow[_pair(one, other)] = factor
+            self._slow[_sort_pair(place, peer)] = factor
 
-    def cut(self, one: str, other: str) -> None:
-        self._cuts[_pair(one, other)] = None
+    def cut(self, place: str, peer: str) -> None:
+        self._cuts[_sort_pair(place, peer)] = None
 
-    def mend(self, one: str, other: str) -> None:
-        self._cuts.pop(_pair(one, other), None)
+    def mend(self, place: str, peer: str) -> None:
+        self._cuts.pop(_sort_pair(place, peer), None)
 
     def isolate(self, place: str) -> None:
-        """From all others."""
-        self._alone[place] = None
+        """Cut a place off from all others."""
+        self._isolated[place] = None
 
     def rejoin(self, place: str) -> None:
-        self._alone.pop(place, None)
+        self._isolated.pop(place, None)
 
-    def power(self, place: str, on: bool) -> None:
-        """Of a machine: without, it does not even reach itself."""
+    def set_power(self, place: str, on: bool) -> None:
+        """Turn a machine on or off. Without power, it does not reach even itself."""
         if on:
             self._down.pop(place, None)
         else:
             self._down[place] = None
 
     def heal(self) -> None:
-        """All links; what has no power has none."""
-        self._alone.clear()
+        """Restore all links. Machines without power stay off."""
+        self._isolated.clear()
         self._cuts.clear()
         self._slow.clear()
 
     async def _connect(self, host: str, port: int) -> None:
-        here, there = self.caller(), self.addresses.get(host)
-        if there is None or not self.reaches(here, there) or self.stopped(host):
+        source, destination = self.get_caller(), self.addresses.get(host)
+        if destination is None or not self.can_reach(source, destination) or self.is_stopped(host):
             await asyncio.get_running_loop().create_future()  # silence
             return
-        await asyncio.sleep(2 * self.delay(here, there))
-        if not self.listens(host, port):
+        await asyncio.sleep(2 * self.draw_delay(source, destination))
+        if not self.is_listening(host, port):
             raise ConnectionRefusedError(f"{host}:{port}")
 
 
-def _pair(one: str, other: str) -> tuple[str, str]:
-    return (one, other) if one < other else (other, one)
+def _sort_pair(place: str, peer: str) -> tuple[str, str]:
+    return (place, peer) if place < peer else (peer, place)

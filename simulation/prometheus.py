@@ -1,4 +1,4 @@
-"""Prometheus, as far as the operator's queries go: what sidecars export is scraped, and figures follow from it."""
+"""Prometheus, as far as the operator's queries need it: it scrapes sidecars, and computes metrics from the samples."""
 
 from __future__ import annotations
 
@@ -9,177 +9,186 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pacekeeper_analysis.diagnose.gpu_health import Sign
-from pacekeeper_operator.observe.prometheus import BEFORE_MINUTES
+from pacekeeper_analysis.failures.gpu_health import GpuSign
+from pacekeeper_operator.observe.prometheus import GPU_ERROR_BASELINE_MINUTES
 
-from .network import PROMETHEUS
+from .network import PROMETHEUS_PLACE
 
 if TYPE_CHECKING:
-    from .workers.worker import Worker
+    from .workers.worker import SimulatedWorker
     from .world import World
 
-SCRAPES = 5.0
+SCRAPE_INTERVAL_SECONDS = 5.0
 """Seconds between two scrapes of a pod."""
-LOOKBACK = 300.0
-"""So many seconds a series without news is answered with."""
-BEFORE_SECONDS = 60.0 * BEFORE_MINUTES
+LOOKBACK_SECONDS = 300.0
+"""Seconds for which a series without new samples is returned."""
+XID_BASELINE_SECONDS = 60.0 * GPU_ERROR_BASELINE_MINUTES
 XID_METRIC, MEMORY_METRIC = "DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 _OLD = {XID_METRIC: 79.0, MEMORY_METRIC: 2.0}
 """Values of old errors."""
-EXPORTER = "gpu-operator"
-Job = tuple[str, str]
-Row = dict[str, Any]
+EXPORTER_NAMESPACE = "gpu-operator"
+JobLabels = tuple[str, str]
+SeriesRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Series:
-    """What a sidecar says of one rank."""
+class RankSeries:
+    """What a sidecar exports about one rank."""
 
-    at: float  # virtual seconds of the scrape
+    scraped_at: float  # virtual seconds of the scrape
     step: float
 
 
-class Prometheus:
-    """Answers the operator's queries. Unreachable it is by the network."""
+class SimulatedPrometheus:
+    """Answers the operator's queries. The network decides whether it is reachable."""
 
     def __init__(self, world: World) -> None:
-        self.silence = ""
-        """How it fails: "down", "silent", "empty" or "stale"; "": it does not."""
-        self.lie = ""
-        """Which series lie: "foreign", "gpu" or "unknown-node"; "": none."""
+        self.failure = ""
+        """How it fails: "down", "silent", "empty", or "stale"; "": it does not."""
+        self.wrong_series = ""
+        """Which series are wrong: "foreign", "gpu", or "unknown-node"; "": none."""
         self.names_nodes = True
-        """Whether the scrape says on which node an exporter of GPU figures is."""
+        """Whether the scrape adds the node of a GPU exporter as a label."""
         self._world = world
-        self._targets: dict[str, tuple[Job, list[Series]]] = {}  # by pod uid
+        self._targets: dict[str, tuple[JobLabels, list[RankSeries]]] = {}  # by pod uid
         self.last_error: dict[str, float] = {}
         """Node → when a series last showed a new error or a sign of its GPUs, true or not (virtual seconds)."""
         self._errors: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-        """(metric, node, GPU) → since when it has which value; 0 before."""
+        """(metric, node, GPU) → times and values of changes; 0 before the first."""
         self._absences: dict[str, list[float]] = {}
-        """Node → moments at which its exporter goes away and comes back, in turns."""
+        """Node → times at which its exporter disappears and returns, alternately."""
         self._pending_rows: dict[tuple[str, str], None] = {}
-        world.after(SCRAPES, self._scrape_all)
+        world.call_after(SCRAPE_INTERVAL_SECONDS, self._scrape_all)
 
     def add_exporter(self, node: str, *, old_error: str = "") -> None:
-        """On a node whose first GPU has had an error long before the run; `old_error`: the metric, "": it has not."""
+        """Add a node's exporter.
+
+        `old_error`: metric of an error that its first GPU had long before the run; "": none.
+        """
         if old_error:
             self._errors[old_error, node, "0"] = [(-math.inf, _OLD[old_error])]
 
-    def show_exporter(self, node: str, there: bool) -> None:
-        """Whether there are series of this node's GPUs."""
-        moments = self._absences.setdefault(node, [])
-        if there == bool(len(moments) % 2):
-            moments.append(self._world.now())
+    def show_exporter(self, node: str, present: bool) -> None:
+        """Set whether there are series of this node's GPUs."""
+        times = self._absences.setdefault(node, [])
+        if present == bool(len(times) % 2):
+            times.append(self._world.now())
 
     def show_pending_rows(self, node: str, gpu: str, pending: bool) -> None:
-        """Whether rows of a GPU's memory wait to be remapped."""
+        """Set whether rows of a GPU's memory wait to be remapped."""
         self._pending_rows.pop((node, gpu), None)
         if pending:
             self._pending_rows[node, gpu] = None
 
     def count_xid(self, node: str, gpu: str, xid: int) -> None:
-        """The newest one of a GPU, as DCGM tells it."""
+        """Set the newest XID of a GPU, as DCGM exports it."""
         self._errors.setdefault((XID_METRIC, node, gpu), []).append((self._world.now(), float(xid)))
         self.last_error[node] = self._world.now()
 
-    def rows(self, query: str) -> list[Row]:
-        """The answer's `result`. Raises ConnectionRefusedError, or TimeoutError where none would come."""
-        if self.silence == "down":
+    def run_query(self, query: str) -> list[SeriesRow]:
+        """Return the answer's `result`. Raises ConnectionRefusedError, or TimeoutError if there would be no answer."""
+        if self.failure == "down":
             raise ConnectionRefusedError("Prometheus")
-        if self.silence == "silent":
+        if self.failure == "silent":
             raise TimeoutError("Prometheus")
-        if self.silence == "empty":
+        if self.failure == "empty":
             return []
-        if f'"figure", "{Sign.ROWS_PENDING}"' in query:
-            return list(self._sign_rows())
+        if f'"pacekeeper_query", "{GpuSign.ROWS_PENDING}"' in query:
+            return list(self._iterate_sign_rows())
         now = self._world.now()
         rows = [
-            self._row({"namespace": job[0], "trainingjob": job[1], "figure": name}, value)
-            for job, series in (self._by_job(now).items() if '"figure", "ranks"' in query else ())
-            for name, value in figures(series, now)
+            self._build_row({"namespace": job[0], "trainingjob": job[1], "pacekeeper_query": name}, value)
+            for job, series in (
+                self._group_by_job(now).items() if '"pacekeeper_query", "reporting_ranks"' in query else ()
+            )
+            for name, value in compute_job_metrics(series, now)
         ]
-        if '"figure", "gpu"' in query:
-            rows += self._gpu_rows()
+        if '"pacekeeper_query", "gpu"' in query:
+            rows += self._iterate_gpu_rows()
         return rows
 
-    def _sign_rows(self) -> Iterator[Row]:
+    def _iterate_sign_rows(self) -> Iterator[SeriesRow]:
         now = self._world.now()
         for node, gpu in [key for key in self._pending_rows if self._is_there(key[0], now)]:
             self.last_error[node] = now
-            yield self._row(self._of_gpu(node, gpu, str(Sign.ROWS_PENDING)), 1)
+            yield self._build_row(self._build_gpu_labels(node, gpu, str(GpuSign.ROWS_PENDING)), 1)
 
-    def _row(self, labels: dict[str, str], value: float) -> Row:
-        return {"metric": labels, "value": [self._world.wall(PROMETHEUS), repr(float(value))]}
+    def _build_row(self, labels: dict[str, str], value: float) -> SeriesRow:
+        return {"metric": labels, "value": [self._world.wall_time(PROMETHEUS_PLACE), repr(float(value))]}
 
-    def _by_job(self, now: float) -> dict[Job, list[Series]]:
-        found: dict[Job, list[Series]] = defaultdict(list)
+    def _group_by_job(self, now: float) -> dict[JobLabels, list[RankSeries]]:
+        by_job: dict[JobLabels, list[RankSeries]] = defaultdict(list)
         for job, series in self._targets.values():
-            found[job] += [each for each in series if now - each.at <= LOOKBACK]
-        if self.lie == "foreign" and len(found) > 1:
-            jobs = list(found)
-            return {job: found[other] for job, other in zip(jobs, jobs[1:] + jobs[:1], strict=True)}
-        return found
+            by_job[job] += [sample for sample in series if now - sample.scraped_at <= LOOKBACK_SECONDS]
+        if self.wrong_series == "foreign" and len(by_job) > 1:
+            jobs = list(by_job)
+            return {job: by_job[other_job] for job, other_job in zip(jobs, jobs[1:] + jobs[:1], strict=True)}
+        return by_job
 
-    def _gpu_rows(self) -> Iterator[Row]:
+    def _iterate_gpu_rows(self) -> Iterator[SeriesRow]:
         now = self._world.now()
-        there = [node for node in self._world.nodes if self._is_there(node, now)]
-        rows = {key: (self._value(*key, now), self._value(*key, now - BEFORE_SECONDS)) for key in self._errors}
-        liar = {"gpu": next(iter(there), ""), "unknown-node": "node-that-is-not"}.get(self.lie, "")
-        if liar:
-            rows[XID_METRIC, liar, "0"] = (79.0, 0.0)
-            self.last_error[liar] = now
-        for (metric, node, gpu), (value, before) in rows.items():
+        nodes = [node for node in self._world.nodes if self._is_there(node, now)]
+        rows = {key: (self._value(*key, now), self._value(*key, now - XID_BASELINE_SECONDS)) for key in self._errors}
+        wrong_node = {"gpu": next(iter(nodes), ""), "unknown-node": "node-that-is-not"}.get(self.wrong_series, "")
+        if wrong_node:
+            rows[XID_METRIC, wrong_node, "0"] = (79.0, 0.0)
+            self.last_error[wrong_node] = now
+        for (metric, node, gpu), (value, baseline) in rows.items():
             if value:
-                yield self._row({"__name__": metric, **self._of_gpu(node, gpu, "gpu")}, value)
-            if value and before is not None:
-                yield self._row({"__name__": metric, **self._of_gpu(node, gpu, "gpu_before")}, before)
-        if there:
-            yield self._row({"figure": "named" if self.names_nodes else "unnamed"}, len(there))
+                yield self._build_row({"__name__": metric, **self._build_gpu_labels(node, gpu, "gpu")}, value)
+            if value and baseline is not None:
+                yield self._build_row(
+                    {"__name__": metric, **self._build_gpu_labels(node, gpu, "gpu_baseline")}, baseline
+                )
+        if nodes:
+            yield self._build_row(
+                {"pacekeeper_query": "node_from_target" if self.names_nodes else "node_from_exporter"}, len(nodes)
+            )
 
     def _is_there(self, node: str, at: float) -> bool:
-        """Whether the node's exporter was scraped at that moment (virtual seconds)."""
+        """Return whether the node's exporter was scraped at that time (virtual seconds)."""
         return bisect_right(self._absences.get(node, []), at) % 2 == 0
 
     def _value(self, metric: str, node: str, gpu: str, at: float) -> float | None:
-        """Of a series at that moment (virtual seconds); None: there was none."""
+        """Return a series' value at that time (virtual seconds); None: there was none."""
         if not self._is_there(node, at):
             return None
         return next((value for since, value in reversed(self._errors[metric, node, gpu]) if since <= at), 0.0)
 
-    def _of_gpu(self, node: str, gpu: str, figure: str) -> dict[str, str]:
-        """Labels of a series about it."""
-        place = "node" if self.names_nodes else "Hostname"
-        return {"namespace": EXPORTER, place: node, "gpu": gpu, "figure": figure}
+    def _build_gpu_labels(self, node: str, gpu: str, query: str) -> dict[str, str]:
+        """Build the labels of a series about a GPU."""
+        node_label = "node" if self.names_nodes else "Hostname"
+        return {"namespace": EXPORTER_NAMESPACE, node_label: node, "gpu": gpu, "pacekeeper_query": query}
 
     def _scrape_all(self) -> None:
-        self._world.after(SCRAPES, self._scrape_all)
-        if self.silence == "stale":
+        self._world.call_after(SCRAPE_INTERVAL_SECONDS, self._scrape_all)
+        if self.failure == "stale":
             return
-        now, reaches = self._world.now(), self._world.network.reaches
-        # A machine that boots has an exporter that knows of nothing.
+        now, can_reach = self._world.now(), self._world.network.can_reach
+        # After a boot, the exporter has no past errors.
         for (_, node, _), changes in self._errors.items():
-            if changes[-1][1] and not reaches(node, node):
+            if changes[-1][1] and not can_reach(node, node):
                 changes.append((now, 0.0))
-        self._pending_rows = {key: None for key in self._pending_rows if reaches(key[0], key[0])}
+        self._pending_rows = {key: None for key in self._pending_rows if can_reach(key[0], key[0])}
         self._targets = {
-            uid: ((worker.namespace, worker.job), list(_scrape(worker, now)))
+            uid: ((worker.namespace, worker.job), list(_scrape_ranks(worker, now)))
             for uid, worker in self._world.workers.items()
-            if self._answers(worker)
+            if self._can_scrape(worker)
         }
 
-    def _answers(self, worker: Worker) -> bool:
+    def _can_scrape(self, worker: SimulatedWorker) -> bool:
         sidecar = worker.sidecar
-        up = sidecar.serves and not sidecar.dead and not sidecar.paused
-        return up and self._world.network.reaches(PROMETHEUS, worker.node)
+        is_up = sidecar.serves and not sidecar.dead and not sidecar.paused
+        return is_up and self._world.network.can_reach(PROMETHEUS_PLACE, worker.node)
 
 
-def _scrape(worker: Worker, now: float) -> Iterator[Series]:
-    return (Series(now, rank.step) for rank in worker.launcher.ranks if rank.run is not None)
+def _scrape_ranks(worker: SimulatedWorker, now: float) -> Iterator[RankSeries]:
+    return (RankSeries(now, rank.step) for rank in worker.launcher.ranks if rank.training_round is not None)
 
 
-def figures(series: list[Series], now: float) -> Iterator[tuple[str, float]]:
-    """Name and value of each of the operator's figures (`pacekeeper_operator.observe.prometheus`)."""
+def compute_job_metrics(series: list[RankSeries], now: float) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each of the operator's metrics (`pacekeeper_operator.observe.prometheus`)."""
     if series:
-        yield "ranks", len(series)
-        yield "least_step", min(each.step for each in series)
-        yield "scrape_age", max(now - each.at for each in series)
+        yield "reporting_ranks", len(series)
+        yield "min_step", min(sample.step for sample in series)
+        yield "scrape_age", max(now - sample.scraped_at for sample in series)

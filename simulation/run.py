@@ -1,4 +1,4 @@
-"""One run: a world in which a schedule's faults come and go, under the eyes of judges."""
+"""One run: a world in which a schedule's faults are injected and healed while checkers observe it."""
 
 from __future__ import annotations
 
@@ -13,253 +13,256 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
-from . import coverage, judges
-from .chronicle import Chronicle
-from .faults.fault import Heal, Missed
-from .faults.moments import At
-from .faults.scene import PERSON, Scene
-from .judges import Violation
-from .kubernetes.connection import Request, Stage
-from .kubernetes.errors import ApiError
-from .loop import Stuck, current_process
-from .operators.endpoint import forget_applications
-from .schedule import HEALED_AFTER, SECONDS, Aim, Schedule, Stroke
-from .story import Line
+from . import checkers, coverage
+from .change_logger import ChangeLogger
+from .checkers import Violation
+from .faults.context import PERSON_MANAGER, FaultContext
+from .faults.fault import HealCallback, TargetMissing
+from .faults.triggers import AtTime
+from .kubernetes.api.connection import Request, RequestStage
+from .kubernetes.api.errors import ApiError
+from .loop import LoopStuck, get_current_process
+from .operators.endpoint import clear_application_cache
+from .run_log import LogLine
+from .schedule import HEALED_BY_SECONDS, MIN_RUN_SECONDS, Aim, FaultInjection, Schedule
 from .world import NAMESPACE, World
 
-OF_JOBS = ("trainingjobs", "trainingjobstates", "pods", "networkpolicies")
-"""Kinds of which nothing is left when all jobs are deleted."""
-DELETED_SECONDS = 60.0
-PATIENCE_SECONDS = 400.0
-"""Beyond its end a run goes on for so long where the judges are not content yet."""
-LOOK_SECONDS = 10.0
-CONTENT_LOOKS = 3
-"""So many looks in a row the judges are content: what holds for a moment only is no end."""
-REAL_SECONDS = 120.0
-"""A run that computes for longer goes round in circles."""
-SAID_SECONDS = 30.0
+JOB_KINDS = ("trainingjobs", "trainingjobstates", "pods", "networkpolicies")
+"""Kinds of which no object may be left after all jobs are deleted."""
+JOB_DELETION_SECONDS = 60.0
+MAX_OVERTIME_SECONDS = 400.0
+"""Maximum time that a run is extended beyond its end while the end check has complaints."""
+END_CHECK_INTERVAL_SECONDS = 10.0
+REQUIRED_CLEAN_CHECKS = 3
+"""Number of consecutive end checks without complaints that end a run: a single one may be transient."""
+MAX_REAL_SECONDS = 120.0
+"""Computing time after which a run counts as endless."""
+REPEATED_LOG_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run has shown."""
+class RunOutcome:
+    """The result of a run."""
 
     seed: int
     digest: str
     violations: tuple[Violation, ...] = ()
     virtual_seconds: float = 0.0
     real_seconds: float = 0.0
-    requests: int = 0  # of operators
-    writes: int = 0  # of them, those from which something follows
-    restarts: int = 0  # that jobs have counted
+    requests: int = 0  # sent by operators
+    writes: int = 0  # those of them that can change an object
+    restarts: int = 0  # counted by jobs
     coverage: frozenset[str] = frozenset()
-    story: tuple[str, ...] = field(default=(), repr=False)
+    log: tuple[str, ...] = field(default=(), repr=False)
 
     @property
-    def rules(self) -> tuple[str, ...]:
-        """Those that were broken, in the order in which they were."""
+    def broken_rules(self) -> tuple[str, ...]:
+        """The broken rules, in the order of their first violation."""
         return tuple(dict.fromkeys(violation.rule for violation in self.violations))
 
 
-def run(
+def run_schedule(
     schedule: Schedule,
     *,
-    story: bool = False,
+    keep_log: bool = False,
     patience: float = math.inf,
-    to_the_end: bool = True,
-    seconds: float = SECONDS,
-    grace: float = PATIENCE_SECONDS,
-) -> Outcome:
-    """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
-    for which a job that can train may stand still; `to_the_end`: even if something was broken already; `seconds`: of
-    virtual time, at least; `grace`: so many more at most, where the judges are not content yet."""
-    _forget_imports()
+    run_to_end: bool = True,
+    seconds: float = MIN_RUN_SECONDS,
+    grace: float = MAX_OVERTIME_SECONDS,
+) -> RunOutcome:
+    """Run a schedule. The outcome depends on the schedule only, except for the real seconds.
+
+    `keep_log`: keep the log's lines. `patience`: seconds for which a job that can train may make no progress.
+    `run_to_end`: do not stop at the first violation. `seconds`: minimum virtual time. `grace`: maximum extension while
+    the end check has complaints.
+    """
+    _freeze_imports()
     gc.collect()
     gc.disable()
-    began, busy = time.perf_counter(), time.process_time()
+    started, cpu_started = time.perf_counter(), time.process_time()
     world = World(schedule.seed, schedule.world)
-    performance = _Performance(world, schedule, patience, to_the_end, (seconds, seconds + grace))
-    with coverage.counting() as reached, _logging(world, story):
+    runner = _ScheduleRun(world, schedule, patience, run_to_end, (seconds, seconds + grace))
+    with coverage.count_coverage() as reached, _capture_operator_logs(world, keep_log):
         try:
-            violations = performance.play(busy)
-            return Outcome(
+            violations = runner.run(cpu_started)
+            return RunOutcome(
                 seed=schedule.seed,
-                digest=world.story.digest(),
+                digest=world.log.digest(),
                 violations=violations,
                 virtual_seconds=world.now(),
-                real_seconds=time.perf_counter() - began,
-                requests=performance.requests,
-                writes=performance.writes,
-                restarts=performance.judge.restarts,
-                coverage=frozenset(reached | performance.chronicle.reached),
-                story=tuple(map(str, world.story.lines)) if story else (),
+                real_seconds=time.perf_counter() - started,
+                requests=runner.requests,
+                writes=runner.writes,
+                restarts=runner.checker.restarts,
+                coverage=frozenset(reached | runner.change_logger.reached),
+                log=tuple(map(str, world.log.lines)) if keep_log else (),
             )
-        finally:  # what its tasks do while they are dropped is no part of the run
+        finally:  # what tasks do while they are dropped is not part of the run
             world.loop.close()
-            forget_applications()
+            clear_application_cache()
             gc.enable()
 
 
 @cache
-def _forget_imports() -> None:
-    """What a process has loaded is not looked through for garbage at each run."""
+def _freeze_imports() -> None:
+    """Exclude everything that is loaded from garbage collection, once per process."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
-def _logging(world: World, told: bool) -> Iterator[None]:
-    """What operators log belongs into the story, if it is `told`, and nowhere else. The digest does without."""
+def _capture_operator_logs(world: World, keep_log: bool) -> Iterator[None]:
+    """Write the operators' logs to the run's log if `keep_log`, and nowhere else. The digest excludes them."""
     logger = logging.getLogger("pacekeeper_operator")
-    before = logger.level, logger.propagate
-    logger.setLevel(logging.WARNING if told else logging.ERROR)
+    original = logger.level, logger.propagate
+    logger.setLevel(logging.WARNING if keep_log else logging.ERROR)
     logger.propagate = False
-    handler = _Log(world) if told else logging.NullHandler()
+    handler = _OperatorLogHandler(world) if keep_log else logging.NullHandler()
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.level, logger.propagate = before
+        logger.level, logger.propagate = original
 
 
-class _Log(logging.Handler):
+class _OperatorLogHandler(logging.Handler):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
-        self._said: dict[tuple[str, str], float] = {}
+        self._logged_at: dict[tuple[str, str], float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """What is said again and again, now and then."""
-        process, now = current_process(), self._world.now()
-        who, words = "" if process is None else process.name, record.getMessage()[:200]
-        if now >= self._said.get((who, words), -math.inf) + SAID_SECONDS:
-            self._said[who, words] = now
-            self._world.story.lines.append(Line(now, who, f"| {words}"))
+        """Append the record to the log. A repeated message appears once in REPEATED_LOG_SECONDS."""
+        process, now = get_current_process(), self._world.now()
+        source, message = "" if process is None else process.name, record.getMessage()[:200]
+        if now >= self._logged_at.get((source, message), -math.inf) + REPEATED_LOG_SECONDS:
+            self._logged_at[source, message] = now
+            self._world.log.lines.append(LogLine(now, source, f"| {message}"))
 
 
-class _Performance:
-    """A schedule's, in a world."""
+class _ScheduleRun:
+    """One run of a schedule in a world."""
 
     def __init__(
-        self, world: World, schedule: Schedule, patience: float, to_the_end: bool, ends: tuple[float, float]
+        self, world: World, schedule: Schedule, patience: float, run_to_end: bool, end_seconds: tuple[float, float]
     ) -> None:
         self.world = world
-        self.to_the_end = to_the_end
-        self.ends = ends
+        self.run_to_end = run_to_end
+        self.end_seconds = end_seconds
         self.schedule = schedule
-        self.scene = Scene(world, schedule)
-        self.chronicle = Chronicle(world)
-        self.judge = judges.watch(world, schedule, patience)
+        self.context = FaultContext(world, schedule)
+        self.change_logger = ChangeLogger(world)
+        self.checker = checkers.start_checker(world, schedule, patience)
         self.requests = self.writes = 0
-        self._under_way: dict[int, tuple[Stroke, Heal]] = {}
-        world.api.observe(self._asked)
-        self.scene.before_write(self._writes)
+        self._active: dict[int, tuple[FaultInjection, HealCallback]] = {}
+        world.api.add_observer(self._count_request)
+        self.context.call_before_write(self._count_write)
 
-    def play(self, began: float) -> tuple[Violation, ...]:
-        """`began`: by the clock of the time that this process has computed."""
+    def run(self, cpu_started: float) -> tuple[Violation, ...]:
+        """Run, and return all violations. `cpu_started`: process time at the start, in seconds."""
         violations = []
         try:
-            self.world.run(self._play(began))
-        except Stuck as error:
-            violations.append(Violation(self.world.now(), "the run ends", f"nothing goes on: {error}"))
-        except _Circles as error:
+            self.world.run(self._run_and_check(cpu_started))
+        except LoopStuck as error:
+            violations.append(Violation(self.world.now(), "the run ends", f"no progress: {error}"))
+        except _RealTimeExceeded as error:
             violations.append(Violation(self.world.now(), "the run ends", str(error)))
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            words = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
-            violations.append(Violation(self.world.now(), "the simulator works", words))
-        return (*self.judge.violations, *violations, *self._ends)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{error!r} in {frame.name}, {frame.filename}:{frame.lineno}"
+            violations.append(Violation(self.world.now(), "the simulator works", message))
+        return (*self.checker.violations, *violations, *self._end_violations)
 
-    async def _play(self, began: float) -> None:
-        self._ends: tuple[Violation, ...] = ()
-        for place, job in enumerate(self.schedule.jobs):
-            self.world.after(job.begins, self.scene.make_job, place)
-        for place, stroke in enumerate(self.schedule.strokes):
-            stroke.when.arm(self.scene, self._striker(place, stroke))
-        self.world.after(HEALED_AFTER, self._heal_all)
-        content, (least, most) = 0, self.ends
+    async def _run_and_check(self, cpu_started: float) -> None:
+        self._end_violations: tuple[Violation, ...] = ()
+        for index, job in enumerate(self.schedule.jobs):
+            self.world.call_after(job.start_seconds, self.context.create_job, index)
+        for index, injection in enumerate(self.schedule.injections):
+            injection.trigger.arm(self.context, self._build_injector(index, injection))
+        self.world.call_after(HEALED_BY_SECONDS, self._heal_all)
+        clean_checks, (min_seconds, max_seconds) = 0, self.end_seconds
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            if time.process_time() - began > REAL_SECONDS:
-                raise _Circles(f"it has computed for {REAL_SECONDS:g} s")
+            await asyncio.sleep(END_CHECK_INTERVAL_SECONDS)
+            if time.process_time() - cpu_started > MAX_REAL_SECONDS:
+                raise _RealTimeExceeded(f"it has computed for {MAX_REAL_SECONDS:g} s")
             now = self.world.now()
-            if self.judge.violations and not self.to_the_end:
+            if self.checker.violations and not self.run_to_end:
                 return
-            if now <= HEALED_AFTER:
+            if now <= HEALED_BY_SECONDS:
                 continue
-            complaints = self.judge.at_end()
-            content = 0 if complaints else content + 1
-            if now >= least and content >= CONTENT_LOOKS:
-                await self._delete_all()
+            complaints = self.checker.check_end()
+            clean_checks = 0 if complaints else clean_checks + 1
+            if now >= min_seconds and clean_checks >= REQUIRED_CLEAN_CHECKS:
+                await self._delete_all_jobs()
                 return
-            if now >= most:
-                self._ends = tuple(Violation(now, "the end", words) for words in complaints)
+            if now >= max_seconds:
+                self._end_violations = tuple(Violation(now, "the end", complaint) for complaint in complaints)
                 return
 
-    async def _delete_all(self) -> None:
-        """Every object is deletable: jobs, and with them all that they had but their incidents."""
+    async def _delete_all_jobs(self) -> None:
+        """Delete all jobs, and check that all of their objects go, except incidents."""
         if self.schedule.aim is not Aim.SAFETY:
             return
         api = self.world.api
-        for job in api.all("trainingjobs"):
+        for job in api.list_all("trainingjobs"):
             if "deletionTimestamp" not in job["metadata"]:
-                api.delete("trainingjobs", job["metadata"]["name"], NAMESPACE, manager=PERSON)
-        gone_by = self.world.now() + DELETED_SECONDS
-        while left := [body["metadata"]["name"] for kind in OF_JOBS for body in api.all(kind, NAMESPACE)]:
-            if self.world.now() >= gone_by:
-                words = f"{', '.join(left)} are still there after {DELETED_SECONDS:g} s"
-                self._ends = (Violation(self.world.now(), "every object is deletable", words),)
+                api.delete("trainingjobs", job["metadata"]["name"], NAMESPACE, manager=PERSON_MANAGER)
+        deadline = self.world.now() + JOB_DELETION_SECONDS
+        while remaining := [body["metadata"]["name"] for kind in JOB_KINDS for body in api.list_all(kind, NAMESPACE)]:
+            if self.world.now() >= deadline:
+                message = f"{', '.join(remaining)} still exist after {JOB_DELETION_SECONDS:g} s"
+                self._end_violations = (Violation(self.world.now(), "every object is deletable", message),)
                 return
             await asyncio.sleep(1.0)
 
-    def _striker(self, place: int, stroke: Stroke) -> Callable[[], None]:
+    def _build_injector(self, index: int, injection: FaultInjection) -> Callable[[], None]:
         def strike() -> None:
-            if isinstance(stroke.when, At) or self.world.now() < HEALED_AFTER:
-                self._strike(place, stroke)
+            if isinstance(injection.trigger, AtTime) or self.world.now() < HEALED_BY_SECONDS:
+                self._inject(index, injection)
 
         return strike
 
-    def _strike(self, place: int, stroke: Stroke) -> None:
-        self.scene.tell(f"stroke {place}: {stroke}")
+    def _inject(self, index: int, injection: FaultInjection) -> None:
+        self.context.log(f"stroke {index}: {injection}")
         try:
-            heal = stroke.what.strike(self.scene)
-        except Missed as error:
-            self.scene.tell(f"misses: {error}")
+            heal = injection.fault.inject(self.context)
+        except TargetMissing as error:
+            self.context.log(f"misses: {error}")
             return
         except ApiError as error:
-            self.scene.tell(f"is refused: {error.message[:120]}")
+            self.context.log(f"is refused: {error.message[:120]}")
             return
-        self.scene.has_struck(place)
+        self.context.mark_injected(index)
         if heal is not None:
-            self._under_way[place] = (stroke, heal)
-            if stroke.seconds is not None:
-                self.world.after(min(stroke.seconds, HEALED_AFTER - self.world.now()), self._heal, place)
+            self._active[index] = (injection, heal)
+            if injection.seconds is not None:
+                self.world.call_after(min(injection.seconds, HEALED_BY_SECONDS - self.world.now()), self._heal, index)
 
-    def _heal(self, place: int) -> None:
-        stroke, heal = self._under_way.pop(place, (None, None))
-        if stroke is None or heal is None:
+    def _heal(self, index: int) -> None:
+        injection, heal = self._active.pop(index, (None, None))
+        if injection is None or heal is None:
             return
-        self.scene.tell(f"stroke {place} is over")
+        self.context.log(f"stroke {index} is over")
         try:
             heal()
-        except (Missed, ApiError) as error:
-            self.scene.tell(f"it cannot be undone: {error}")
+        except (TargetMissing, ApiError) as error:
+            self.context.log(f"cannot be healed: {error}")
 
     def _heal_all(self) -> None:
-        for place, (stroke, _) in list(self._under_way.items()):
-            if self.schedule.aim is Aim.SAFETY or stroke.seconds is not None:
-                self._heal(place)
-        self.scene.tell("all that heals has healed")
+        for index, (injection, _) in list(self._active.items()):
+            if self.schedule.aim is Aim.SAFETY or injection.seconds is not None:
+                self._heal(index)
+        self.context.log("all temporary faults have healed")
 
-    def _asked(self, request: Request) -> None:
-        if request.stage is Stage.SENT:
+    def _count_request(self, request: Request) -> None:
+        if request.stage is RequestStage.SENT:
             self.requests += 1
-            self.world.story.note(request.place, request.method, request.path)
+            self.world.log.record_for_digest(request.place, request.method, request.path)
 
-    def _writes(self, _plural: str) -> None:
+    def _count_write(self, _plural: str) -> None:
         self.writes += 1
 
 
-class _Circles(Exception):
-    """A run does not come to its end."""
+class _RealTimeExceeded(Exception):
+    """A run exceeds its computing time."""

@@ -1,4 +1,4 @@
-"""A disaster as a value: a world, jobs, and what strikes them when. A run follows from it alone."""
+"""A schedule as a value: a world, jobs, and which faults are injected when. It determines the run."""
 
 from __future__ import annotations
 
@@ -7,41 +7,42 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pacekeeper_operator.api import API_VERSION, TRAINER, Mode
+from pacekeeper_operator.api.names import API_VERSION, TRAINER_CONTAINER
+from pacekeeper_operator.api.training_job import RemediationMode
 
 from .faults.fault import Cost, Fault
-from .faults.moments import Moment
-from .faults.values import from_json, kind, to_json
+from .faults.triggers import Trigger
+from .faults.value_codec import derive_kind, from_json, to_json
 from .workers.training import REPLICA_RANKS
 from .world import NAMESPACE, WorldSettings
 
-SECONDS = 600.0
-"""Of virtual time that a run takes, at least."""
-HEALED_AFTER = 330.0
-"""By then all faults that heal are over: what is left of a run is quiet."""
+MIN_RUN_SECONDS = 600.0
+"""Minimum virtual time of a run."""
+HEALED_BY_SECONDS = 330.0
+"""Virtual time by which all temporary faults have ended. The rest of a run is quiet."""
 
 
 class Aim(StrEnum):
-    """What a run shall show."""
+    """What a run tests."""
 
-    SAFETY = "safety"  # all faults heal: the end is as if they had never been
-    LIVENESS = "liveness"  # some never do: the job goes on all the same
+    SAFETY = "safety"  # all faults heal: in the end, everything is as if they had never occurred
+    LIVENESS = "liveness"  # some faults are permanent: the job continues nevertheless
 
 
 @dataclass(frozen=True)
-class JobSettings:
-    """A TrainingJob that a tenant makes."""
+class SimulatedJob:
+    """A TrainingJob that a user creates."""
 
     name: str = "a"
     replicas: int = 3
     spares: int = 1
     min_replicas: int | None = None
-    ranks: int = 1  # of each worker
-    replica_ranks: int = 1  # any multiple of so many can train
-    begins: float = 0.0  # virtual seconds at which it is made
-    spec: Mapping[str, Any] = field(default_factory=dict)  # what else it says
+    ranks: int = 1  # per worker
+    replica_ranks: int = 1  # only multiples of this number of ranks can train
+    start_seconds: float = 0.0  # virtual time of its creation
+    spec: Mapping[str, Any] = field(default_factory=dict)  # further fields of its spec
 
-    def manifest(self) -> dict[str, Any]:
+    def build_manifest(self) -> dict[str, Any]:
         variable = {"name": REPLICA_RANKS, "value": str(self.replica_ranks)}
         environment = {"env": [variable]} if self.replica_ranks > 1 else {}
         template = {
@@ -49,7 +50,7 @@ class JobSettings:
                 "terminationGracePeriodSeconds": 20,
                 "containers": [
                     {
-                        "name": TRAINER,
+                        "name": TRAINER_CONTAINER,
                         "image": "trainer",
                         "resources": {"requests": {"cpu": "900m"}},
                         **environment,
@@ -57,7 +58,7 @@ class JobSettings:
                 ],
             }
         }
-        smallest = {} if self.min_replicas is None else {"minReplicas": self.min_replicas}
+        min_replicas = {} if self.min_replicas is None else {"minReplicas": self.min_replicas}
         return {
             "apiVersion": API_VERSION,
             "kind": "TrainingJob",
@@ -65,7 +66,7 @@ class JobSettings:
             "spec": {
                 "replicas": self.replicas,
                 "spares": self.spares,
-                **smallest,
+                **min_replicas,
                 "nprocPerNode": self.ranks,
                 "template": template,
                 **self.spec,
@@ -74,45 +75,46 @@ class JobSettings:
 
 
 @dataclass(frozen=True)
-class Stroke:
-    """A fault and its moment."""
+class FaultInjection:
+    """A fault and its trigger."""
 
-    when: Moment
-    what: Fault
+    trigger: Trigger
+    fault: Fault
     seconds: float | None = 0.0
-    """How long it lasts where it does not end by itself; None: until all faults heal, and in a run for liveness for
-    ever."""
+    """Duration of a fault that does not end by itself; None: until all faults heal, and permanent in a liveness run."""
 
     def __str__(self) -> str:
         def words(value: object) -> str:
             content = to_json(value)
-            return " ".join([content.pop("kind"), *(f"{key}={held}" for key, held in content.items())])
+            return " ".join([content.pop("kind"), *(f"{key}={field_value}" for key, field_value in content.items())])
 
-        lasts = "" if self.seconds == 0.0 else " for ever" if self.seconds is None else f" for {self.seconds:g} s"
-        return f"{words(self.when)}: {words(self.what)}{lasts}"
+        duration = "" if self.seconds == 0.0 else " permanently" if self.seconds is None else f" for {self.seconds:g} s"
+        return f"{words(self.trigger)}: {words(self.fault)}{duration}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What `simulation.run.run` takes."""
+    """The input of `simulation.run.run_schedule`."""
 
     seed: int
     aim: Aim = Aim.SAFETY
     world: WorldSettings = field(default_factory=WorldSettings)
-    jobs: tuple[JobSettings, ...] = (JobSettings(),)
-    strokes: tuple[Stroke, ...] = ()
+    jobs: tuple[SimulatedJob, ...] = (SimulatedJob(),)
+    injections: tuple[FaultInjection, ...] = ()
 
     @property
     def costs(self) -> frozenset[Cost]:
-        """What jobs may lack at the end, because of what never heals."""
+        """What jobs may lack at the end because of permanent faults."""
         if self.aim is Aim.SAFETY:
             return frozenset()
-        return frozenset(cost for stroke in self.strokes if stroke.seconds is None for cost in stroke.what.costs)
+        return frozenset(
+            cost for injection in self.injections if injection.seconds is None for cost in injection.fault.costs
+        )
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of its faults."""
-        return tuple(kind(type(stroke.what)) for stroke in self.strokes)
+        """The kinds of its faults."""
+        return tuple(derive_kind(type(injection.fault)) for injection in self.injections)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -120,27 +122,27 @@ class Schedule:
             "aim": self.aim,
             "world": {**asdict(self.world), "operator": dict(self.world.operator)},
             "jobs": [asdict(job) for job in self.jobs],
-            "strokes": [
-                {"when": to_json(stroke.when), "what": to_json(stroke.what), "seconds": stroke.seconds}
-                for stroke in self.strokes
+            "injections": [
+                {"trigger": to_json(injection.trigger), "fault": to_json(injection.fault), "seconds": injection.seconds}
+                for injection in self.injections
             ],
         }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Schedule:
-        """Raises ValueError or TypeError where there is no such fault, moment or field."""
+        """Parse a schedule. Raises ValueError or TypeError for an unknown fault, trigger, or field."""
         world = dict(content["world"])
         world["operator"] = {
-            key: Mode(value) if key.endswith("mode") else value for key, value in world["operator"].items()
+            key: RemediationMode(value) if key.endswith("mode") else value for key, value in world["operator"].items()
         }
-        strokes = [
-            Stroke(from_json(Moment, each["when"]), from_json(Fault, each["what"]), each["seconds"])
-            for each in content["strokes"]
+        injections = [
+            FaultInjection(from_json(Trigger, item["trigger"]), from_json(Fault, item["fault"]), item["seconds"])
+            for item in content["injections"]
         ]
         return cls(
             seed=content["seed"],
             aim=Aim(content["aim"]),
             world=WorldSettings(**world),
-            jobs=tuple(JobSettings(**job) for job in content["jobs"]),
-            strokes=tuple(strokes),
+            jobs=tuple(SimulatedJob(**job) for job in content["jobs"]),
+            injections=tuple(injections),
         )

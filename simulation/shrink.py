@@ -1,4 +1,4 @@
-"""From a schedule that breaks a rule to a small one that still breaks it."""
+"""Reduces a schedule that breaks a rule to a small one that still breaks it."""
 
 from __future__ import annotations
 
@@ -6,97 +6,103 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
 from .faults.fault import Fault
-from .faults.moments import AfterFault, At
-from .schedule import Schedule, Stroke
+from .faults.triggers import AfterFault, AtTime
+from .schedule import FaultInjection, Schedule
 
-Breaks = Callable[[Schedule], bool]
-"""Whether a schedule still breaks the rule."""
-SHORTER = 0.5
-SHORTEST_SECONDS = 1.0
+StillBreaks = Callable[[Schedule], bool]
+"""Returns whether a schedule still breaks the rule."""
+SHORTENING_FACTOR = 0.5
+MIN_SHRUNK_SECONDS = 1.0
 
 
-def shrink(schedule: Schedule, breaks: Breaks, tries: int = 300) -> Schedule:
-    """The smallest that is found within so many runs: fewest faults first, then the simplest ones, then the smallest
-    world."""
-    left = tries
+def shrink_schedule(schedule: Schedule, breaks: StillBreaks, tries: int = 300) -> Schedule:
+    """Return the smallest schedule that is found within `tries` runs.
+
+    It reduces the number of faults first, then simplifies them, then the world.
+    """
+    remaining_tries = tries
     smaller = True
     while smaller:
         smaller = False
-        for candidate in simpler(schedule):
-            if left == 0:
+        for candidate in iterate_simpler(schedule):
+            if remaining_tries == 0:
                 return schedule
-            left -= 1
+            remaining_tries -= 1
             if breaks(candidate):
                 schedule, smaller = candidate, True
                 break
     return schedule
 
 
-def simpler(schedule: Schedule) -> Iterator[Schedule]:
-    """Schedules that are a little simpler, the boldest first; each is smaller by some measure, so that this ends."""
-    number = len(schedule.strokes)
+def iterate_simpler(schedule: Schedule) -> Iterator[Schedule]:
+    """Yield schedules that are slightly simpler, boldest first. Each is smaller by some measure, so that this ends."""
+    number = len(schedule.injections)
     size = number
     while size >= 1:
         for start in range(0, number, size):
-            yield _without(schedule, range(start, min(start + size, number)))
+            yield _remove_injections(schedule, range(start, min(start + size, number)))
         size //= 2
-    for place, stroke in enumerate(schedule.strokes):
-        for other in _simpler_stroke(stroke):
-            yield replace(schedule, strokes=(*schedule.strokes[:place], other, *schedule.strokes[place + 1 :]))
-    yield from _simpler_world(schedule)
+    for index, injection in enumerate(schedule.injections):
+        for simpler in _simplify_injection(injection):
+            yield replace(
+                schedule, injections=(*schedule.injections[:index], simpler, *schedule.injections[index + 1 :])
+            )
+    yield from _simplify_world(schedule)
 
 
-def _without(schedule: Schedule, places: range) -> Schedule:
-    """Strokes that come after others are counted anew; one whose predecessor is gone goes, too."""
-    gone = set(places)
-    for place, stroke in enumerate(schedule.strokes):
-        if isinstance(stroke.when, AfterFault) and stroke.when.stroke in gone:
-            gone.add(place)
-    kept = [place for place in range(len(schedule.strokes)) if place not in gone]
-    new_place = {old: new for new, old in enumerate(kept)}
-    strokes = []
-    for place in kept:
-        stroke = schedule.strokes[place]
-        if isinstance(stroke.when, AfterFault):
-            stroke = replace(stroke, when=replace(stroke.when, stroke=new_place[stroke.when.stroke]))
-        strokes.append(stroke)
-    return replace(schedule, strokes=tuple(strokes))
+def _remove_injections(schedule: Schedule, indexes: range) -> Schedule:
+    """Remove injections, and those that are triggered by a removed one. Renumber the references of the others."""
+    removed = set(indexes)
+    for index, injection in enumerate(schedule.injections):
+        if isinstance(injection.trigger, AfterFault) and injection.trigger.injection in removed:
+            removed.add(index)
+    retained = [index for index in range(len(schedule.injections)) if index not in removed]
+    new_index = {old: new for new, old in enumerate(retained)}
+    injections = []
+    for index in retained:
+        injection = schedule.injections[index]
+        if isinstance(injection.trigger, AfterFault):
+            injection = replace(
+                injection, trigger=replace(injection.trigger, injection=new_index[injection.trigger.injection])
+            )
+        injections.append(injection)
+    return replace(schedule, injections=tuple(injections))
 
 
-def _simpler_stroke(stroke: Stroke) -> Iterator[Stroke]:
-    if stroke.seconds is not None and stroke.seconds > SHORTEST_SECONDS:
-        yield replace(stroke, seconds=SHORTEST_SECONDS)
-        yield replace(stroke, seconds=round(max(SHORTEST_SECONDS, stroke.seconds * SHORTER), 1))
-    if isinstance(stroke.when, At) and stroke.when.seconds != round(stroke.when.seconds):
-        yield replace(stroke, when=At(float(round(stroke.when.seconds))))
-    for item in fields(stroke.what):
-        if item.default != getattr(stroke.what, item.name):
-            changed: Fault = replace(stroke.what, **{item.name: item.default})
-            yield replace(stroke, what=changed)
+def _simplify_injection(injection: FaultInjection) -> Iterator[FaultInjection]:
+    if injection.seconds is not None and injection.seconds > MIN_SHRUNK_SECONDS:
+        yield replace(injection, seconds=MIN_SHRUNK_SECONDS)
+        yield replace(injection, seconds=round(max(MIN_SHRUNK_SECONDS, injection.seconds * SHORTENING_FACTOR), 1))
+    if isinstance(injection.trigger, AtTime) and injection.trigger.seconds != round(injection.trigger.seconds):
+        yield replace(injection, trigger=AtTime(float(round(injection.trigger.seconds))))
+    for item in fields(injection.fault):
+        if item.default != getattr(injection.fault, item.name):
+            changed: Fault = replace(injection.fault, **{item.name: item.default})
+            yield replace(injection, fault=changed)
 
 
-def _simpler_world(schedule: Schedule) -> Iterator[Schedule]:
+def _simplify_world(schedule: Schedule) -> Iterator[Schedule]:
     world, jobs = schedule.world, schedule.jobs
     if len(jobs) > 1:
         yield replace(schedule, jobs=jobs[:1])
     if world.operators > 1:
         yield replace(schedule, world=replace(world, operators=1))
-    for place, job in enumerate(jobs):
-        smaller = []
+    for index, job in enumerate(jobs):
+        simpler_jobs = []
         if job.spares > 0:
-            smaller.append(replace(job, spares=job.spares - 1))
+            simpler_jobs.append(replace(job, spares=job.spares - 1))
         if job.replicas > 1:
-            smaller.append(replace(job, replicas=job.replicas - 1))
+            simpler_jobs.append(replace(job, replicas=job.replicas - 1))
         if job.ranks > 1:
-            smaller.append(replace(job, ranks=1))
+            simpler_jobs.append(replace(job, ranks=1))
         if job.min_replicas is not None:
-            smaller.append(replace(job, min_replicas=None))
-        smaller.extend(
-            replace(job, spec={name: held for name, held in job.spec.items() if name != key}) for key in job.spec
+            simpler_jobs.append(replace(job, min_replicas=None))
+        simpler_jobs.extend(
+            replace(job, spec={name: value for name, value in job.spec.items() if name != key}) for key in job.spec
         )
-        for other in smaller:
-            if other.min_replicas is None or other.min_replicas <= other.replicas:
-                yield replace(schedule, jobs=(*jobs[:place], other, *jobs[place + 1 :]))
+        for simpler_job in simpler_jobs:
+            if simpler_job.min_replicas is None or simpler_job.min_replicas <= simpler_job.replicas:
+                yield replace(schedule, jobs=(*jobs[:index], simpler_job, *jobs[index + 1 :]))
     workers = sum(job.replicas + job.spares for job in jobs)
     if world.nodes > workers + 1:
         yield replace(schedule, world=replace(world, nodes=world.nodes - 1))

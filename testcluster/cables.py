@@ -1,52 +1,59 @@
-"""Cables (veth pairs) between network namespaces: plugged in and pulled out, slow and fast."""
+"""Cables (veth pairs) between network namespaces: plugged or unplugged, with a limited or full rate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from testcluster.shell import run
+from testcluster.shell import run_command
 
 
 @dataclass(frozen=True)
-class End:
-    """Of a cable. `namespace`: of the device; "": the machine itself."""
+class CableEnd:
+    """One end of a cable. `namespace`: of the device; "": the machine's own."""
 
     namespace: str
     device: str
 
-    def plug(self, up: bool) -> None:
-        """In, or out: then nothing passes, either way."""
-        run("ip", *self.inside, "link", "set", self.device, "up" if up else "down")
+    def set_plugged(self, up: bool) -> None:
+        """Plug or unplug the cable. While it is unplugged, nothing passes in either direction."""
+        run_command("ip", *self.namespace_options, "link", "set", self.device, "up" if up else "down")
 
-    def limit(self, rate: str, latency: str = "400ms") -> None:
-        """What is sent from here, to `rate` (in tc's words: 50mbit); "": to nothing. What would wait longer than
-        `latency` is dropped."""
+    def limit_rate(self, rate: str, latency: str = "400ms") -> None:
+        """Limit what is sent from this end to `rate` (in tc's format: 50mbit); "": no limit.
+
+        Packets that would wait longer than `latency` are dropped.
+        """
         shaper = ["tbf", "rate", rate, "burst", "64kb", "latency", latency] if rate else ["noqueue"]
-        run("tc", *self.inside, "qdisc", "replace", "dev", self.device, "root", *shaper)
+        run_command("tc", *self.namespace_options, "qdisc", "replace", "dev", self.device, "root", *shaper)
 
-    def limit_towards(self, subnet: str, rate: str) -> None:
-        """The same of what is sent to addresses in `subnet`; all else is as fast as before."""
-        tc, on = ["tc", *self.inside], ["dev", self.device]
-        run(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
-        for name, its_rate in (("1:1", "100gbit"), ("1:2", rate)):
-            its = ["classid", name, "htb", "rate", its_rate, "quantum", "60000"]
-            run(*tc, "class", "replace", *on, "parent", "1:", *its)
-        self.send_by("1:2", "ip", "dst", subnet, priority=2)
+    def limit_rate_to_subnet(self, subnet: str, rate: str) -> None:
+        """Limit what is sent to addresses in `subnet`. Other traffic is not limited."""
+        tc, device_options = ["tc", *self.namespace_options], ["dev", self.device]
+        run_command(*tc, "qdisc", "replace", *device_options, "root", "handle", "1:", "htb", "default", "1")
+        for class_id, class_rate in (("1:1", "100gbit"), ("1:2", rate)):
+            class_options = ["classid", class_id, "htb", "rate", class_rate, "quantum", "60000"]
+            run_command(*tc, "class", "replace", *device_options, "parent", "1:", *class_options)
+        self.assign_lane("1:2", "ip", "dst", subnet, priority=2)
 
-    def send_by(self, lane: str, *matched: str, priority: int) -> None:
-        """After `limit_towards`: what tc's u32 matches goes by this lane ("1:1": as fast as before). Lower is first."""
-        its = ["protocol", "ip", "prio", str(priority), "u32", "match", *matched, "flowid", lane]
-        run("tc", *self.inside, "filter", "replace", "dev", self.device, "parent", "1:", *its)
+    def assign_lane(self, lane: str, *matched: str, priority: int) -> None:
+        """Assign the traffic that tc's u32 matches to a lane ("1:1": not limited). Lower priorities are first.
+
+        Call it after `limit_rate_to_subnet`.
+        """
+        filter_options = ["protocol", "ip", "prio", str(priority), "u32", "match", *matched, "flowid", lane]
+        run_command(
+            "tc", *self.namespace_options, "filter", "replace", "dev", self.device, "parent", "1:", *filter_options
+        )
 
     @property
-    def inside(self) -> list[str]:
-        """Options of `ip` and `tc`."""
+    def namespace_options(self) -> list[str]:
+        """Options of `ip` and `tc` that select the namespace."""
         return ["-n", self.namespace] if self.namespace else []
 
 
 @dataclass(frozen=True)
 class Cable:
-    """Between a machine, at its `near` end, and the network."""
+    """A cable between a machine, at its `near` end, and the network."""
 
-    near: End
-    far: End
+    near: CableEnd
+    far: CableEnd

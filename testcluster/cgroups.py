@@ -1,8 +1,8 @@
 """Control groups, version 1 (one tree per controller) or 2 (one tree). A `path` is relative: `pacekeeper/node-1`.
 
-Everything that the cluster starts lives below `pacekeeper` (`pacekeeper-NAME` for a named one). The kernel thus
-remembers for us what is ours: no process is missed when we were killed before we could write its id down, and no
-stranger is taken for ours when ids are reused.
+Everything that the cluster starts is below `pacekeeper` (`pacekeeper-NAME` for a named one). So the kernel records
+which processes belong to the cluster. None is missed if `up` is killed before it can write down a process ID. No other
+process is taken for one of the cluster if IDs are reused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from testcluster.settings import CGROUP
 from testcluster.shell import ClusterError
 
-OURS = CGROUP
+CLUSTER_CGROUP = CGROUP
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -26,37 +26,37 @@ def is_v2() -> bool:
 
 
 @cache
-def _trees() -> tuple[Path, ...]:
-    """The root folder of every tree; with version 1 also that of the version 2 tree without controllers beside them."""
+def _list_trees() -> tuple[Path, ...]:
+    """Return the root folder of every tree. With version 1, include the version 2 tree without controllers."""
     if is_v2():
         return (_ROOT,)
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     return tuple(dict.fromkeys(Path(mount[1]) for mount in mounts if mount[2] in ("cgroup", "cgroup2")))
 
 
-def controller(name: str, path: str) -> Path:
-    """The folder of cgroup `path` in the tree of controller `name`."""
+def get_controller_folder(name: str, path: str) -> Path:
+    """Return the folder of cgroup `path` in the tree of controller `name`."""
     return _ROOT / path if is_v2() else _ROOT / name / path
 
 
-def create(path: str) -> None:
-    """Make cgroup `path` and its parents in every tree, able to hold processes."""
-    for tree in _trees():
+def create_cgroup(path: str) -> None:
+    """Create cgroup `path` and its parents in every tree, able to hold processes."""
+    for tree in _list_trees():
         folder = tree
         for part in Path(path).parts:
             if is_v2():
                 _enable_controllers(folder)
             folder = folder / part
             folder.mkdir(exist_ok=True)
-            for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new version 1 cpuset, which then takes no process
+            for name in ("cpuset.cpus", "cpuset.mems"):  # a new version 1 cpuset is empty, and accepts no process
                 if not is_v2() and (file := folder / name).exists() and not file.read_text().strip():
                     file.write_text((folder.parent / name).read_text())
 
 
-def favor(path: str, times: int) -> None:
-    """Where processors are short, give cgroup `path` as much as so many processes outside all cgroups get."""
-    file, usual = ("cpu.weight", 100) if is_v2() else ("cpu.shares", 1024)
-    (controller("cpu", path) / file).write_text(str(usual * times))
+def set_cpu_weight(path: str, processes: int) -> None:
+    """Give cgroup `path` the CPU weight of `processes` processes outside of all cgroups."""
+    file, default_weight = ("cpu.weight", 100) if is_v2() else ("cpu.shares", 1024)
+    (get_controller_folder("cpu", path) / file).write_text(str(default_weight * processes))
 
 
 def _enable_controllers(folder: Path) -> None:
@@ -64,59 +64,59 @@ def _enable_controllers(folder: Path) -> None:
     (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in available))
 
 
-def launching(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
+def build_launch_command(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command that enters cgroup `path`, starts `command` there in the background, and exits.
 
-    With version 1 it enters the tree that counts processor time, too, and none that would limit it.
+    With version 1, it also enters the tree that counts CPU time, and none that would limit it.
     """
-    folders = dict.fromkeys(str(controller(name, path)) for name in ("pids", "cpuacct"))
+    folders = dict.fromkeys(str(get_controller_folder(name, path)) for name in ("pids", "cpuacct"))
     script = 'until [ "$1" = -- ]; do echo $$ > "$1"/cgroup.procs || exit; shift; done; shift; "$@" &'
     return ("sh", "-c", script, "sh", *folders, "--", *command)
 
 
-def pids(path: str, recursive: bool = False) -> list[int]:
-    """The processes in cgroup `path`; empty if there is no such cgroup."""
-    top = controller("pids", path)
+def list_pids(path: str, recursive: bool = False) -> list[int]:
+    """Return the processes in cgroup `path`; empty if it does not exist."""
+    top = get_controller_folder("pids", path)
     folders = [Path(folder) for folder, _, _ in os.walk(top)] if recursive else [top]
-    found: list[int] = []
+    pids: list[int] = []
     for folder in folders:
         try:
-            found += [int(line) for line in (folder / "cgroup.procs").read_text().split()]
-        except OSError:  # there is no such cgroup, or none any more
+            pids += [int(line) for line in (folder / "cgroup.procs").read_text().split()]
+        except OSError:  # the cgroup does not exist, or was removed in the meantime
             continue
-    return found
+    return pids
 
 
-def cpu_seconds(path: str) -> float:
-    """What the processes of cgroup `path`, and below, have used so far."""
+def read_cpu_seconds(path: str) -> float:
+    """Return the CPU time that the processes of cgroup `path`, and below, have used so far."""
     if is_v2():
-        statistics = (controller("cpu", path) / "cpu.stat").read_text().split()
+        statistics = (get_controller_folder("cpu", path) / "cpu.stat").read_text().split()
         return int(statistics[statistics.index("usage_usec") + 1]) * 1e-6
-    return int((controller("cpuacct", path) / "cpuacct.usage").read_text()) * 1e-9
+    return int((get_controller_folder("cpuacct", path) / "cpuacct.usage").read_text()) * 1e-9
 
 
-def memory_bytes(path: str) -> int:
-    """The anonymous memory of cgroup `path` and below; file pages are the machine's to take back."""
-    return _memory(path, "anon" if is_v2() else "total_rss")
+def read_memory_bytes(path: str) -> int:
+    """Return the anonymous memory of cgroup `path`, and below. File pages can be reclaimed by the machine."""
+    return _read_memory(path, "anon" if is_v2() else "total_rss")
 
 
-def shared_bytes(path: str) -> int:
-    """The same of memory that processes share, as files in /dev/shm."""
-    return _memory(path, "shmem" if is_v2() else "total_shmem")
+def read_shared_bytes(path: str) -> int:
+    """Return the memory that processes share, such as files in /dev/shm, of cgroup `path` and below."""
+    return _read_memory(path, "shmem" if is_v2() else "total_shmem")
 
 
-def _memory(path: str, kind: str) -> int:
-    lines = controller("memory", path).joinpath("memory.stat").read_text().splitlines()
+def _read_memory(path: str, kind: str) -> int:
+    lines = get_controller_folder("memory", path).joinpath("memory.stat").read_text().splitlines()
     return int(dict(line.split() for line in lines)[kind])
 
 
-def kill(path: str, timeout: float = 20) -> None:
-    """Kill every process in cgroup `path` and below, and wait until all are gone."""
+def kill_cgroup(path: str, timeout: float = 20) -> None:
+    """Kill every process in cgroup `path` and below, and wait until all have exited. Raises ClusterError."""
     deadline = time.monotonic() + timeout
-    while remaining := pids(path, recursive=True):
+    while remaining := list_pids(path, recursive=True):
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"processes {remaining} in cgroup {path} do not die; a restart of the machine frees them"
+                f"processes {remaining} in cgroup {path} cannot be killed; restart the machine to remove them"
             )
         for pid in remaining:
             try:
@@ -126,8 +126,8 @@ def kill(path: str, timeout: float = 20) -> None:
         time.sleep(0.02)
 
 
-def remove(path: str) -> None:
-    """Remove cgroup `path` and all below it; no process may be left in them."""
-    for tree in _trees():
+def remove_cgroup(path: str) -> None:
+    """Remove cgroup `path` and all below it. No process may be left in them."""
+    for tree in _list_trees():
         for folder, _, _ in os.walk(tree / path, topdown=False):
             os.rmdir(folder)

@@ -1,7 +1,7 @@
 """The whole cluster: up, down, status.
 
-`up` makes everything that is missing and leaves alone what runs as it should, so it also repairs, and it may be killed
-at any point and run again. `down` ends and removes all that is below our cgroup, our folders and our names.
+`up` creates everything that is missing, and leaves alone what runs as it should. So it also repairs, and can be killed
+at any point and run again. `down` ends and removes everything below the cluster's cgroup, folders, and names.
 """
 
 from __future__ import annotations
@@ -37,127 +37,134 @@ from testcluster.settings import (
     PROMETHEUS_URL,
     RUN,
     STATE,
-    Node,
-    nodes,
+    ClusterNode,
+    list_nodes,
 )
-from testcluster.shell import ClusterError, run, say, step, wait_for, write
+from testcluster.shell import ClusterError, log_progress, log_step, run_command, wait_for, write_if_changed
 
-_COUNT = STATE / "node-count"
-_GOING_DOWN = STATE / "going-down"  # there while `down` is at work, so that one that was killed is finished first
-_WORTH = 4
-"""So many processes of the machine all pods together are worth: there are many of them."""
-_PARALLEL = max(2, os.cpu_count() or 2)
+_NODE_COUNT_FILE = STATE / "node-count"
+_GOING_DOWN_FILE = STATE / "going-down"  # exists while `down` runs, so that an interrupted one is completed first
+_PODS_CPU_WEIGHT_FACTOR = 4
+"""CPU weight of all pods together, in processes of the machine: there are many pods."""
+_MAX_PARALLEL_STARTS = max(2, os.cpu_count() or 2)
 
 
-def up(count: int | None = None, ports: int | None = None, gangs: bool | None = None) -> None:
-    """Bring the cluster up with `count` nodes (as many as it has, or six), or repair the one that is there.
+def bring_up(count: int | None = None, ports: int | None = None, gangs: bool | None = None) -> None:
+    """Bring the cluster up with `count` nodes (None: as many as it has, or six), or repair the present one.
 
-    ports: of each node into a leaf–spine fabric; 0: there is none; None: as it is, and none at first.
-    gangs: whether the scheduler places pods of a PodGroup together; None: as it is, and not at first.
+    `ports`: of each node into a leaf–spine fabric; 0: no fabric; None: unchanged, initially none. `gangs`: whether the
+    scheduler places pods of a PodGroup together; None: unchanged, initially not.
     """
-    with _exclusive(), step("Cluster"):
+    with _hold_lock(), log_step("Cluster"):
         programs = Programs()
-        if _GOING_DOWN.exists():
+        if _GOING_DOWN_FILE.exists():
             _tear_down()
-        wanted = _members(count)
+        members = _choose_members(count)
         if gangs is not None:
             control_plane.choose_gangs(gangs)
-        credentials.ensure()
-        network.ensure_host()
-        cgroups.create(cgroups.OURS)
-        cgroups.favor(cgroups.OURS, _WORTH)
-        archive, spec = images.archive(programs.pause), images.runtime_spec(programs)
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            with step("API server"):
+        credentials.ensure_credentials()
+        network.ensure_bridge()
+        cgroups.create_cgroup(cgroups.CLUSTER_CGROUP)
+        cgroups.set_cpu_weight(cgroups.CLUSTER_CGROUP, _PODS_CPU_WEIGHT_FACTOR)
+        archive, spec = images.build_archive(programs.pause), images.build_runtime_spec(programs)
+        with ThreadPoolExecutor(_MAX_PARALLEL_STARTS) as pool:
+            with log_step("API server"):
                 server = pool.submit(control_plane.ensure_api_server, programs)
-                runtimes = [pool.submit(node.ensure_runtime, n, wanted, programs, archive, spec) for n in wanted]
+                runtimes = [pool.submit(node.ensure_runtime, n, members, programs, archive, spec) for n in members]
                 server.result()
             control_plane.ensure_controllers(programs)
-            with step(f"containerd of {len(wanted)} nodes"):
+            with log_step(f"containerd of {len(members)} nodes"):
                 for runtime in runtimes:
                     runtime.result()
-            fabric.ensure(wanted, ports)
-        with step(f"Nodes {', '.join(n.name for n in wanted)}"):
-            for member in wanted:
+            fabric.ensure_fabric(members, ports)
+        with log_step(f"Nodes {', '.join(n.name for n in members)}"):
+            for member in members:
                 node.ensure_kubelet(member, programs)
             control_plane.apply_objects(programs)
-            volumes.ensure()
-            prometheus.ensure(programs)
-            network_policies.ensure(len(wanted))
-            wait_for(lambda: _all_ready(wanted, programs), 120, "all nodes Ready", LOGS / "node-*-kubelet.log")
-            fabric.label_nodes(wanted)
+            volumes.ensure_recycler()
+            prometheus.ensure_prometheus(programs)
+            network_policies.ensure_enforcement(len(members))
+            wait_for(lambda: _are_all_ready(members, programs), 120, "all nodes Ready", LOGS / "node-*-kubelet.log")
+            fabric.label_nodes(members)
 
 
-def down() -> None:
+def tear_down() -> None:
     """End and remove the cluster. Only the logs stay."""
-    with _exclusive(), step("Cluster down"):
+    with _hold_lock(), log_step("Cluster down"):
         _tear_down()
 
 
-def members() -> list[Node]:
-    """The nodes of the cluster that is up (or was, before it died)."""
-    return nodes(int(_COUNT.read_text())) if _COUNT.exists() else []
+def list_members() -> list[ClusterNode]:
+    """Return the nodes of the cluster that is up, or was before it died."""
+    return list_nodes(int(_NODE_COUNT_FILE.read_text())) if _NODE_COUNT_FILE.exists() else []
 
 
-def member(name: str) -> Node:
-    for candidate in members():
+def get_member(name: str) -> ClusterNode:
+    for candidate in list_members():
         if candidate.name == name:
             return candidate
     raise ClusterError(
-        f"no node {name!r}; there are: {', '.join(n.name for n in members()) or 'none (cluster is down)'}"
+        f"no node {name!r}; there are: {', '.join(n.name for n in list_members()) or 'none (cluster is down)'}"
     )
 
 
-def status() -> str:
-    """One line a daemon and node, for people."""
-    running = {folder.name: cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in _daemon_folders()}
-    if not running:
+def list_status() -> str:
+    """Return a readable status: one line per daemon and node."""
+    pids_by_daemon = {
+        folder.name: cgroups.list_pids(f"{cgroups.CLUSTER_CGROUP}/daemons/{folder.name}")
+        for folder in _list_daemon_folders()
+    }
+    if not pids_by_daemon:
         return "down"
     try:
-        ready = api.ready_nodes()
-    except api.Unavailable:
+        ready = api.list_ready_nodes()
+    except api.ApiUnavailable:
         ready = set()
     lines = [
-        f"{name:32} {'running, pid ' + str(pids[0]) if pids else 'DEAD'}" for name, pids in sorted(running.items())
+        f"{name:32} {'running, pid ' + str(pids[0]) if pids else 'DEAD'}"
+        for name, pids in sorted(pids_by_daemon.items())
     ]
-    lines += [f"{member.name:32} {'Ready' if member.name in ready else 'NOT READY'}" for member in members()]
+    lines += [f"{member.name:32} {'Ready' if member.name in ready else 'NOT READY'}" for member in list_members()]
     return "\n".join([*lines, f"API server {API_URL}", f"Prometheus {PROMETHEUS_URL}", f"KUBECONFIG {KUBECONFIG}"])
 
 
-def _members(count: int | None) -> list[Node]:
-    present = len(members())
-    wanted = count or present or DEFAULT_NODES
-    if wanted < present:
-        raise ClusterError(f"the cluster has {present} nodes: `python -m testcluster down` first, to have {wanted}")
-    if wanted > MAX_NODES:
-        raise ClusterError(f"--nodes {wanted}: at most {MAX_NODES}, the addresses allow no more")
-    if not present:
-        shutil.rmtree(LOGS, ignore_errors=True)  # those of the cluster before, kept until now for its post-mortem
-    write(_COUNT, str(wanted))
-    return nodes(wanted)
+def _choose_members(count: int | None) -> list[ClusterNode]:
+    current = len(list_members())
+    node_count = count or current or DEFAULT_NODES
+    if node_count < current:
+        raise ClusterError(f"the cluster has {current} nodes: `python -m testcluster down` first, to have {node_count}")
+    if node_count > MAX_NODES:
+        raise ClusterError(f"--nodes {node_count}: at most {MAX_NODES}, the addresses allow no more")
+    if not current:
+        shutil.rmtree(LOGS, ignore_errors=True)  # the previous cluster's logs were kept for its post-mortem
+    write_if_changed(_NODE_COUNT_FILE, str(node_count))
+    return list_nodes(node_count)
 
 
-def _all_ready(wanted: list[Node], programs: Programs) -> bool:
-    """Whether all are Ready, and on the word of kubelets that live: a dead one's node stays Ready for most of a minute.
+def _are_all_ready(members: list[ClusterNode], programs: Programs) -> bool:
+    """Return whether all nodes are Ready, with live kubelets: a dead one's node stays Ready for most of a minute.
 
-    A kubelet that finds its containerd busy for five seconds ends, and waits for its service manager: for us.
+    A kubelet exits if its containerd is busy for five seconds, and expects a service manager to restart it. So restart
+    it here.
     """
-    for member in wanted:
+    for member in members:
         node.ensure_kubelet(member, programs)
     try:
-        return {member.name for member in wanted} <= api.ready_nodes() and all(map(api.kubelet_answers, wanted))
-    except api.Unavailable:
+        return {member.name for member in members} <= api.list_ready_nodes() and all(
+            map(api.is_kubelet_healthy, members)
+        )
+    except api.ApiUnavailable:
         return False
 
 
-def _daemon_folders() -> list[Path]:
-    parent = cgroups.controller("pids", f"{cgroups.OURS}/daemons")
+def _list_daemon_folders() -> list[Path]:
+    parent = cgroups.get_controller_folder("pids", f"{cgroups.CLUSTER_CGROUP}/daemons")
     return [folder for folder in parent.iterdir() if folder.is_dir()] if parent.exists() else []
 
 
 @contextmanager
-def _exclusive() -> Iterator[None]:
-    """Only one `up` or `down` at a time on this machine."""
+def _hold_lock() -> Iterator[None]:
+    """Hold the lock that allows one `up` or `down` at a time on this machine. Raises ClusterError without root."""
     if os.geteuid() != 0:
         raise ClusterError("namespaces and cgroups need root: run it with sudo")
     STATE.mkdir(parents=True, exist_ok=True)
@@ -165,34 +172,34 @@ def _exclusive() -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another `up` or `down` is at work: waiting for its end")
+            log_progress("another `up` or `down` is running: waiting for it to end")
             fcntl.flock(lock, fcntl.LOCK_EX)
         STATE.mkdir(parents=True, exist_ok=True)
         yield
 
 
 def _tear_down() -> None:
-    _GOING_DOWN.touch()
-    cgroups.kill(cgroups.OURS)
+    _GOING_DOWN_FILE.touch()
+    cgroups.kill_cgroup(cgroups.CLUSTER_CGROUP)
     _unmount_all()
-    fabric.remove()
-    network.remove(nodes(MAX_NODES))
-    cgroups.remove(cgroups.OURS)
+    fabric.remove_fabric()
+    network.remove_nodes(list_nodes(MAX_NODES))
+    cgroups.remove_cgroup(cgroups.CLUSTER_CGROUP)
     _remove_files()
-    _GOING_DOWN.unlink()
+    _GOING_DOWN_FILE.unlink()
 
 
 def _unmount_all() -> None:
-    """Unmount what kubelets and containerds left below our folders: a container's root, volumes, namespaces."""
-    for place in reversed(_our_mounts()):
-        run("umount", "--lazy", place)
-    if left := _our_mounts():
-        raise ClusterError(f"still mounted, so nothing is removed: {', '.join(left)}")
+    """Unmount what kubelets and containerds left in the cluster's folders: container roots, volumes, namespaces."""
+    for mount in reversed(_list_mounts()):
+        run_command("umount", "--lazy", mount)
+    if remaining := _list_mounts():
+        raise ClusterError(f"still mounted, so nothing is removed: {', '.join(remaining)}")
 
 
-def _our_mounts() -> list[str]:
-    places = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return [place for place in places if Path(place).is_relative_to(STATE) or Path(place).is_relative_to(RUN)]
+def _list_mounts() -> list[str]:
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [mount for mount in mounts if Path(mount).is_relative_to(STATE) or Path(mount).is_relative_to(RUN)]
 
 
 def _remove_files() -> None:
@@ -206,5 +213,5 @@ def _remove_files() -> None:
             link.unlink()
     shutil.rmtree(RUN, ignore_errors=True)
     for entry in STATE.iterdir():
-        if entry not in (LOGS, _GOING_DOWN):
+        if entry not in (LOGS, _GOING_DOWN_FILE):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

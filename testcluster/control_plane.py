@@ -1,4 +1,4 @@
-"""etcd, API server, controllers and scheduler on the machine itself, and the objects that every cluster starts with."""
+"""etcd, API server, controllers, and scheduler on the machine itself, and the initial objects of every cluster."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from testcluster.settings import (
     SERVICE_SUBNET,
     STATE,
 )
-from testcluster.shell import answers, run, write
+from testcluster.shell import is_answering, run_command, write_if_changed
 
-_GANGS = STATE / "gangs"
+_GANGS_FILE = STATE / "gangs"
 _GANG_GATES = ("--feature-gates=GenericWorkload=true,GangScheduling=true",)
 
 
-def choose_gangs(wanted: bool) -> None:
-    """Whether the scheduler places pods of a PodGroup together, as alpha features of Kubernetes 1.36 let it."""
-    if wanted:
-        write(_GANGS, "")
+def choose_gangs(enabled: bool) -> None:
+    """Set whether the scheduler places pods of a PodGroup together (alpha features of Kubernetes 1.36)."""
+    if enabled:
+        write_if_changed(_GANGS_FILE, "")
     else:
-        _GANGS.unlink(missing_ok=True)
+        _GANGS_FILE.unlink(missing_ok=True)
 
 
-def etcd(programs: Programs) -> Daemon:
+def build_etcd(programs: Programs) -> Daemon:
     peer = f"http://127.0.0.1:{ETCD_PORT + 1}"
     command = (
         str(programs.etcd),
@@ -42,13 +42,13 @@ def etcd(programs: Programs) -> Daemon:
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=pacekeeper={peer}",
-        "--unsafe-no-fsync",  # the data of a test cluster need not outlive a power cut
+        "--unsafe-no-fsync",  # the data of a test cluster need not survive a power failure
         "--log-level=warn",
     )
     return Daemon("etcd", command)
 
 
-def api_server(programs: Programs) -> Daemon:
+def build_api_server(programs: Programs) -> Daemon:
     command = (
         programs["kube-apiserver"],
         f"--etcd-servers={ETCD_URL}",
@@ -69,13 +69,13 @@ def api_server(programs: Programs) -> Daemon:
         f"--kubelet-client-certificate={credentials.KUBELET_CLIENT}.crt",
         f"--kubelet-client-key={credentials.KUBELET_CLIENT}.key",
         "--kubelet-preferred-address-types=InternalIP",  # node names do not resolve
-        *_gates(),
-        *(["--runtime-config=scheduling.k8s.io/v1alpha2=true"] if _GANGS.exists() else []),
+        *_list_feature_gates(),
+        *(["--runtime-config=scheduling.k8s.io/v1alpha2=true"] if _GANGS_FILE.exists() else []),
     )
     return Daemon("kube-apiserver", command)
 
 
-def controller_manager(programs: Programs) -> Daemon:
+def build_controller_manager(programs: Programs) -> Daemon:
     kubeconfig = credentials.CONTROLLER_MANAGER.kubeconfig
     command = (
         programs["kube-controller-manager"],
@@ -89,12 +89,12 @@ def controller_manager(programs: Programs) -> Daemon:
         f"--root-ca-file={credentials.CA}",
         "--kube-api-qps=100",
         "--kube-api-burst=200",
-        *_gates(),
+        *_list_feature_gates(),
     )
     return Daemon("kube-controller-manager", command)
 
 
-def scheduler(programs: Programs) -> Daemon:
+def build_scheduler(programs: Programs) -> Daemon:
     kubeconfig = credentials.SCHEDULER.kubeconfig
     command = (
         programs["kube-scheduler"],
@@ -103,38 +103,38 @@ def scheduler(programs: Programs) -> Daemon:
         f"--authentication-kubeconfig={kubeconfig}",
         f"--authorization-kubeconfig={kubeconfig}",
         "--leader-elect=false",
-        *_gates(),
+        *_list_feature_gates(),
     )
     return Daemon("kube-scheduler", command)
 
 
-def _gates() -> tuple[str, ...]:
-    return _GANG_GATES if _GANGS.exists() else ()
+def _list_feature_gates() -> tuple[str, ...]:
+    return _GANG_GATES if _GANGS_FILE.exists() else ()
 
 
 def ensure_api_server(programs: Programs) -> None:
-    """etcd and API server run, and the API server is ready."""
-    store = etcd(programs)
-    store.ensure()
-    store.wait_for(partial(answers, f"{ETCD_URL}/health"), timeout=30, what="etcd ready")
-    server = api_server(programs)
-    server.ensure()
+    """Start etcd and the API server, and wait until the API server is ready."""
+    etcd = build_etcd(programs)
+    etcd.ensure_running()
+    etcd.wait_for(partial(is_answering, f"{ETCD_URL}/health"), timeout=30, what="etcd ready")
+    server = build_api_server(programs)
+    server.ensure_running()
     server.wait_for(api.is_ready, timeout=60, what="API server ready")
 
 
 def ensure_controllers(programs: Programs) -> None:
-    controller_manager(programs).ensure()
-    scheduler(programs).ensure()
+    build_controller_manager(programs).ensure_running()
+    build_scheduler(programs).ensure_running()
 
 
 def apply_objects(programs: Programs) -> None:
-    """Volumes, the rights of Prometheus, and the DNS service."""
-    objects = "\n---\n".join([_PROMETHEUS_RIGHTS, _DNS, _STORAGE_CLASS, volumes.make()])
+    """Apply the volumes, Prometheus's permissions, and the DNS service."""
+    objects = "\n---\n".join([_PROMETHEUS_RBAC, _DNS, _STORAGE_CLASS, volumes.create_volumes()])
     kubectl = (programs.kubectl, f"--kubeconfig={KUBECONFIG}")
-    run(*kubectl, "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=objects)
+    run_command(*kubectl, "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=objects)
 
 
-_PROMETHEUS_RIGHTS = f"""
+_PROMETHEUS_RBAC = f"""
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRoleBinding
 metadata: {{name: prometheus}}
@@ -142,8 +142,8 @@ roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: view}}
 subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: {credentials.PROMETHEUS.name}}}]
 """
 
-# There is no DNS server (Pacekeeper's plans carry addresses). A service without backends refuses look-ups at once,
-# where no service at all would let them time out.
+# There is no DNS server (Pacekeeper's plans contain addresses). A service without backends refuses lookups at once.
+# Without the service, they would time out.
 _DNS = f"""
 apiVersion: v1
 kind: Service

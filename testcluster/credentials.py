@@ -1,4 +1,4 @@
-"""Who may talk to the API server: one certificate authority, bearer tokens, and a kubeconfig per user."""
+"""Access to the API server: one certificate authority, bearer tokens, and a kubeconfig per user."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from testcluster.settings import API_URL, HOST_ADDRESS, KUBECONFIG, KUBERNETES_SERVICE, MAX_NODES, STATE, Node, nodes
-from testcluster.shell import write
+from testcluster.settings import (
+    API_URL,
+    HOST_ADDRESS,
+    KUBECONFIG,
+    KUBERNETES_SERVICE,
+    MAX_NODES,
+    STATE,
+    ClusterNode,
+    list_nodes,
+)
+from testcluster.shell import write_if_changed
 
 FOLDER = STATE / "credentials"
 CA = FOLDER / "ca.crt"
-API_SERVER = FOLDER / "apiserver"  # .crt and .key: what the API server shows to its clients
-KUBELET_CLIENT = FOLDER / "kubelet-client"  # .crt and .key: what it shows to kubelets
+API_SERVER = FOLDER / "apiserver"  # .crt and .key: the API server's own certificate
+KUBELET_CLIENT = FOLDER / "kubelet-client"  # .crt and .key: the API server's client certificate for kubelets
 SERVICE_ACCOUNTS = FOLDER / "service-accounts"  # .key and .pub: signs the tokens of pods
 TOKENS = FOLDER / "tokens.csv"
 
-_VALID = datetime.timedelta(days=3650)
+_CERTIFICATE_LIFETIME = datetime.timedelta(days=3650)
 
 
 @dataclass(frozen=True)
 class User:
-    """A user of the API server, known by a token."""
+    """A user of the API server, identified by a token."""
 
     name: str
     groups: tuple[str, ...] = ()
@@ -47,33 +56,33 @@ PROXY = User("system:kube-proxy")
 PROMETHEUS = User("prometheus")
 
 
-def kubelet(node: Node) -> User:
+def build_kubelet_user(node: ClusterNode) -> User:
     return User(f"system:node:{node.name}", ("system:nodes",))
 
 
-def ensure() -> None:
-    """Write all files unless they are there. TOKENS is the last: an interrupted run starts anew."""
+def ensure_credentials() -> None:
+    """Write all files unless they exist. TOKENS is written last: an interrupted run starts again."""
     if TOKENS.exists():
         return
     FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
-    authority = _certificate("pacekeeper-test-cluster", authority_key, authority_key)
+    authority = _build_certificate("pacekeeper-test-cluster", authority_key, authority_key)
     CA.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
     _write_pair(API_SERVER, "kube-apiserver", authority_key, authority)
     _write_pair(KUBELET_CLIENT, "kube-apiserver-kubelet-client", authority_key, authority)
     _write_service_account_keys()
 
-    users = [ADMIN, CONTROLLER_MANAGER, SCHEDULER, PROXY, PROMETHEUS, *map(kubelet, nodes(MAX_NODES))]
+    users = [ADMIN, CONTROLLER_MANAGER, SCHEDULER, PROXY, PROMETHEUS, *map(build_kubelet_user, list_nodes(MAX_NODES))]
     lines = []
     for user in users:
         token = secrets.token_hex(16)
         lines.append(f'{token},{user.name},{user.name},"{",".join(user.groups)}"\n')
         _write_kubeconfig(user, token)
-    write(TOKENS, "".join(lines))
+    write_if_changed(TOKENS, "".join(lines))
 
 
-def admin_token() -> str:
-    """The administrator's bearer token, as the API server knows it."""
+def read_admin_token() -> str:
+    """Return the administrator's bearer token."""
     return next(line.split(",")[0] for line in TOKENS.read_text().splitlines() if f",{ADMIN.name}," in line)
 
 
@@ -91,13 +100,13 @@ def _write_kubeconfig(user: User, token: str) -> None:
     user.kubeconfig.write_text(yaml.safe_dump(config, sort_keys=False))
 
 
-def _certificate(
+def _build_certificate(
     name: str,
     key: ec.EllipticCurvePrivateKey,
     signer: ec.EllipticCurvePrivateKey,
     issuer: x509.Certificate | None = None,
 ) -> x509.Certificate:
-    """A certificate for `key`; without an issuer it is the authority itself."""
+    """Build a certificate for `key`. Without an issuer, it is the authority's own."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
     builder = (
@@ -107,7 +116,7 @@ def _certificate(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + _VALID)
+        .not_valid_after(now + _CERTIFICATE_LIFETIME)
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
     )
     if issuer:
@@ -121,7 +130,7 @@ def _certificate(
 
 def _write_pair(stem: Path, name: str, authority_key: ec.EllipticCurvePrivateKey, authority: x509.Certificate) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _certificate(name, key, authority_key, authority)
+    certificate = _build_certificate(name, key, authority_key, authority)
     stem.with_suffix(".crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     _write_private_key(stem.with_suffix(".key"), key)
 

@@ -1,4 +1,6 @@
-"""A stand-in for NVIDIA's dcgm-exporter on nodes without GPUs: the real one's names and labels, values set by hand.
+"""A stand-in for NVIDIA's dcgm-exporter on nodes without GPUs.
+
+It has the real metric names and labels, with values set by hand.
 
 `python -m testcluster.dcgm_exporter` serves /metrics as the real one does, for eight GPUs of the node $NODE_NAME.
 `PUT /gpus/<gpu>/<metric>` with a number as its body sets a value, as a fault would.
@@ -31,7 +33,7 @@ _GAUGES = {
 
 
 class Gpus:
-    """The values of a node's GPUs. All begin at 0 and stay where they were set, as the real exporter's do."""
+    """The values of a node's GPUs. All start at 0, and stay as they are set, as in the real exporter."""
 
     def __init__(self, node: str) -> None:
         self.registry = CollectorRegistry()
@@ -77,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes every second are not worth a line."""
+        """Log nothing: there are scrapes every second."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The cluster's data network, where one is wanted: leaves and spines between the nodes, beside the bridge.
+"""The cluster's optional data network: leaves and spines between the nodes, in addition to the bridge.
 
-Only what pods of different nodes send one another goes over it, since only the routes to pods' subnets lead there; the
-bridge keeps the API server, kubelets and Prometheus. It is laid when asked for (`up --fabric 1`): most tests are about
-other things, and three more switches on each way cost them processor time for nothing.
+Only traffic between pods of different nodes uses it, because only the routes to the pods' subnets lead there. The
+bridge carries the API server, kubelets, and Prometheus. The network exists only on request (`up --fabric 1`): most
+tests do not need it, and three more switches on each route would cost them CPU time.
 """
 
 from __future__ import annotations
@@ -16,120 +16,126 @@ from typing import Any
 from testcluster import api, programs
 from testcluster.cables import Cable
 from testcluster.leaf_spine import LeafSpine, Link, Machine
-from testcluster.settings import KUBECONFIG, STATE, Node, nodes
-from testcluster.shell import ClusterError, run, write
+from testcluster.settings import KUBECONFIG, STATE, ClusterNode, list_nodes
+from testcluster.shell import ClusterError, run_command, write_if_changed
 
-LEAVES, SPINES, MOST_PORTS = 3, 3, 2
+LEAVES, SPINES, MAX_PORTS = 3, 3, 2
 NAME = "testcluster"
 LABEL = "fabric.topograph.run/tier-0"
-"""Of a node: its leaf."""
-FAST = "10G"
-"""What links that are as fast as memory count as."""
+"""Label of a node: its leaf."""
+UNLIMITED_RATE = "10G"
+"""Capacity of links without a rate limit in the `Fabric`."""
 _PREFIX = "pacekeeper-fabric"
-_RECORD = STATE / "fabric.json"
-_RATE = re.compile(r"([1-9]\d*)([mg])bit", re.ASCII)
+_LAYOUT_FILE = STATE / "fabric.json"
+_RATE_PATTERN = re.compile(r"([1-9]\d*)([mg])bit", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Laid:
-    """What is there. ports: of each node; 0: nothing is. rate: of all links, in tc's words; "": as fast as memory."""
+class FabricLayout:
+    """The present fabric.
+
+    `ports`: of each node; 0: there is none. `rate`: of all links, in tc's format; "": no limit.
+    """
 
     nodes: int = 0
     ports: int = 0
     rate: str = ""
 
 
-def ensure(members: Sequence[Node], ports: int | None) -> None:
-    """So many ports a node (None: as many as there are), and everything whole. Without any, there is no fabric."""
-    before = _laid()
-    wanted = Laid(len(members), before.ports if ports is None else ports, before.rate)
-    if before.ports and before.ports != wanted.ports:
-        _network(Laid(before.nodes, MOST_PORTS)).remove()
-    if wanted.ports:
-        write(_RECORD, json.dumps(asdict(wanted)))
-        _network(wanted).ensure(wanted.rate)
+def ensure_fabric(members: Sequence[ClusterNode], ports: int | None) -> None:
+    """Ensure a complete fabric with this number of ports per node (None: unchanged).
+
+    With 0 ports, there is no fabric.
+    """
+    previous_layout = _read_layout()
+    layout = FabricLayout(len(members), previous_layout.ports if ports is None else ports, previous_layout.rate)
+    if previous_layout.ports and previous_layout.ports != layout.ports:
+        _build_network(FabricLayout(previous_layout.nodes, MAX_PORTS)).remove()
+    if layout.ports:
+        write_if_changed(_LAYOUT_FILE, json.dumps(asdict(layout)))
+        _build_network(layout).ensure(layout.rate)
     else:
-        _RECORD.unlink(missing_ok=True)
+        _LAYOUT_FILE.unlink(missing_ok=True)
 
 
-def remove() -> None:
-    """Switches and all their cables; what else is on the nodes goes with them."""
-    LeafSpine(_PREFIX, LEAVES, SPINES, planes=MOST_PORTS).remove()
+def remove_fabric() -> None:
+    """Remove the switches and all their cables. The rest goes with the nodes."""
+    LeafSpine(_PREFIX, LEAVES, SPINES, planes=MAX_PORTS).remove()
 
 
-def network() -> LeafSpine:
-    """Raises ClusterError where there is none."""
-    laid = _laid()
-    if not laid.ports:
-        raise ClusterError("the cluster has no fabric: `python -m testcluster up --fabric 1` lays one")
-    return _network(laid)
+def get_network() -> LeafSpine:
+    """Return the fabric's network. Raises ClusterError if there is none."""
+    layout = _read_layout()
+    if not layout.ports:
+        raise ClusterError("the cluster has no fabric: `python -m testcluster up --fabric 1` creates one")
+    return _build_network(layout)
 
 
-def cables(node: Node) -> list[Cable]:
-    """The node's cables to its leaf; none without a fabric."""
-    laid = _laid()
-    return _network(laid).cables(_machine(node)) if laid.ports else []
+def list_cables(node: ClusterNode) -> list[Cable]:
+    """Return the node's cables to its leaf; empty without a fabric."""
+    layout = _read_layout()
+    return _build_network(layout).list_cables(_build_machine(node)) if layout.ports else []
 
 
-def reroute() -> None:
-    """Everybody knows which cables carry something."""
-    if _laid().ports:
-        network().reroute()
+def update_routes() -> None:
+    """Update all routes to the present state of the cables."""
+    if _read_layout().ports:
+        get_network().update_routes()
 
 
-def shape(rate: str) -> None:
-    """All links between leaves and spines, also from now on. `rate`: in tc's words, like 50mbit; "": as fast as memory.
+def set_all_rates(rate: str) -> None:
+    """Set the rate of all links between leaves and spines, also of future ones.
 
-    Raises ValueError where it is neither.
+    `rate`: in tc's format, like 50mbit; "": no limit. Raises ValueError for another format.
     """
     check_rate(rate)
-    found, laid = network(), replace(_laid(), rate=rate)
-    write(_RECORD, json.dumps(asdict(laid)))
-    found.shape(rate)
+    network, layout = get_network(), replace(_read_layout(), rate=rate)
+    write_if_changed(_LAYOUT_FILE, json.dumps(asdict(layout)))
+    network.set_all_rates(rate)
 
 
-def rate() -> str:
-    """Of links that nobody has slowed, in tc's words."""
-    return _laid().rate
+def get_rate() -> str:
+    """Return the rate of links that are not slowed, in tc's format."""
+    return _read_layout().rate
 
 
-def label_nodes(members: Sequence[Node]) -> None:
-    """Each says in which leaf it is; without a fabric none does."""
-    there = bool(_laid().ports)
-    kubectl = (programs.kubectl(), f"--kubeconfig={KUBECONFIG}")
+def label_nodes(members: Sequence[ClusterNode]) -> None:
+    """Label each node with its leaf; without a fabric, remove the labels."""
+    has_fabric = bool(_read_layout().ports)
+    kubectl = (programs.find_kubectl(), f"--kubeconfig={KUBECONFIG}")
     for node in members:
-        label = api.get(f"/api/v1/nodes/{node.name}")["metadata"]["labels"].get(LABEL)
-        wanted = leaf_of(node.name) if there else None
-        if label != wanted:
-            change = f"{LABEL}={wanted}" if wanted else f"{LABEL}-"
-            run(*kubectl, "label", "node", node.name, change, "--overwrite")
+        label = api.get_path(f"/api/v1/nodes/{node.name}")["metadata"]["labels"].get(LABEL)
+        leaf = get_leaf(node.name) if has_fabric else None
+        if label != leaf:
+            change = f"{LABEL}={leaf}" if leaf else f"{LABEL}-"
+            run_command(*kubectl, "label", "node", node.name, change, "--overwrite")
 
 
-def manifest() -> dict[str, Any]:
-    """The `Fabric` of this network, with its links as everybody knows them to be now."""
-    laid, found = _laid(), network()
-    told, rates = found.broken().told, found.rates()
+def build_manifest() -> dict[str, Any]:
+    """Build the `Fabric` of this network, with the announced state of its links."""
+    layout, network = _read_layout(), get_network()
+    announced, rates = network.find_broken().announced, network.list_rates()
     exceptions: list[dict[str, str]] = []
-    usual = check_rate(laid.rate)
-    for leaf, spine in found.links:
-        its = {"leaf": leaf_name(leaf), "spine": spine_name(spine)}
+    normal_rate = check_rate(layout.rate)
+    for leaf, spine in network.links:
+        link = {"leaf": format_leaf_name(leaf), "spine": format_spine_name(spine)}
         rate = rates.get((leaf, spine))
-        if (leaf, spine) in told:
-            exceptions.append({**its, "state": "Down"})
-        elif rate != usual:
-            exceptions.append({**its, "state": "Slow", "capacity": _capacity(rate)})
-    return describe(found, _capacity(usual), exceptions)
+        if (leaf, spine) in announced:
+            exceptions.append({**link, "state": "Down"})
+        elif rate != normal_rate:
+            exceptions.append({**link, "state": "Slow", "capacity": _format_capacity(rate)})
+    return build_fabric_object(network, _format_capacity(normal_rate), exceptions)
 
 
-def describe(found: LeafSpine, capacity: str, exceptions: list[dict[str, str]]) -> dict[str, Any]:
-    """As a `Fabric`. capacity: of a link, as it has it."""
+def build_fabric_object(network: LeafSpine, capacity: str, exceptions: list[dict[str, str]]) -> dict[str, Any]:
+    """Build a `Fabric` object. `capacity`: of a link, in the object's format."""
     spec: dict[str, Any] = {
         "levels": [{"nodeLabel": LABEL}],
-        "planes": found.planes,
-        "spines": found.spines,
+        "planes": network.planes,
+        "spines": network.spines,
         "uplink": {"capacity": capacity},
         "exceptions": exceptions,
-        "hops": {address: spine_name(spine) for address, spine in found.answers.items()},
+        "hops": {address: format_spine_name(spine) for address, spine in network.spine_addresses.items()},
         "pathControl": {"mode": "Probe"},
     }
     return {
@@ -140,56 +146,59 @@ def describe(found: LeafSpine, capacity: str, exceptions: list[dict[str, str]]) 
     }
 
 
-def leaf_of(node: str) -> str:
-    """Name of the leaf of a node: node-1 is below l1, node-4 again."""
-    return leaf_name(_leaf(int(node.removeprefix("node-"))))
+def get_leaf(node: str) -> str:
+    """Return the name of a node's leaf: node-1 is below l1, and so is node-4."""
+    return format_leaf_name(_choose_leaf(int(node.removeprefix("node-"))))
 
 
-def leaf_name(number: int) -> str:
-    """As nodes and the `Fabric` have it, which count from 1."""
+def format_leaf_name(number: int) -> str:
+    """Format a leaf's name as in node labels and the `Fabric`, which count from 1."""
     return f"l{number + 1}"
 
 
-def spine_name(number: int) -> str:
+def format_spine_name(number: int) -> str:
     return f"s{number + 1}"
 
 
-def link(leaf: str, spine: str) -> Link:
-    """Raises ValueError where there is no such link."""
-    found = {(leaf_name(one), spine_name(other)): (one, other) for one, other in network().links}
-    if (leaf, spine) not in found:
-        raise ValueError(f"there is no link {leaf}–{spine}; the last one is {'–'.join(list(found)[-1])}")
-    return found[leaf, spine]
+def parse_link(leaf: str, spine: str) -> Link:
+    """Parse a link's names. Raises ValueError if there is no such link."""
+    links = {
+        (format_leaf_name(leaf_index), format_spine_name(spine_index)): (leaf_index, spine_index)
+        for leaf_index, spine_index in get_network().links
+    }
+    if (leaf, spine) not in links:
+        raise ValueError(f"there is no link {leaf}–{spine}; the last one is {'–'.join(list(links)[-1])}")
+    return links[leaf, spine]
 
 
 def check_rate(rate: str) -> float | None:
-    """Bits a second of a rate in tc's words, like 50mbit; None: "", as fast as memory. Raises ValueError otherwise."""
+    """Parse a rate in tc's format, like 50mbit, to bits per second; None: "", no limit. Raises ValueError otherwise."""
     if not rate:
         return None
-    match = _RATE.fullmatch(rate)
+    match = _RATE_PATTERN.fullmatch(rate)
     if match is None:
         raise ValueError(f"rate {rate!r}: give one like 50mbit or 1gbit")
     return int(match[1]) * {"m": 1e6, "g": 1e9}[match[2]]
 
 
-def _laid() -> Laid:
-    return Laid(**json.loads(_RECORD.read_text())) if _RECORD.exists() else Laid()
+def _read_layout() -> FabricLayout:
+    return FabricLayout(**json.loads(_LAYOUT_FILE.read_text())) if _LAYOUT_FILE.exists() else FabricLayout()
 
 
-def _network(laid: Laid) -> LeafSpine:
-    return LeafSpine(_PREFIX, LEAVES, SPINES, tuple(map(_machine, nodes(laid.nodes))), laid.ports)
+def _build_network(layout: FabricLayout) -> LeafSpine:
+    return LeafSpine(_PREFIX, LEAVES, SPINES, tuple(map(_build_machine, list_nodes(layout.nodes))), layout.ports)
 
 
-def _machine(node: Node) -> Machine:
-    # It has the same address here as on the bridge: what a service sends on comes from the node, whichever way it goes.
-    return Machine(node.namespace, _leaf(node.index), node.index, node.address, node.pod_subnet)
+def _build_machine(node: ClusterNode) -> Machine:
+    # The address is the same as on the bridge: traffic of services comes from the node's address on either route.
+    return Machine(node.namespace, _choose_leaf(node.index), node.index, node.address, node.pod_subnet)
 
 
-def _leaf(index: int) -> int:
-    """Of a node: those that are added later move nobody."""
+def _choose_leaf(index: int) -> int:
+    """Choose the leaf of a node. Nodes that are added later do not move others."""
     return (index - 1) % LEAVES
 
 
-def _capacity(rate: float | None) -> str:
-    """As a `Fabric` has it."""
-    return FAST if rate is None else f"{round(rate / 1e6)}M"
+def _format_capacity(rate: float | None) -> str:
+    """Format a rate as the capacity in a `Fabric`."""
+    return UNLIMITED_RATE if rate is None else f"{round(rate / 1e6)}M"

@@ -1,8 +1,8 @@
-"""Container images without a registry and without Docker, and the machine's own programs inside their containers.
+"""Container images without a registry and without Docker. Containers use the machine's own programs.
 
-The images hold next to nothing. Each containerd adds read-only binds to every container (`runtime_spec`): the machine's
-/usr, the Python installation, the virtual environment and the checkout. A manifest needs not a word of it, and a change
-of a source file is in the next container without a build. The places inside are fixed, wherever the checkout lies:
+The images are nearly empty. Each containerd adds read-only bind mounts to every container (`build_runtime_spec`): the
+machine's /usr, the Python installation, the virtual environment, and the checkout. Manifests need not mention them. A
+changed source file is in the next container without a build. The paths inside are fixed, wherever the checkout is:
 /opt/venv (the environment, on the PATH) and /opt/pacekeeper (the checkout, the working directory).
 """
 
@@ -19,14 +19,14 @@ from typing import Any
 
 from testcluster.programs import Programs
 from testcluster.settings import REPOSITORY
-from testcluster.shell import run
+from testcluster.shell import run_command
 
 PAUSE_IMAGE = "pacekeeper.dev/pause:dev"
 DEV_IMAGE = "pacekeeper.dev/dev:dev"
 TRAINER_IMAGE = "pacekeeper.dev/trainer:dev"
 OPERATOR_IMAGE = "pacekeeper.dev/operator:dev"
 
-UNPRIVILEGED = 65532
+UNPRIVILEGED_USER_ID = 65532
 _VENV = "/opt/venv"
 _CHECKOUT = "/opt/pacekeeper"
 _ENVIRONMENT = {
@@ -37,17 +37,20 @@ _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
 }
-_PASSWD = f"root:x:0:0:root:/tmp:/bin/sh\npacekeeper:x:{UNPRIVILEGED}:{UNPRIVILEGED}:pacekeeper:/tmp:/bin/sh\n"
-_GROUP = f"root:x:0:\npacekeeper:x:{UNPRIVILEGED}:\n"
-# The console script of the environment names its interpreter by the checkout's path, which containers do not have.
+_PASSWD = (
+    "root:x:0:0:root:/tmp:/bin/sh\n"
+    f"pacekeeper:x:{UNPRIVILEGED_USER_ID}:{UNPRIVILEGED_USER_ID}:pacekeeper:/tmp:/bin/sh\n"
+)
+_GROUP = f"root:x:0:\npacekeeper:x:{UNPRIVILEGED_USER_ID}:\n"
+# The environment's console script names its interpreter by the checkout's path, which containers do not have.
 _CONSOLE_SCRIPT = f"#!{_VENV}/bin/python\nfrom pacekeeper.cli import main\n\nraise SystemExit(main())\n"
 
 
-def archive(pause: Path) -> bytes:
-    """An OCI layout (a tar) with all images; the same bytes for the same input."""
+def build_archive(pause: Path) -> bytes:
+    """Build an OCI layout (a tar) with all images. The same input gives the same bytes."""
     layout = _Layout()
     pause_layer = layout.add_layer({"pause": (0o755, pause.read_bytes())})
-    layout.add_image([PAUSE_IMAGE], pause_layer, {"Entrypoint": ["/pause"], "User": f"{UNPRIVILEGED}"})
+    layout.add_image([PAUSE_IMAGE], pause_layer, {"Entrypoint": ["/pause"], "User": f"{UNPRIVILEGED_USER_ID}"})
 
     layer = layout.add_layer(
         {
@@ -60,23 +63,23 @@ def archive(pause: Path) -> bytes:
     environment = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
     common = {"Env": environment, "WorkingDir": _CHECKOUT, "Cmd": ["python"]}
     layout.add_image([TRAINER_IMAGE, DEV_IMAGE], layer, common)
-    layout.add_image([OPERATOR_IMAGE], layer, common | {"User": f"{UNPRIVILEGED}:{UNPRIVILEGED}"})
+    layout.add_image([OPERATOR_IMAGE], layer, common | {"User": f"{UNPRIVILEGED_USER_ID}:{UNPRIVILEGED_USER_ID}"})
     return layout.to_tar()
 
 
-def runtime_spec(programs: Programs) -> str:
-    """containerd's base_runtime_spec: its own default and our binds."""
-    spec = json.loads(run(programs["ctr"], "oci", "spec"))
-    for source, place in _binds():
+def build_runtime_spec(programs: Programs) -> str:
+    """Build containerd's base_runtime_spec: its own default, and the bind mounts."""
+    spec = json.loads(run_command(programs["ctr"], "oci", "spec"))
+    for source, destination in _list_binds():
         options = ["rbind", "ro", "nosuid", "nodev"]
-        spec["mounts"].append({"destination": place, "type": "bind", "source": str(source), "options": options})
+        spec["mounts"].append({"destination": destination, "type": "bind", "source": str(source), "options": options})
     return json.dumps(spec, indent=1)
 
 
-def _binds() -> list[tuple[Path, str]]:
-    """(folder or file of the machine, its place in a container)."""
+def _list_binds() -> list[tuple[Path, str]]:
+    """Return (folder or file of the machine, its path in a container)."""
     system = [
-        Path(place) for place in ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+        Path(entry) for entry in ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
     ]
     binds = [(path, str(path)) for path in system if path.exists()]
     python = Path(sys.base_prefix)
@@ -93,8 +96,8 @@ class _Layout:
         self._manifests: list[dict[str, Any]] = []
 
     def add_layer(self, files: dict[str, tuple[int, bytes]]) -> dict[str, Any]:
-        """`files`: path → (mode, content); a path that ends with / is a folder."""
-        return self._add("application/vnd.oci.image.layer.v1.tar", _tar(files))
+        """Add a layer. `files`: path → (mode, content); a path that ends with / is a folder."""
+        return self._add("application/vnd.oci.image.layer.v1.tar", _build_tar(files))
 
     def add_image(self, names: list[str], layer: dict[str, Any], config: dict[str, Any]) -> None:
         architecture = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
@@ -107,14 +110,14 @@ class _Layout:
         config_blob = self._add("application/vnd.oci.image.config.v1+json", json.dumps(image).encode())
         manifest_type = "application/vnd.oci.image.manifest.v1+json"
         manifest = {"schemaVersion": 2, "mediaType": manifest_type, "config": config_blob, "layers": [layer]}
-        described = self._add(manifest_type, json.dumps(manifest).encode())
-        self._manifests += [described | {"annotations": {"io.containerd.image.name": name}} for name in names]
+        descriptor = self._add(manifest_type, json.dumps(manifest).encode())
+        self._manifests += [descriptor | {"annotations": {"io.containerd.image.name": name}} for name in names]
 
     def to_tar(self) -> bytes:
         files = {f"blobs/sha256/{digest}": (0o644, content) for digest, content in self._blobs.items()}
         files["oci-layout"] = (0o644, json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
         files["index.json"] = (0o644, json.dumps({"schemaVersion": 2, "manifests": self._manifests}).encode())
-        return _tar(files)
+        return _build_tar(files)
 
     def _add(self, media_type: str, content: bytes) -> dict[str, Any]:
         digest = hashlib.sha256(content).hexdigest()
@@ -122,7 +125,7 @@ class _Layout:
         return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(content)}
 
 
-def _tar(files: dict[str, tuple[int, bytes]]) -> bytes:
+def _build_tar(files: dict[str, tuple[int, bytes]]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path, (mode, content) in files.items():

@@ -1,9 +1,9 @@
-"""The test cluster's own rules in place of a network plug-in that enforces NetworkPolicies.
+"""Enforcement of NetworkPolicies in the test cluster, which has no network plugin that does it.
 
-A process on the machine follows pods, namespaces and policies, and keeps one nftables table in each node's network
-namespace. Pods of one node talk over its bridge: their packets come to the table because `network.ensure_node` has
-bridges ask the IP tables. As with every plug-in, rules come a moment after the pods: a new pod is open, and unknown to
-others' policies, until its address stands in its status.
+A process on the machine watches pods, namespaces, and policies. It maintains one nftables table in each node's network
+namespace. Pods of one node communicate over its bridge. Their packets reach the table because `network.ensure_node`
+makes bridges call the IP tables. As with every plugin, rules follow pods with a delay: a new pod is open, and unknown
+to others' policies, until its address is in its status.
 """
 
 from __future__ import annotations
@@ -20,116 +20,121 @@ from typing import Any
 
 from testcluster import api
 from testcluster.daemons import Daemon
-from testcluster.firewall import TABLE, World, ruleset
-from testcluster.settings import REPOSITORY, Node, nodes
-from testcluster.shell import ClusterError, run, say, succeeds
+from testcluster.firewall import TABLE, PolicyWorld, build_ruleset
+from testcluster.settings import REPOSITORY, ClusterNode, list_nodes
+from testcluster.shell import ClusterError, is_successful, log_progress, run_command
 
 PODS, NAMESPACES, POLICIES = "/api/v1/pods", "/api/v1/namespaces", "/apis/networking.k8s.io/v1/networkpolicies"
-_GATHER_SECONDS = 0.05  # changes come in bunches
-_LOOK_SECONDS = 5.0  # whether a node has come back with an empty network namespace
-_PAUSE_SECONDS = 0.5  # between two tries to reach the API server
-_SOURCES = ("api.py", "firewall.py", "network_policies.py")
+_CHANGE_COALESCE_SECONDS = 0.05  # changes arrive in bursts
+_TABLE_CHECK_INTERVAL_SECONDS = 5.0  # between checks for nodes that have returned with an empty network namespace
+_API_RETRY_SECONDS = 0.5  # between two attempts to reach the API server
+_SOURCE_FILES = ("api.py", "firewall.py", "network_policies.py")
 
 
-def ensure(count: int) -> None:
-    """Policies are enforced on all of so many nodes when this returns."""
-    found = daemon(count)
-    found.ensure()
-    found.wait_for(lambda: all(map(_has_table, nodes(count))), timeout=30, what="network policies on all nodes")
+def ensure_enforcement(count: int) -> None:
+    """Ensure that policies are enforced on all of this number of nodes."""
+    daemon = build_daemon(count)
+    daemon.ensure_running()
+    daemon.wait_for(lambda: all(map(_has_table, list_nodes(count))), timeout=30, what="network policies on all nodes")
 
 
-def daemon(count: int) -> Daemon:
-    """Its sources are its configuration: a changed one restarts it."""
-    sources = "".join((Path(__file__).parent / name).read_text() for name in _SOURCES)
+def build_daemon(count: int) -> Daemon:
+    """Build the daemon. Its source files count as configuration: a change restarts it."""
+    sources = "".join((Path(__file__).parent / name).read_text() for name in _SOURCE_FILES)
     command = ("env", f"PYTHONPATH={REPOSITORY}", sys.executable, "-m", "testcluster.network_policies", str(count))
     return Daemon("network-policies", command, configuration=sources)
 
 
 @dataclass
-class Known:
-    """The API server's objects by path and UID. Each change puts a new dictionary in the old one's place."""
+class ObjectCache:
+    """The API server's objects by path and UID. Each change replaces a dictionary by a new one."""
 
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     changed: threading.Event = field(default_factory=threading.Event)
 
-    def follow(self, path: str) -> None:
-        """For ever. While the API server is away, what was known last holds."""
+    def follow_path(self, path: str) -> None:
+        """Follow a path indefinitely. While the API server is unavailable, the last state stays."""
         while True:
             try:
                 self._list_and_watch(path)
-            except api.Unavailable as error:
-                say(str(error))
-                time.sleep(_PAUSE_SECONDS)
+            except api.ApiUnavailable as error:
+                log_progress(str(error))
+                time.sleep(_API_RETRY_SECONDS)
 
-    def world(self) -> World | None:
-        """None: not everything has been read yet, and half of it would keep out the wrong ones."""
+    def build_world(self) -> PolicyWorld | None:
+        """Return the objects; None where some kinds are not listed yet.
+
+        Rules from an incomplete state would be wrong.
+        """
         if len(self.objects) < len((PODS, NAMESPACES, POLICIES)):
             return None
         pods, namespaces, policies = (list(self.objects[path].values()) for path in (PODS, NAMESPACES, POLICIES))
-        return World(pods, namespaces, policies)
+        return PolicyWorld(pods, namespaces, policies)
 
     def _list_and_watch(self, path: str) -> None:
-        listed = api.get(path)
-        self._put(path, {found["metadata"]["uid"]: found for found in listed["items"]})
-        for event in api.watch(path, listed["metadata"]["resourceVersion"]):
-            found = event["object"]
-            others = {uid: other for uid, other in self.objects[path].items() if uid != found["metadata"]["uid"]}
-            self._put(path, others if event["type"] == "DELETED" else {**others, found["metadata"]["uid"]: found})
+        listed = api.get_path(path)
+        self._replace_objects(path, {body["metadata"]["uid"]: body for body in listed["items"]})
+        for event in api.watch_path(path, listed["metadata"]["resourceVersion"]):
+            body = event["object"]
+            remaining = {uid: cached for uid, cached in self.objects[path].items() if uid != body["metadata"]["uid"]}
+            self._replace_objects(
+                path, remaining if event["type"] == "DELETED" else {**remaining, body["metadata"]["uid"]: body}
+            )
 
-    def _put(self, path: str, objects: dict[str, Any]) -> None:
+    def _replace_objects(self, path: str, objects: dict[str, Any]) -> None:
         self.objects[path] = objects
         self.changed.set()
 
 
 @dataclass
 class Enforcer:
-    """Writes a node's table when it would be another one."""
+    """Writes a node's table when it changes."""
 
-    in_force: dict[tuple[Node, int], str] = field(default_factory=dict)
+    in_force: dict[tuple[ClusterNode, int], str] = field(default_factory=dict)
 
-    def enforce(self, members: Sequence[Node], world: World) -> None:
+    def enforce(self, members: Sequence[ClusterNode], world: PolicyWorld) -> None:
         for node in members:
             try:
-                self._enforce(node, ruleset(node.name, world))
+                self._enforce(node, build_ruleset(node.name, world))
             except (ClusterError, OSError) as error:
-                say(f"{node.name}: {error}")  # it may be coming up or going down; the next look tries again
+                log_progress(f"{node.name}: {error}")  # the node may be starting or ending; the next check retries
 
-    def _enforce(self, node: Node, rules: str) -> None:
-        place = (node, _place(node).stat().st_ino)  # a namespace that was made anew is empty
-        if self.in_force.get(place) != rules:
-            _nft(node, "-f", "-", stdin=rules)
-            self.in_force[place] = rules
+    def _enforce(self, node: ClusterNode, rules: str) -> None:
+        key = (node, _get_namespace_file(node).stat().st_ino)  # a recreated namespace is empty
+        if self.in_force.get(key) != rules:
+            _run_nft(node, "-f", "-", stdin=rules)
+            self.in_force[key] = rules
 
 
 def main(count: int) -> None:
-    threading.excepthook = _end_with
-    known, enforcer = Known(), Enforcer()
+    threading.excepthook = _exit_on_error
+    cache, enforcer = ObjectCache(), Enforcer()
     for path in (PODS, NAMESPACES, POLICIES):
-        threading.Thread(target=known.follow, args=[path], daemon=True).start()
+        threading.Thread(target=cache.follow_path, args=[path], daemon=True).start()
     while True:
-        known.changed.wait(_LOOK_SECONDS)
-        time.sleep(_GATHER_SECONDS)
-        known.changed.clear()
-        if world := known.world():
-            enforcer.enforce(nodes(count), world)
+        cache.changed.wait(_TABLE_CHECK_INTERVAL_SECONDS)
+        time.sleep(_CHANGE_COALESCE_SECONDS)
+        cache.changed.clear()
+        if world := cache.build_world():
+            enforcer.enforce(list_nodes(count), world)
 
 
-def _end_with(error: threading.ExceptHookArgs) -> None:
-    """A thread that dies takes the process with it: `status` then says DEAD, and `up` starts it again."""
+def _exit_on_error(error: threading.ExceptHookArgs) -> None:
+    """Exit when a thread dies: `status` then shows DEAD, and `up` restarts the process."""
     traceback.print_exception(error.exc_value)
     os._exit(1)
 
 
-def _place(node: Node) -> Path:
+def _get_namespace_file(node: ClusterNode) -> Path:
     return Path("/run/netns", node.namespace)
 
 
-def _nft(node: Node, *arguments: str, stdin: str | None = None) -> str:
-    return run("nsenter", f"--net={_place(node)}", "nft", *arguments, stdin=stdin)
+def _run_nft(node: ClusterNode, *arguments: str, stdin: str | None = None) -> str:
+    return run_command("nsenter", f"--net={_get_namespace_file(node)}", "nft", *arguments, stdin=stdin)
 
 
-def _has_table(node: Node) -> bool:
-    return succeeds("nsenter", f"--net={_place(node)}", "nft", "list", "table", "ip", TABLE)
+def _has_table(node: ClusterNode) -> bool:
+    return is_successful("nsenter", f"--net={_get_namespace_file(node)}", "nft", "list", "table", "ip", TABLE)
 
 
 if __name__ == "__main__":

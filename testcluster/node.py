@@ -1,4 +1,4 @@
-"""One worker node: containerd, kubelet and kube-proxy in the node's network namespace, each with folders of its own."""
+"""One worker node: containerd, kubelet, and kube-proxy in the node's network namespace, each with its own folders."""
 
 from __future__ import annotations
 
@@ -15,69 +15,76 @@ import yaml
 from testcluster import cgroups, credentials, images, network
 from testcluster.daemons import Daemon
 from testcluster.programs import Programs
-from testcluster.settings import DNS_SERVICE, POD_SUBNET, Node
-from testcluster.shell import run, write
+from testcluster.settings import DNS_SERVICE, POD_SUBNET, ClusterNode
+from testcluster.shell import run_command, write_if_changed
 
 _EVICTION_SIGNALS = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
 _UNUSED_SNAPSHOTTERS = ("aufs", "btrfs", "devmapper", "zfs")
 
 
-def ensure_runtime(node: Node, nodes: Iterable[Node], programs: Programs, archive: bytes, runtime_spec: str) -> None:
-    """Network, cgroups and containerd of the node, with all images in it. Needs no API server."""
+def ensure_runtime(
+    node: ClusterNode, nodes: Iterable[ClusterNode], programs: Programs, archive: bytes, runtime_spec: str
+) -> None:
+    """Ensure the node's network, cgroups, and containerd with all images. It needs no API server."""
     network.ensure_node(node, nodes)
-    for path in (node.cgroup, _shim_cgroup(node)):
-        cgroups.create(path)
-    daemon = containerd(node, programs, runtime_spec)
-    daemon.ensure()
-    daemon.wait_for(partial(_listens, node.containerd_socket), timeout=30, what=f"containerd of {node.name} listens")
+    for path in (node.cgroup, _get_shim_cgroup(node)):
+        cgroups.create_cgroup(path)
+    daemon = build_containerd(node, programs, runtime_spec)
+    daemon.ensure_running()
+    daemon.wait_for(
+        partial(_is_listening, node.containerd_socket), timeout=30, what=f"containerd of {node.name} listens"
+    )
     _import_images(node, programs, archive)
 
 
-def ensure_kubelet(node: Node, programs: Programs) -> None:
-    kubelet(node, programs).ensure()
-    proxy(node, programs).ensure()
+def ensure_kubelet(node: ClusterNode, programs: Programs) -> None:
+    build_kubelet(node, programs).ensure_running()
+    build_proxy(node, programs).ensure_running()
 
 
-def containerd(node: Node, programs: Programs, runtime_spec: str) -> Daemon:
-    spec = write(node.folder / "runtime-spec.json", runtime_spec)
-    network_plugin = write(node.folder / "cni" / "pacekeeper.conflist", json.dumps(_network_plugin(node), indent=1))
-    config = write(
-        node.folder / "containerd.toml", _containerd_config(node, programs.cni_folder, spec, network_plugin.parent)
+def build_containerd(node: ClusterNode, programs: Programs, runtime_spec: str) -> Daemon:
+    spec = write_if_changed(node.folder / "runtime-spec.json", runtime_spec)
+    network_plugin = write_if_changed(
+        node.folder / "cni" / "pacekeeper.conflist", json.dumps(_build_network_plugin(node), indent=1)
+    )
+    config = write_if_changed(
+        node.folder / "containerd.toml",
+        _build_containerd_config(node, programs.cni_folder, spec, network_plugin.parent),
     )
     files = runtime_spec + config.read_text() + network_plugin.read_text()
     command = (programs["containerd"], "--config", str(config))
     return Daemon(f"{node.name}-containerd", command, node.namespace, files)
 
 
-def kubelet(node: Node, programs: Programs) -> Daemon:
-    config = write(node.folder / "kubelet.yaml", yaml.safe_dump(_kubelet_config(node)))
+def build_kubelet(node: ClusterNode, programs: Programs) -> Daemon:
+    config = write_if_changed(node.folder / "kubelet.yaml", yaml.safe_dump(_build_kubelet_config(node)))
     command = (
         programs["kubelet"],
         f"--config={config}",
-        f"--kubeconfig={credentials.kubelet(node).kubeconfig}",
+        f"--kubeconfig={credentials.build_kubelet_user(node).kubeconfig}",
         f"--root-dir={node.folder / 'kubelet'}",
         f"--cert-dir={node.folder / 'kubelet' / 'pki'}",
         f"--hostname-override={node.name}",
         f"--node-ip={node.address}",
     )
-    return Daemon(_kubelet_name(node), command, node.namespace, config.read_text())
+    return Daemon(_get_kubelet_name(node), command, node.namespace, config.read_text())
 
 
-def kubelet_pids(node: Node) -> list[int]:
-    return cgroups.pids(Daemon(_kubelet_name(node), ()).cgroup)
+def list_kubelet_pids(node: ClusterNode) -> list[int]:
+    return cgroups.list_pids(Daemon(_get_kubelet_name(node), ()).cgroup)
 
 
-def _kubelet_name(node: Node) -> str:
+def _get_kubelet_name(node: ClusterNode) -> str:
     return f"{node.name}-kubelet"
 
 
-def proxy(node: Node, programs: Programs) -> Daemon:
-    config = write(node.folder / "kube-proxy.yaml", yaml.safe_dump(_proxy_config(node)))
+def build_proxy(node: ClusterNode, programs: Programs) -> Daemon:
+    config = write_if_changed(node.folder / "kube-proxy.yaml", yaml.safe_dump(_build_proxy_config(node)))
     command = (programs["kube-proxy"], f"--config={config}")
     return Daemon(f"{node.name}-kube-proxy", command, node.namespace, config.read_text())
 
 
-def _kubelet_config(node: Node) -> dict[str, Any]:
+def _build_kubelet_config(node: ClusterNode) -> dict[str, Any]:
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -89,7 +96,7 @@ def _kubelet_config(node: Node) -> dict[str, Any]:
         "clusterDomain": "cluster.local",
         "resolvConf": "",
         "cgroupDriver": "cgroupfs",
-        # Its own: with a shared root each kubelet takes the others' pods for orphans and kills them.
+        # Its own root: with a shared one, each kubelet takes the others' pods for orphans and kills them.
         "cgroupRoot": f"/{node.cgroup}",
         "enforceNodeAllocatable": [],
         "failCgroupV1": False,
@@ -97,10 +104,10 @@ def _kubelet_config(node: Node) -> dict[str, Any]:
         "oomScoreAdj": 0,
         # Crash back-off would hide the recovery times that tests measure.
         "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
-        # The usual 100 ms are longer than a training step: a limited worker would run some steps at full speed.
+        # The default of 100 ms is longer than a training step: a limited worker would run some steps at full speed.
         "cpuCFSQuotaPeriod": "10ms",
         "featureGates": {"KubeletCrashLoopBackOffMax": True, "CustomCPUCFSQuotaPeriod": True},
-        # The disk is the machine's: nothing is evicted and no image removed because of it.
+        # The disk is the machine's: pods are not evicted and images not removed because of it.
         "evictionHard": dict.fromkeys(_EVICTION_SIGNALS, "0%"),
         "imageGCHighThresholdPercent": 100,
         "podLogsDir": str(node.folder / "pod-logs"),
@@ -109,7 +116,7 @@ def _kubelet_config(node: Node) -> dict[str, Any]:
     }
 
 
-def _proxy_config(node: Node) -> dict[str, Any]:
+def _build_proxy_config(node: ClusterNode) -> dict[str, Any]:
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
@@ -123,18 +130,18 @@ def _proxy_config(node: Node) -> dict[str, Any]:
     }
 
 
-def _network_plugin(node: Node) -> dict[str, Any]:
-    addresses = {
+def _build_network_plugin(node: ClusterNode) -> dict[str, Any]:
+    ipam = {
         "type": "host-local",
         "ranges": [[{"subnet": node.pod_subnet}]],
         "routes": [{"dst": "0.0.0.0/0"}],
         "dataDir": str(node.folder / "addresses"),
     }
-    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "hairpinMode": True, "ipam": addresses}
+    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "hairpinMode": True, "ipam": ipam}
     return {"cniVersion": "0.4.0", "name": node.namespace, "plugins": [bridge]}
 
 
-def _containerd_config(node: Node, cni_folder: Path, runtime_spec: Path, network_plugins: Path) -> str:
+def _build_containerd_config(node: ClusterNode, cni_folder: Path, runtime_spec: Path, network_plugins: Path) -> str:
     cri = 'plugins."io.containerd.grpc.v1.cri"'
     return f"""
 version = 2
@@ -167,22 +174,22 @@ disabled_plugins = {json.dumps([f"io.containerd.snapshotter.v1.{name}" for name 
 
 [{cri}.containerd.runtimes.runc.options]
   Root = "{node.run_folder}/runc"
-  ShimCgroup = "/{_shim_cgroup(node)}"
+  ShimCgroup = "/{_get_shim_cgroup(node)}"
   SystemdCgroup = false
 """
 
 
-def _shim_cgroup(node: Node) -> str:
-    """Containers outlive a restart of containerd, so their shims must not be in its cgroup."""
+def _get_shim_cgroup(node: ClusterNode) -> str:
+    """Return the cgroup of shims. Containers outlive a restart of containerd, so it must not be containerd's own."""
     return f"{node.cgroup}/shims"
 
 
-def _listens(path: Path) -> bool:
+def _is_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(str(path)) == 0
 
 
-def _import_images(node: Node, programs: Programs, archive: bytes) -> None:
+def _import_images(node: ClusterNode, programs: Programs, archive: bytes) -> None:
     imported = node.folder / "imported-images"
     digest = hashlib.sha256(archive).hexdigest()
     if imported.exists() and imported.read_text() == digest:
@@ -190,6 +197,6 @@ def _import_images(node: Node, programs: Programs, archive: bytes) -> None:
     file = node.folder / "images.tar"
     file.write_bytes(archive)
     ctr = (programs["ctr"], "--address", node.containerd_socket)
-    run(*ctr, "--namespace", "k8s.io", "images", "import", file)
+    run_command(*ctr, "--namespace", "k8s.io", "images", "import", file)
     file.unlink()
     imported.write_text(digest)

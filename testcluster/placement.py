@@ -1,4 +1,4 @@
-"""Where a job's pods run, for tests and the demo."""
+"""Placement of a job's pods, for tests and the demo."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Collection
 from typing import Any
 
 
-def apart(job: str, nodes: Collection[str] = ()) -> dict[str, Any]:
-    """Fields of a pod's spec: the job's pods run on different nodes; on some of `nodes`, where any are named."""
-    spread = {
+def spread_over_nodes(job: str, nodes: Collection[str] = ()) -> dict[str, Any]:
+    """Return fields of a pod's spec that put the job's pods on different nodes, among `nodes` if any are named."""
+    constraint = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "DoNotSchedule",
         "labelSelector": {"matchLabels": {"pacekeeper.dev/job": job}},
     }
-    fields: dict[str, Any] = {"topologySpreadConstraints": [spread]}
+    fields: dict[str, Any] = {"topologySpreadConstraints": [constraint]}
     if nodes:
-        here = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(nodes)}
-        terms = {"nodeSelectorTerms": [{"matchExpressions": [here]}]}
+        requirement = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(nodes)}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [requirement]}]}
         fields["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     return fields

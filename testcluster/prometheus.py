@@ -1,4 +1,4 @@
-"""Prometheus beside the cluster, on the machine itself: it discovers the pods and scrapes them every second."""
+"""Prometheus on the machine itself: it discovers the cluster's pods and scrapes them every second."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from testcluster.daemons import Daemon
 from testcluster.programs import Programs
 from testcluster.release import SYSTEM
 from testcluster.settings import HOST_ADDRESS, PROMETHEUS_PORT, PROMETHEUS_URL, STATE
-from testcluster.shell import answers, write
+from testcluster.shell import is_answering, write_if_changed
 
-_OF_JOBS = {
+_JOB_NAMESPACE_RELABELING = {
     "source_labels": ["namespace", "exported_namespace"],
     "regex": f"{SYSTEM};(.+)",
     "target_label": "namespace",
 }
-"""The operator speaks of jobs in their namespaces, and it alone is believed."""
+"""The operator exports metrics of jobs in their namespaces. Only the operator's own label is trusted."""
 
 
-def ensure(programs: Programs) -> None:
-    daemon = prometheus(programs)
-    daemon.ensure()
-    daemon.wait_for(partial(answers, f"{PROMETHEUS_URL}/-/ready"), timeout=60, what="Prometheus ready")
+def ensure_prometheus(programs: Programs) -> None:
+    daemon = build_prometheus(programs)
+    daemon.ensure_running()
+    daemon.wait_for(partial(is_answering, f"{PROMETHEUS_URL}/-/ready"), timeout=60, what="Prometheus ready")
 
 
-def prometheus(programs: Programs) -> Daemon:
-    config = write(STATE / "prometheus.yaml", yaml.safe_dump(_config(), sort_keys=False))
+def build_prometheus(programs: Programs) -> Daemon:
+    config = write_if_changed(STATE / "prometheus.yaml", yaml.safe_dump(_build_config(), sort_keys=False))
     command = (
         str(programs.prometheus),
         f"--config.file={config}",
@@ -42,26 +42,26 @@ def prometheus(programs: Programs) -> Daemon:
     return Daemon("prometheus", command, configuration=config.read_text())
 
 
-def _config() -> dict[str, Any]:
+def _build_config() -> dict[str, Any]:
     return {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "scrape_configs": [
             # Pacekeeper's sidecars and operator: every container port with this name.
-            _pods("pacekeeper", _keep("__meta_kubernetes_pod_container_port_name", "pk-metrics"))
-            | {"metric_relabel_configs": [_OF_JOBS]},
-            _pods(
+            _build_pod_scrape("pacekeeper", _build_keep_rule("__meta_kubernetes_pod_container_port_name", "pk-metrics"))
+            | {"metric_relabel_configs": [_JOB_NAMESPACE_RELABELING]},
+            _build_pod_scrape(
                 "dcgm-exporter",
-                _keep("__meta_kubernetes_namespace", "gpu-monitoring"),
-                _keep("__meta_kubernetes_pod_label_app_kubernetes_io_name", "dcgm-exporter"),
-                _keep("__meta_kubernetes_pod_container_port_name", "metrics"),
+                _build_keep_rule("__meta_kubernetes_namespace", "gpu-monitoring"),
+                _build_keep_rule("__meta_kubernetes_pod_label_app_kubernetes_io_name", "dcgm-exporter"),
+                _build_keep_rule("__meta_kubernetes_pod_container_port_name", "metrics"),
             ),
         ],
     }
 
 
-def _pods(job: str, *choose: dict[str, Any]) -> dict[str, Any]:
-    """As the chart's PodMonitors have it: who speaks is what Prometheus has found, never what the target says."""
-    relabel = [*choose, _keep("__meta_kubernetes_pod_phase", "Pending|Running")]
+def _build_pod_scrape(job: str, *keep_rules: dict[str, Any]) -> dict[str, Any]:
+    """Build a scrape as in the chart's PodMonitors: labels come from discovery, never from the target."""
+    relabel = [*keep_rules, _build_keep_rule("__meta_kubernetes_pod_phase", "Pending|Running")]
     for label, source in (
         ("namespace", "namespace"),
         ("pod", "pod_name"),
@@ -80,5 +80,5 @@ def _pods(job: str, *choose: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _keep(label: str, pattern: str) -> dict[str, Any]:
+def _build_keep_rule(label: str, pattern: str) -> dict[str, Any]:
     return {"source_labels": [label], "regex": pattern, "action": "keep"}

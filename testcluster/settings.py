@@ -1,4 +1,4 @@
-"""Where things are: versions, addresses, folders, and the layout of one node."""
+"""Versions, addresses, folders, and the layout of one node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KUBERNETES_VERSION = "1.36.3"
-HELM_VERSION = "4.2.4"  # of the versions whose libraries are those of KUBERNETES_VERSION; testcluster/go/clients/go.mod
+HELM_VERSION = "4.2.4"  # a version that uses the libraries of KUBERNETES_VERSION; testcluster/go/clients/go.mod
 HELM_3_VERSION = "3.21.4"  # the same
 PROMETHEUS_VERSION = "3.15.0"
 KWOK_VERSION = "0.8.0"
@@ -28,11 +28,11 @@ PROMETHEUS_URL = f"http://{HOST_ADDRESS}:{PROMETHEUS_PORT}"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("PACEKEEPER_CACHE", Path.home() / ".cache/pacekeeper")).absolute()
-NAME = os.environ.get("PACEKEEPER_CLUSTER", "")
-"""Of a cluster that lives next to others (`apart.py`); "": the machine's own."""
-_SUFFIX = f"-{NAME}" if NAME else ""
+CLUSTER_NAME = os.environ.get("PACEKEEPER_CLUSTER", "")
+"""Name of a cluster that runs next to others (`isolation.py`); "": the machine's unnamed cluster."""
+_SUFFIX = f"-{CLUSTER_NAME}" if CLUSTER_NAME else ""
 STATE = Path(os.environ.get("PACEKEEPER_CLUSTER_DIR", f"/var/lib/pacekeeper-cluster{_SUFFIX}")).absolute()
-RUN = Path(f"/run/pacekeeper-cluster{_SUFFIX}")  # sockets and container bundles: must vanish when the machine restarts
+RUN = Path(f"/run/pacekeeper-cluster{_SUFFIX}")  # sockets and container bundles: must be gone after a restart
 CGROUP = f"pacekeeper{_SUFFIX}"  # every process of the cluster is below it
 LOGS = STATE / "logs"
 KUBECONFIG = STATE / "kubeconfig"
@@ -43,7 +43,7 @@ MAX_NODES = 200  # node i has the address 10.200.0.(10 + i)
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """One worker node, numbered from 1."""
 
     index: int
@@ -62,12 +62,12 @@ class Node:
 
     @property
     def namespace(self) -> str:
-        """The network namespace's name."""
+        """The name of the network namespace."""
         return f"pacekeeper-{self.name}"
 
     @property
     def link(self) -> str:
-        """The host's end of the node's network cable; the node's end is called eth0."""
+        """The host's end of the node's network cable. The node's end is eth0."""
         return f"pk-{self.name}"
 
     @property
@@ -87,5 +87,5 @@ class Node:
         return self.run_folder / "containerd.sock"
 
 
-def nodes(count: int) -> list[Node]:
-    return [Node(index) for index in range(1, count + 1)]
+def list_nodes(count: int) -> list[ClusterNode]:
+    return [ClusterNode(index) for index in range(1, count + 1)]

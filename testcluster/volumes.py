@@ -1,7 +1,7 @@
-"""The test cluster's volumes: folders that all nodes share, as they are one machine, emptied once their claim is gone.
+"""The test cluster's volumes: folders on the machine, which all nodes share, emptied when their claim is deleted.
 
-A process of ours does that. Kubernetes' own recycler takes the pod of an earlier recycling that is still there for its
-own: it hands the volume on full, and the late pod then empties it under the next job.
+A process of the test cluster empties them. Kubernetes' own recycler may take the pod of an earlier recycling for its
+own. It then releases a volume that is not empty, and the late pod empties it while the next job uses it.
 """
 
 from __future__ import annotations
@@ -14,57 +14,57 @@ from pathlib import Path
 from testcluster import api, programs
 from testcluster.daemons import Daemon
 from testcluster.settings import KUBECONFIG, REPOSITORY, VOLUMES
-from testcluster.shell import ClusterError, run, say
+from testcluster.shell import ClusterError, log_progress, run_command
 
-COUNT = 8
-_LOOK_SECONDS = 0.5
-_FREE = '[{"op": "remove", "path": "/spec/claimRef"}]'
+VOLUME_COUNT = 8
+_RECYCLE_INTERVAL_SECONDS = 0.5
+_RELEASE_PATCH = '[{"op": "remove", "path": "/spec/claimRef"}]'
 
 
-def make() -> str:
-    """The folders; the manifests of their volumes."""
-    for index in range(COUNT):
-        folder = _folder(f"checkpoints-{index}")
+def create_volumes() -> str:
+    """Create the folders, and return the manifests of their volumes."""
+    for index in range(VOLUME_COUNT):
+        folder = _get_folder(f"checkpoints-{index}")
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o777)  # containers write to it as any user
-    return "\n---\n".join(_volume(f"checkpoints-{index}") for index in range(COUNT))
+    return "\n---\n".join(_build_volume(f"checkpoints-{index}") for index in range(VOLUME_COUNT))
 
 
-def ensure() -> None:
-    """Volumes whose claim is gone are emptied and free again a moment later."""
-    daemon().ensure()
+def ensure_recycler() -> None:
+    """Ensure the process that empties and releases volumes whose claim is deleted."""
+    build_daemon().ensure_running()
 
 
-def daemon() -> Daemon:
-    """Its source is its configuration: a changed one restarts it."""
+def build_daemon() -> Daemon:
+    """Build the daemon. Its source counts as configuration: a change restarts it."""
     command = ("env", f"PYTHONPATH={REPOSITORY}", sys.executable, "-m", "testcluster.volumes")
     return Daemon("volumes", command, configuration=Path(__file__).read_text())
 
 
 def main() -> None:
-    """Until it is ended. While the API server is away, nothing is given back."""
+    """Recycle volumes until the process is ended. While the API server is unavailable, no volume is released."""
     while True:
         try:
-            for volume in api.get("/api/v1/persistentvolumes")["items"]:
+            for volume in api.get_path("/api/v1/persistentvolumes")["items"]:
                 if volume["status"].get("phase") in ("Released", "Failed"):
-                    _give_back(volume["metadata"]["name"])
+                    _recycle_volume(volume["metadata"]["name"])
         except (ClusterError, OSError) as error:
-            say(str(error))
-        time.sleep(_LOOK_SECONDS)
+            log_progress(str(error))
+        time.sleep(_RECYCLE_INTERVAL_SECONDS)
 
 
-def _give_back(name: str) -> None:
-    for left in _folder(name).iterdir():
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-    kubectl = (programs.kubectl(), f"--kubeconfig={KUBECONFIG}")
-    run(*kubectl, "patch", "persistentvolume", name, "--type=json", "-p", _FREE)
+def _recycle_volume(name: str) -> None:
+    for entry in _get_folder(name).iterdir():
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    kubectl = (programs.find_kubectl(), f"--kubeconfig={KUBECONFIG}")
+    run_command(*kubectl, "patch", "persistentvolume", name, "--type=json", "-p", _RELEASE_PATCH)
 
 
-def _folder(name: str) -> Path:
+def _get_folder(name: str) -> Path:
     return VOLUMES / name
 
 
-def _volume(name: str) -> str:
+def _build_volume(name: str) -> str:
     return f"""
 apiVersion: v1
 kind: PersistentVolume
@@ -74,7 +74,7 @@ spec:
   accessModes: [ReadWriteMany, ReadWriteOnce]
   capacity: {{storage: 100Gi}}
   persistentVolumeReclaimPolicy: Retain
-  hostPath: {{path: {_folder(name)}, type: Directory}}
+  hostPath: {{path: {_get_folder(name)}, type: Directory}}
 """
 
 

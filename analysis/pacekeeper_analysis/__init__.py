@@ -1,1 +1,1 @@
-"""Pure analysis: numpy in, numbers out. Also the words that operator and trainer speak with each other."""
+"""Pure analysis: numpy in, numbers out. Also the wire format between operator and trainer."""

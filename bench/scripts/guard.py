@@ -1,9 +1,9 @@
 """Nothing that a command starts outlives it, nor whoever waits for it: not when it is interrupted, or killed.
 
-`run` starts the command below a guard: `python -m bench.scripts.guard SECONDS COMMAND …`, in a session of its own. All
-that the command starts stays below the guard, in whatever session it puts itself (PR_SET_CHILD_SUBREAPER); the guard is
-told when the one who waits for it is gone, by SIGKILL as well (PR_SET_PDEATHSIG). What is in a cgroup of its own stays:
-the daemons of the test cluster, which is meant to stay.
+`run_guarded` starts the command below a guard: `python -m bench.scripts.guard SECONDS COMMAND …`, in a session of its
+own. All that the command starts stays below the guard, in whatever session it puts itself (PR_SET_CHILD_SUBREAPER); the
+guard receives a signal when the process that waits for it is gone, by SIGKILL as well (PR_SET_PDEATHSIG). What is in a
+cgroup of its own stays: the daemons of the test cluster, which is meant to stay.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def run(command: Sequence[str], seconds: float, line: Callable[[str], None], cwd: Path | None = None) -> int:
+def run_guarded(command: Sequence[str], seconds: float, on_line: Callable[[str], None], cwd: Path | None = None) -> int:
     """The command's exit status (TIMED_OUT after so many seconds), when it and all that it started are gone.
 
-    line: called with each line of its standard output.
+    on_line: called with each line of its standard output.
     """
     guard = [sys.executable, "-m", __spec__.name, str(os.getpid()), str(seconds), *command]
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     process = subprocess.Popen(guard, cwd=cwd, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:
-        for text in process.stdout:
-            line(text)
+        for line in process.stdout:
+            on_line(line)
         return process.wait()
     except BaseException:
         process.terminate()
         process.wait()
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _interrupt(*_: object) -> NoReturn:
+def _raise_keyboard_interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
 def main(parent: int, seconds: float, command: Sequence[str]) -> int:
     """The guard itself."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where a shell started us in the background, and inherited
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, _raise_interrupted)
     if os.getppid() != parent:  # gone before it could have told
         return TIMED_OUT
     process: subprocess.Popen[bytes] | None = None
     try:
         process = subprocess.Popen(command)
         try:
-            return _status(process.wait(timeout=seconds))
+            return _compute_exit_status(process.wait(timeout=seconds))
         except subprocess.TimeoutExpired:
             print(f"not done in {seconds:.0f} s: ended", file=sys.stderr, flush=True)
             return TIMED_OUT
@@ -79,16 +79,16 @@ def main(parent: int, seconds: float, command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if process is not None:
             _interrupt_and_wait(process)
-        left = kill_descendants()
-        if left:
-            print(f"ended {left} processes that were left", file=sys.stderr, flush=True)
+        killed = kill_descendants()
+        if killed:
+            print(f"ended {killed} processes that were left", file=sys.stderr, flush=True)
 
 
 class _Interrupted(BaseException):
     """We were told to end, or nobody is there any more to wait for us."""
 
 
-def _interrupted(_: int, __: FrameType | None) -> NoReturn:
+def _raise_interrupted(_: int, __: FrameType | None) -> NoReturn:
     raise _Interrupted
 
 
@@ -107,8 +107,8 @@ def kill_descendants() -> int:
     """
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_SECONDS
-    while (found := descendants(os.getpid())) and time.monotonic() < deadline:
-        running = {pid for pid in found if _state(pid) not in ("Z", "")}
+    while (pids := list_descendants(os.getpid())) and time.monotonic() < deadline:
+        running = {pid for pid in pids if _read_state(pid) not in ("Z", "")}
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -120,30 +120,30 @@ def kill_descendants() -> int:
     return len(killed)
 
 
-def descendants(root: int) -> set[int]:
+def list_descendants(root: int) -> set[int]:
     """Process ids of the children of `root`, of their children, and so on, in its own cgroup."""
-    cgroup = _read(root, "cgroup")
+    cgroup = _read_proc_file(root, "cgroup")
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
-        status, its = _read(pid, "stat").rpartition(")")[2].split(), _read(pid, "cgroup")
-        if status and (status[0] == "Z" or its == cgroup):  # a dead one is in no cgroup of its own any more
+        status, process_cgroup = _read_proc_file(pid, "stat").rpartition(")")[2].split(), _read_proc_file(pid, "cgroup")
+        if status and (status[0] == "Z" or process_cgroup == cgroup):  # a dead one is in no cgroup of its own any more
             children.setdefault(int(status[1]), []).append(pid)
-    found: set[int] = set()
-    waiting = [root]
-    while waiting:
-        of_one = children.get(waiting.pop(), [])
-        found.update(of_one)
-        waiting += of_one
-    return found
+    pids: set[int] = set()
+    queue = [root]
+    while queue:
+        child_pids = children.get(queue.pop(), [])
+        pids.update(child_pids)
+        queue += child_pids
+    return pids
 
 
-def _state(pid: int) -> str:
+def _read_state(pid: int) -> str:
     """Its letter; "Z": it has ended, and nobody has asked how."""
-    return _read(pid, "stat").rpartition(")")[2].strip()[:1]
+    return _read_proc_file(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
-def _read(pid: int, name: str) -> str:
+def _read_proc_file(pid: int, name: str) -> str:
     """Of /proc; nothing where the process has just gone."""
     try:
         return Path("/proc", str(pid), name).read_text()
@@ -151,13 +151,13 @@ def _read(pid: int, name: str) -> str:
         return ""
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _status(returncode: int) -> int:
+def _compute_exit_status(returncode: int) -> int:
     """As a shell tells it."""
     return returncode if returncode >= 0 else 128 - returncode
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from testcluster.settings import REPOSITORY
 
-LAST_WORDS = 4000
+MAX_ERROR_OUTPUT_CHARACTERS = 4000
 """Characters of its log that are told when it has ended."""
 END_SECONDS = 30.0
 
@@ -34,7 +34,7 @@ class HostProcess:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, order: Mapping[str, Any]) -> Any:
+    def request(self, payload: Mapping[str, Any]) -> Any:
         """Its answer. Raises HostFailedError."""
         try:
             process = self._process = self._process or self._start()
@@ -44,12 +44,12 @@ class HostProcess:
         assert process.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):  # it has ended since the last answer
-            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.write(json.dumps(payload) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         if not line:
             self._process = None
-            raise HostFailedError(f"its host has ended: {self._log.read_text()[-LAST_WORDS:]}")
+            raise HostFailedError(f"its host has ended: {self._log.read_text()[-MAX_ERROR_OUTPUT_CHARACTERS:]}")
         return json.loads(line)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step = restore(model, optimizer)
+    step = restore_checkpoint(model, optimizer)
     parallel = DistributedDataParallel(model)
     diary = (FOLDER / f"rank-{rank}").open("a", buffering=1)
     incarnation = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -41,17 +41,17 @@ def main() -> None:
         step += 1
         diary.write(f"{time.monotonic()} {os.getpid()} {incarnation} {step}\n")
         if rank == 0:
-            save(model, optimizer, step)
+            save_checkpoint(model, optimizer, step)
         time.sleep(STEP_SECONDS)
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-    torch.save({**content, "hash": state_hash(content)}, FOLDER / "checkpoint.new")
+    torch.save({**content, "hash": hash_state(content)}, FOLDER / "checkpoint.new")
     (FOLDER / "checkpoint.new").replace(FOLDER / "checkpoint")
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def restore_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """The step that the checkpoint was taken at; 0 where there is none."""
     path = FOLDER / "checkpoint"
     if not path.exists():
@@ -60,13 +60,13 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
     restored = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": content["step"]}
-    if state_hash(restored) != content["hash"]:
+    if hash_state(restored) != content["hash"]:
         sys.exit(3)
     step: int = content["step"]
     return step
 
 
-def state_hash(content: dict[str, Any]) -> str:
+def hash_state(content: dict[str, Any]) -> str:
     """Over every tensor of model and optimizer, and the step."""
     digest = hashlib.sha256(str(content["step"]).encode())
     moments = content["optimizer"]["state"]

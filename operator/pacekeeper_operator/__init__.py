@@ -1,1 +1,1 @@
-"""The operator: the only code that talks to Kubernetes and Prometheus."""
+"""The operator: the only code that calls the Kubernetes API server and Prometheus."""

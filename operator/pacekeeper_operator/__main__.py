@@ -1,4 +1,4 @@
-"""`python -m pacekeeper_operator` runs the operator; `… release-all` releases all quarantined nodes and ends."""
+"""`python -m pacekeeper_operator` runs the operator; `… release-all` releases all quarantined nodes and exits."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from prometheus_client import start_http_server
 
 from pacekeeper_analysis.errors import InputError
 
-from . import cluster, files, health, metrics, process, server
-from .certificates import Certificates
-from .connections import Connections
-from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
-from .observe.prometheus import Prometheus
-from .observe.prometheus_access import over_http
-from .runtime import (
-    Runtime,
-    have_one_heap,
-    look_at_all_now_and_then,
-    read_what_is_nested_deeply,
-    seldom_look_for_garbage,
+from . import file_limits, metrics
+from .async_runtime import (
+    OperatorRuntime,
+    collect_garbage_periodically,
+    limit_malloc_arenas,
+    raise_recursion_limit,
+    reduce_gc_frequency,
 )
-from .services.leadership import Lease
+from .endpoint import server
+from .endpoint.certificates import CertificateManager
+from .endpoint.connections import EndpointConnections
+from .endpoint.sidecars import SidecarService
+from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
+from .kube import client
+from .kube.leader_election import LeaderElector
+from .observe.prometheus import PrometheusClient
+from .observe.prometheus_access import create_http_query
+from .runtime import health, process
 from .services.operator import Operator
 from .services.quarantine import release_all
-from .services.sidecars import Sidecars
 from .services.webhook import Webhook
-from .services.webhook import over_http as over_webhook
+from .services.webhook import create_http_post as over_webhook
 from .settings import Settings
 
-RELEASE_SECONDS = 120.0
+RELEASE_ALL_TIMEOUT_SECONDS = 120.0
 
 
 def main() -> int:
@@ -55,56 +58,69 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    files.raise_limit()
-    have_one_heap()
-    seldom_look_for_garbage()
-    read_what_is_nested_deeply()
-    return asyncio.run(_run(settings) if arguments.command == "run" else _release_all(settings))
+    file_limits.raise_file_limit()
+    limit_malloc_arenas()
+    reduce_gc_frequency()
+    raise_recursion_limit()
+    return asyncio.run(_run_process(settings) if arguments.command == "run" else _release_all_nodes(settings))
 
 
-class _Edges:
-    """Of a process in a pod, or beside a cluster."""
+class _PodEnvironment:
+    """The process environment in a pod, or outside of a cluster."""
 
     def __init__(self) -> None:
-        self.told_to_end = asyncio.Event()
-        self._listen_to_signals()
+        self.stop_requested = asyncio.Event()
+        self._install_signal_handlers()
 
-    def _listen_to_signals(self) -> None:
+    def _install_signal_handlers(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.told_to_end.set)
+            asyncio.get_running_loop().add_signal_handler(number, self.stop_requested.set)
 
-    def connect(self) -> AbstractAsyncContextManager[cluster.Cluster]:
-        return cluster.connect()
+    def connect(self) -> AbstractAsyncContextManager[client.Cluster]:
+        return client.connect_to_cluster()
 
-    def certificates(self, api: cluster.Cluster, settings: Settings, runtime: Runtime) -> Certificates:
-        return Certificates(api, settings, runtime)
+    def create_certificates(
+        self, api: client.Cluster, settings: Settings, runtime: OperatorRuntime
+    ) -> CertificateManager:
+        return CertificateManager(api, settings, runtime)
 
-    def prometheus(self, settings: Settings) -> Prometheus:
+    def create_prometheus(self, settings: Settings) -> PrometheusClient:
         url, folder = settings.prometheus_url, settings.prometheus_credentials
-        ask = over_http(url, Path(folder) if folder else None, settings.prometheus_headers) if url else None
+        run_query = (
+            create_http_query(url, Path(folder) if folder else None, settings.prometheus_headers) if url else None
+        )
         matchers = settings.prometheus_matchers
-        return Prometheus(url, settings.dcgm_namespace, settings.dcgm_node_label, ask, matchers)
+        return PrometheusClient(url, settings.dcgm_namespace, settings.dcgm_node_label, run_query, matchers)
 
-    def webhook(self, settings: Settings, runtime: Runtime) -> Webhook | None:
+    def create_webhook(self, settings: Settings, runtime: OperatorRuntime) -> Webhook | None:
         folder = settings.incident_webhook
         return Webhook(over_webhook(Path(folder)), runtime) if folder else None
 
-    def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[None]:
-        return health.serve(partial(health.ill, operator, lease), operator.settings.liveness_port)
+    def serve_liveness(self, operator: Operator, lease: LeaderElector) -> AbstractAsyncContextManager[None]:
+        return health.serve_liveness(
+            partial(health.find_liveness_failure, operator, lease), operator.settings.liveness_port
+        )
 
     @asynccontextmanager
-    async def listen(
-        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext, lease: Lease
+    async def serve_sidecars(
+        self,
+        sidecars: SidecarService,
+        runtime: OperatorRuntime,
+        settings: Settings,
+        context: ssl.SSLContext,
+        lease: LeaderElector,
     ) -> AsyncIterator[None]:
-        connections = Connections()
-        connections.say_room()
+        connections = EndpointConnections()
+        connections.report_capacity()
         loop = asyncio.get_running_loop()
         metrics.TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
-        async with server.serve(sidecars, runtime, settings.port, context, connections=connections, leadership=lease):
+        async with server.serve_endpoint(
+            sidecars, runtime, settings.port, context, connections=connections, leadership=lease
+        ):
             start_http_server(settings.metrics_port)
             yield
 
-    async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
+    async def run_handlers(self, operator: Operator, stopped: asyncio.Event) -> None:
         settings, others = operator.settings, asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
             clusterwide=not settings.watch_namespaces,
@@ -113,15 +129,15 @@ class _Edges:
             memo=kopf.Memo(operator=operator),
             stop_flag=stopped,
         )
-        self._listen_to_signals()  # kopf has taken them: it would end while the Lease is still held
+        self._install_signal_handlers()  # kopf replaced them: it would exit while the Lease is still held
         await kopf.run_tasks(tasks, ignored=others)
 
 
-async def _run(settings: Settings) -> int:
-    """The process's exit status."""
-    runtime = Runtime()
-    runtime.start(look_at_all_now_and_then(runtime), "garbage")
-    if await process.run(settings, runtime, _Edges()):
+async def _run_process(settings: Settings) -> int:
+    """Run the operator and return the exit status of the process."""
+    runtime = OperatorRuntime()
+    runtime.start_task(collect_garbage_periodically(runtime), "garbage collection")
+    if await process.run_operator(settings, runtime, _PodEnvironment()):
         return 0
     if isinstance(runtime.failure, InputError):
         print(f"error: {runtime.failure}", file=sys.stderr)
@@ -129,9 +145,9 @@ async def _run(settings: Settings) -> int:
     return 1
 
 
-async def _release_all(settings: Settings) -> int:
-    async with cluster.connect() as api:
-        await release_all(api, Runtime(), RELEASE_SECONDS, settings)
+async def _release_all_nodes(settings: Settings) -> int:
+    async with client.connect_to_cluster() as api:
+        await release_all(api, OperatorRuntime(), RELEASE_ALL_TIMEOUT_SECONDS, settings)
     return 0
 
 

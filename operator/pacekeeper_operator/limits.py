@@ -1,6 +1,6 @@
-"""Bounds on what somebody may ask of the operator: how often, how much at once, and how long an answer is remembered.
+"""Bounds on requests to the operator: rate, concurrency, and how long an answer is cached.
 
-What is kept for each asker forgets what was used longest ago, so that nobody makes it grow by ever new names.
+State per key is dropped by least recent use, so that a caller cannot make it grow with new names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
-Who = TypeVar("Who", bound=Hashable)
+LimitKey = TypeVar("LimitKey", bound=Hashable)
 Value = TypeVar("Value")
 
 
@@ -23,17 +23,17 @@ class _Bucket:
     at: float
 
 
-class Rate(Generic[Who]):
-    """So many at once and so many a second, for each key (a token bucket). Times are of a clock that never jumps."""
+class RateLimiter(Generic[LimitKey]):
+    """A token bucket for each key: a burst, and a rate per second. Times are of a monotonic clock."""
 
     def __init__(self, per_second: float, at_once: int, keys: int = 20_000) -> None:
         self._per_second = per_second
         self._at_once = at_once
         self._keys = keys
-        self._buckets: OrderedDict[Who, _Bucket] = OrderedDict()
+        self._buckets: OrderedDict[LimitKey, _Bucket] = OrderedDict()
 
-    def take(self, key: Who, now: float) -> bool:
-        """Whether one more is allowed, which then counts."""
+    def take(self, key: LimitKey, now: float) -> bool:
+        """Return whether one more request is allowed, and count it if so."""
         bucket = self._buckets.pop(key, None) or _Bucket(self._at_once, now)
         bucket.left = min(self._at_once, bucket.left + (now - bucket.at) * self._per_second)
         bucket.at = now
@@ -44,83 +44,83 @@ class Rate(Generic[Who]):
             self._buckets.popitem(last=False)
         return allowed
 
-    def give_back(self, key: Who) -> None:
-        """The last one does not count after all."""
+    def refund(self, key: LimitKey) -> None:
+        """Do not count the last request of `key`."""
         self.charge(key, -1)
 
-    def charge(self, key: Who, more: float) -> None:
-        """The last one turns out to count as so many more: what is owed comes in before the next is allowed."""
+    def charge(self, key: LimitKey, more: float) -> None:
+        """Count the last request as `more` additional ones. The debt is repaid before the next request is allowed."""
         if key in self._buckets:
             self._buckets[key].left -= more
 
 
-class Remembered(Generic[Who, Value]):
-    """Answers that hold for `seconds`, the newest `most` of them."""
+class ExpiringCache(Generic[LimitKey, Value]):
+    """Values that are valid for `seconds`; the newest `capacity` of them."""
 
-    def __init__(self, seconds: float, most: int) -> None:
+    def __init__(self, seconds: float, capacity: int) -> None:
         self._seconds = seconds
-        self._most = most
-        self._answers: OrderedDict[Who, tuple[float, Value]] = OrderedDict()
+        self._most = capacity
+        self._entries: OrderedDict[LimitKey, tuple[float, Value]] = OrderedDict()
 
-    def get(self, key: Who, now: float) -> Value | None:
-        at, value = self._answers.get(key, (0.0, None))
+    def get(self, key: LimitKey, now: float) -> Value | None:
+        at, value = self._entries.get(key, (0.0, None))
         return value if value is not None and now - at < self._seconds else None
 
-    def put(self, key: Who, value: Value, now: float) -> None:
-        self._answers.pop(key, None)
-        self._answers[key] = (now, value)
-        if len(self._answers) > self._most:
-            self._answers.popitem(last=False)
+    def put(self, key: LimitKey, value: Value, now: float) -> None:
+        self._entries.pop(key, None)
+        self._entries[key] = (now, value)
+        if len(self._entries) > self._most:
+            self._entries.popitem(last=False)
 
 
 class Backoff:
-    """Pauses after failures in a row: each twice as long as the one before, up to the longest."""
+    """Pauses after consecutive failures: each is twice as long as the one before, up to the longest."""
 
     def __init__(self, first: float, longest: float) -> None:
-        self.failing = False
+        self.is_failing = False
         self._first = self._next = first
         self._longest = longest
 
-    def failed(self) -> float:
-        """Seconds until the next try."""
-        pause, self.failing = self._next, True
+    def record_failure(self) -> float:
+        """Record a failure and return the seconds until the next attempt."""
+        pause, self.is_failing = self._next, True
         self._next = min(self._longest, 2 * pause)
         return pause
 
-    def succeeded(self) -> None:
-        self._next, self.failing = self._first, False
+    def record_success(self) -> None:
+        self._next, self.is_failing = self._first, False
 
 
-class Turns(Generic[Who]):
-    """One at a time for each key; the others of the key wait, in order."""
+class KeyedLocks(Generic[LimitKey]):
+    """A lock for each key; waiters of a key are served in order."""
 
     def __init__(self) -> None:
-        self._locks: WeakValueDictionary[Who, asyncio.Lock] = WeakValueDictionary()  # gone with the last who waits
+        self._locks: WeakValueDictionary[LimitKey, asyncio.Lock] = WeakValueDictionary()  # dropped with its last waiter
 
     @asynccontextmanager
-    async def turn(self, key: Who) -> AsyncIterator[None]:
+    async def hold(self, key: LimitKey) -> AsyncIterator[None]:
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:
             yield
 
 
-class Spent(Exception):
-    """What all share is lent out for now."""
+class BudgetExhausted(Exception):
+    """The shared budget is used up at the moment."""
 
 
-class Budget:
-    """So much in all, whoever asks."""
+class ByteBudget:
+    """A budget of bytes that all callers share."""
 
-    def __init__(self, most: int) -> None:
-        self.left = most
+    def __init__(self, capacity: int) -> None:
+        self.remaining = capacity
 
     @contextmanager
-    def lent(self, amount: int) -> Iterator[None]:
-        """Raises Spent."""
-        if amount > self.left:
-            raise Spent
-        self.left -= amount
+    def reserve(self, amount: int) -> Iterator[None]:
+        """Reserve `amount` bytes within the context. Raises BudgetExhausted if fewer remain."""
+        if amount > self.remaining:
+            raise BudgetExhausted
+        self.remaining -= amount
         try:
             yield
         finally:
-            self.left += amount
+            self.remaining += amount

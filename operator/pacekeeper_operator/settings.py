@@ -10,121 +10,137 @@ from typing import Self
 
 from pacekeeper_analysis.errors import InputError
 
-from .api import Mode, parse_duration
-from .node_health import CONDITION_TYPE, CONDITIONS, KUBERNETES_CONDITIONS, TAINTS, NodeHealth
-from .policies import Peer, parse_peers, peers_of_url
+from .api.formats import parse_duration
+from .api.training_job import RemediationMode
+from .pods.network_policies import NetworkPolicyPeer, derive_peers_from_url, parse_peers
+from .pods.node_health import (
+    CONDITION_TYPE_PATTERN,
+    DEFAULT_LEAVE_CONDITIONS,
+    DEFAULT_LEAVE_TAINTS,
+    KUBERNETES_CONDITIONS,
+    NodeHealthRules,
+)
+from .pods.resources import SIDECAR_RESOURCES, Resources, parse_resources
+from .pods.tolerations import Toleration, parse_tolerations
 from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
-from .resources import SIDECAR_RESOURCES, Resources, parse_resources
-from .tolerations import Toleration, parse_tolerations
 
 MAX_RELEASE_PROBES = 5
-"""A NodeQuarantine keeps its last ten probes, those in vain among them."""
+"""A NodeQuarantine keeps its last ten probes, failed ones included."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Durations are seconds."""
+    """The operator's settings. Durations are in seconds."""
 
     namespace: str = "pacekeeper-system"
-    """Where the operator runs: its Lease, its certificate authority and the pause switch are there."""
+    """The operator's namespace, with its Lease, its certificate authority, and the pause switch."""
     watch_namespaces: tuple[str, ...] = ()
-    """Jobs are kept in these namespaces only, and nothing of others is seen; empty: in all."""
+    """The operator manages jobs in these namespaces only, and reads nothing of others. Empty: all namespaces."""
     identity: str = ""
-    """Holder of the Lease: the operator's pod. A container that restarts in the same pod leads on at once."""
+    """Holder of the Lease: the operator's pod. A container that restarts in the same pod continues to lead at once."""
     service_name: str = "pacekeeper"
-    """The Service in front of the endpoint for sidecars; its names stand in the serving certificate."""
+    """The Service in front of the endpoint for sidecars. The serving certificate contains its names."""
     address: str = ""
-    """Where sidecars reach the endpoint, host:port; "": the Service's name and the port."""
+    """Address at which sidecars reach the endpoint, host:port. Empty: the Service's name and the port."""
     pod_ip: str = ""
-    """Of this operator's pod: where sidecars reach it while it leads, past the Service; "": by the Service only."""
+    """IP address of this operator's pod, at which sidecars reach the leader without the Service.
+
+    Empty: only by the Service.
+    """
     tls_secret: str = ""
-    """Secret of the operator's namespace with the endpoint's tls.crt and tls.key, and the ca.crt that workers are to
-    trust; read anew when it changes. "": the operator keeps an authority of its own."""
+    """Secret in the operator's namespace with the endpoint's certificate. Empty: the operator has its own authority.
+
+    The Secret holds `tls.crt`, `tls.key`, and the `ca.crt` that workers trust. The operator reads it again when it
+    changes.
+    """
     image: str = "pacekeeper:0.1.0"
     """The operator's own image, which probe pods run."""
     image_pull_policy: str = ""
-    """Of probe pods; "": the API server's default."""
+    """Image pull policy of probe pods. Empty: the API server's default."""
     image_pull_secrets: str = ""
-    """Of probe pods: names of Secrets in the operator's namespace, comma separated."""
+    """Image pull secrets of probe pods: names of Secrets in the operator's namespace, comma separated."""
     probe_runtime_class: str = ""
-    """RuntimeClass of probe pods that look at GPUs, where the nodes' default does not bring the driver into pods."""
+    """RuntimeClass of probe pods that check GPUs, for nodes whose default does not mount the driver into pods."""
     probe_tolerations: tuple[Toleration, ...] = ()
-    """Of probe pods (a JSON list): a taint with the effect NoExecute would else end them."""
+    """Tolerations of probe pods (a JSON list). Without them, a taint with the effect NoExecute would evict the pods."""
     sidecar_image: str = ""
-    """Image of the sidecar; "": that of the job's trainer, which has Pacekeeper in it."""
+    """Image of the sidecar. Empty: the image of the job's trainer, which contains Pacekeeper."""
     sidecar_pull_policy: str = ""
     sidecar_resources: Resources = field(default_factory=lambda: SIDECAR_RESOURCES)
-    """What the sidecar of each worker asks for and gets at most (a JSON object)."""
+    """Resource requests and limits of each worker's sidecar (a JSON object)."""
 
     port: int = 8443
-    """HTTPS endpoint for sidecars."""
+    """Port of the HTTPS endpoint for sidecars."""
     liveness_port: int = 8080
     metrics_port: int = 9464
 
     prometheus_url: str = ""
-    """Empty: DCGM's GPU errors are not seen, and conditions say so."""
+    """URL of Prometheus. Empty: DCGM's GPU errors are not read, and conditions report that."""
     prometheus_credentials: str = ""
-    """Folder where the Secret with token, username, password, ca.crt, tls.crt and tls.key is mounted; "": none."""
+    """Mount path of the Secret with token, username, password, ca.crt, tls.crt, and tls.key. Empty: no credentials."""
     prometheus_headers: Headers = ()
-    """Sent with each question to Prometheus (a JSON object)."""
+    """Headers of each request to Prometheus (a JSON object)."""
     prometheus_matchers: Matchers = ()
-    """Put into every selector of the operator's own queries (a JSON list), like `cluster="a"`."""
+    """Matchers that are added to each selector of the operator's own queries (a JSON list), such as `cluster="a"`."""
     dcgm_namespace: str = ""
-    """Where the platform's dcgm-exporter runs; "": no GPU series are read, since anybody can make some."""
+    """Namespace of the platform's dcgm-exporter. Empty: no GPU series are read, since any tenant can create some."""
     dcgm_node_label: str = "Hostname"
-    """Label of DCGM's metrics that holds the node's name where the scrape does not set `node`."""
+    """Label of DCGM's metrics with the node's name, for scrapes that do not set `node`."""
     log_level: str = "INFO"
     sample_seconds: float = 2.0
-    """How often Prometheus is asked while a job runs."""
+    """Seconds between two Prometheus queries while a job runs."""
 
-    mode: Mode = Mode.ACT
-    """The most that any job may allow."""
-    quarantine_mode: Mode = Mode.RECOMMEND
+    mode: RemediationMode = RemediationMode.ACT
+    """Upper limit of what any job may allow."""
+    quarantine_mode: RemediationMode = RemediationMode.RECOMMEND
     quarantine_max_nodes: int = 5
     quarantine_max_share: float = 0.1
-    """Quarantined nodes over all nodes; one node is always allowed."""
+    """Quarantined nodes divided by all nodes. One node is always allowed."""
     breaker_nodes: int = 3
-    """So many nodes that are blamed at once are a network's or a power's fault, not theirs: no quarantines."""
+    """If this many nodes are blamed at once, the cause is the network or the power supply: no node is quarantined."""
     quarantine_conditions: tuple[str, ...] = ()
-    """A node with one of these conditions (a type, or type=status) is quarantined on the platform's own word: no job
-    has to blame it, and no probe has to agree."""
+    """Node conditions (a type, or type=status) by which the platform itself has a node quarantined.
+
+    The quarantine needs no blame by a job, and no failed probe.
+    """
     repair_condition: str = ""
-    """Type of the condition that a node has while it is quarantined, for whoever repairs nodes; "": none."""
+    """Type of the condition that a node has while it is quarantined, for repair systems. Empty: none."""
     quarantine_expires_after: float = 3600.0
     probe_timeout: float = 60.0
     release_probes: int = 3
-    """So many probes in a row must pass on a quarantined node before it is released."""
+    """Consecutive probes that must pass on a quarantined node before it is released."""
     paused: bool = False
-    """Cluster-wide: decide and write down, but apply no remedy. The ConfigMap `pacekeeper-pause` does it live."""
+    """Cluster-wide: decide and record, but apply no remedy. The ConfigMap `pacekeeper-pause` does the same at run time.
+    """
 
     leave_cordoned: bool = True
-    """Workers leave cordoned nodes, by a checkpoint and a warm spare, before they are evicted."""
-    leave_taints: tuple[str, ...] = TAINTS
-    """The same of nodes with one of these taints: key, key=value, key=value:Effect."""
-    leave_conditions: tuple[str, ...] = CONDITIONS
-    """The same of nodes with one of these conditions: a type, or type=status."""
+    """Workers leave cordoned nodes before they are evicted, by a checkpoint and a warm spare."""
+    leave_taints: tuple[str, ...] = DEFAULT_LEAVE_TAINTS
+    """Workers also leave nodes with one of these taints: key, key=value, key=value:Effect."""
+    leave_conditions: tuple[str, ...] = DEFAULT_LEAVE_CONDITIONS
+    """Workers also leave nodes with one of these conditions: a type, or type=status."""
 
-    link_probes_an_hour: int = 2
-    """Of one job: how often its launchers are asked to measure their links, at most. 0: never."""
+    link_probes_per_hour: int = 2
+    """Maximum number of link measurements per job and hour. 0: never."""
 
     traffic_planning: bool = True
-    """Whether flows may be put on planned ways, as far as a Fabric says so; False: ranks are ordered, no more."""
+    """Whether flows may be assigned to planned routes, if a Fabric allows that. False: ranks are ordered, no more."""
 
-    profiles_an_hour: int = 2
-    """Of one job: how often its ranks look into themselves for what slows them down, at most. 0: by hand only."""
+    profiles_per_hour: int = 2
+    """Maximum number of profile windows per job and hour that search for the cause of a slowdown. 0: only by hand."""
 
     incident_retention: float = 30 * 86400.0
     incident_webhook: str = ""
-    """Folder with the `url` that incidents are posted to, and where it needs them `token` and `ca.crt`; "": none is."""
+    """Folder with the `url` that incidents are posted to, and optionally `token` and `ca.crt`. Empty: no webhook."""
     grace_after_start: float = 10.0
-    """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""
+    """Seconds after the operator's start in which a silent worker is not a fault: it may not have reconnected yet."""
     lease_seconds: float = 6.0
-    """Of the right to act: an operator that dies is followed when it is over."""
+    """Duration of the Lease. If the operator crashes, another one leads once the Lease has expired."""
 
     network_policies: bool = True
-    """Each job gets a NetworkPolicy: nobody but its own workers reaches them."""
-    metrics_from: tuple[Peer, ...] = ()
-    """Who reads workers' metrics besides the operator (JSON); empty: whom `prometheus_url` names."""
+    """Whether each job gets a NetworkPolicy by which only its own workers can reach each other."""
+    metrics_from: tuple[NetworkPolicyPeer, ...] = ()
+    """Peers that may read workers' metrics in addition to the operator (JSON). Empty: derived from `prometheus_url`."""
 
     def __post_init__(self) -> None:
         if not self.lease_seconds > 0:
@@ -137,36 +153,38 @@ class Settings:
             raise InputError(
                 f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
-        _ = self.node_health, self.broken_nodes  # their own checks
+        _ = self.node_health, self.quarantine_node_health  # evaluated here because they check their input
         self._check_repair_condition()
         check_url(self.prometheus_url)
         if self.network_policies and not self.metrics_from:
-            peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
+            derive_peers_from_url(
+                self.prometheus_url
+            )  # fail now rather than at the first job, whose metrics would be missed
 
     def _check_repair_condition(self) -> None:
-        """Raises InputError for a type that is none, or that somebody else has a say in."""
+        """Raise InputError for an invalid condition type, or one that others set as well."""
         kind, name = self.repair_condition, "PACEKEEPER_REPAIR_CONDITION"
         if not kind:
             return
-        if not CONDITION_TYPE.fullmatch(kind) or kind in KUBERNETES_CONDITIONS:
+        if not CONDITION_TYPE_PATTERN.fullmatch(kind) or kind in KUBERNETES_CONDITIONS:
             raise InputError(f"{name}: {kind!r} must be a type of condition of its own, like PacekeeperFaulty")
         if kind in {text.partition("=")[0] for text in (*self.quarantine_conditions, *self.leave_conditions)}:
             raise InputError(
                 f"{name}: {kind} is one of the conditions by which nodes are quarantined or left, so the operator "
-                "would take its own word for somebody else's; choose another type, like PacekeeperFaulty"
+                "would take its own condition for another's; choose another type, like PacekeeperFaulty"
             )
 
     @property
-    def scrapers(self) -> tuple[Peer, ...]:
-        return self.metrics_from or peers_of_url(self.prometheus_url)
+    def scrapers(self) -> tuple[NetworkPolicyPeer, ...]:
+        return self.metrics_from or derive_peers_from_url(self.prometheus_url)
 
     @cached_property
-    def node_health(self) -> NodeHealth:
-        return NodeHealth(self.leave_cordoned, self.leave_taints, self.leave_conditions)
+    def node_health(self) -> NodeHealthRules:
+        return NodeHealthRules(self.leave_cordoned, self.leave_taints, self.leave_conditions)
 
     @cached_property
-    def broken_nodes(self) -> NodeHealth:
-        return NodeHealth(cordons=False, taints=(), conditions=self.quarantine_conditions)
+    def quarantine_node_health(self) -> NodeHealthRules:
+        return NodeHealthRules(cordons=False, taints=(), conditions=self.quarantine_conditions)
 
     @property
     def endpoint(self) -> str:
@@ -175,13 +193,13 @@ class Settings:
 
     @property
     def pod_endpoint(self) -> str:
-        """Where sidecars reach this very operator, address:port; "": they do not."""
+        """Return the address of this operator pod for sidecars, address:port. Empty: sidecars use the Service."""
         host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
         return f"{host}:{self.port}" if host else ""
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names and addresses by which the endpoint may be called."""
+        """Return the names and addresses by which the endpoint may be called."""
         names = [
             self.service_name,
             f"{self.service_name}.{self.namespace}",
@@ -192,17 +210,17 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """Every field may be set as PACEKEEPER_<FIELD>; durations as 90s, 5m, 1h30m. Raises InputError."""
+        """Read each field from PACEKEEPER_<FIELD>; durations as 90s, 5m, 1h30m. Raises InputError."""
         values: dict[str, object] = {"identity": environment.get("POD_NAME", socket.gethostname())}
         for item in fields(cls):
             variable = f"PACEKEEPER_{item.name.upper()}"
-            empties = item.type == "tuple[str, ...]" and variable in environment  # none of them, whatever the default
+            empties = item.type == "tuple[str, ...]" and variable in environment  # an empty list, not the default
             if environment.get(variable) or empties:
-                values[item.name] = _read(variable, environment[variable], str(item.type))
+                values[item.name] = _parse_setting(variable, environment[variable], str(item.type))
         return cls(**values)  # type: ignore[arg-type]  # the converters follow the fields' annotations
 
 
-def _read(variable: str, text: str, annotation: str) -> object:
+def _parse_setting(variable: str, text: str, annotation: str) -> object:
     try:
         match annotation:
             case "int":
@@ -211,9 +229,9 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return parse_duration(text) if text[-1].isalpha() else float(text)
             case "bool":
                 return {"true": True, "false": False}[text.lower()]
-            case "Mode":
-                return Mode(text)
-            case "tuple[Peer, ...]":
+            case "RemediationMode":
+                return RemediationMode(text)
+            case "tuple[NetworkPolicyPeer, ...]":
                 return parse_peers(text)
             case "tuple[Toleration, ...]":
                 return parse_tolerations(text)

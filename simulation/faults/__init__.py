@@ -1,4 +1,6 @@
-"""What can go wrong, as values, and when. To add a fault: one class in the module of what it strikes, one line in
-`generator.MENU`."""
+"""Faults, as values, and their triggers.
+
+To add a fault: one class in the module of what it affects, and one line in `generator.FAULT_MENU`.
+"""
 
 from . import control_plane, machines, operators, people, ranks, surroundings  # noqa: F401  # the vocabulary

@@ -1,4 +1,4 @@
-"""What goes wrong with the API server and what stands before it, and with Prometheus."""
+"""Faults of the API server, its admission chain, and Prometheus."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from ..kubernetes.faults import Denial, Fate, OneShot, SlowWebhook
-from ..prometheus import BEFORE_SECONDS
+from ..kubernetes.api.api_faults import Denial, OneShot, RequestOutcome, SlowWebhook
+from ..prometheus import XID_BASELINE_SECONDS
 from ..world import NAMESPACE
-from .fault import Cost, Fault, Heal, JobFault
+from .fault import Cost, Fault, HealCallback, JobFault
 
 if TYPE_CHECKING:
-    from .scene import Scene
+    from .context import FaultContext
 
 
 @dataclass(frozen=True)
@@ -21,131 +21,131 @@ class _ApiFault(Fault):
 
     __abstract__: ClassVar = True
 
-    def _set(self, scene: Scene, name: str, value: object) -> Heal:
-        faults = scene.world.api.faults
-        before = getattr(type(faults)(), name)
+    def _set_api_fault(self, context: FaultContext, name: str, value: object) -> HealCallback:
+        faults = context.world.api.faults
+        default = getattr(type(faults)(), name)
         setattr(faults, name, value)
-        return lambda: setattr(faults, name, before)
+        return lambda: setattr(faults, name, default)
 
 
 @dataclass(frozen=True)
 class ApiIsDown(_ApiFault):
-    """Refused, or silent."""
+    """Connections to the API server are refused, or not answered."""
 
     silent: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "silent" if self.silent else "down", True)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "silent" if self.silent else "down", True)
 
 
 @dataclass(frozen=True)
 class ApiFails(_ApiFault):
-    """This share of requests, with 500, 503 and 429."""
+    """A share of requests fails with 500, 503, or 429."""
 
     costs = (Cost.STATUS,)
     rate: float = 0.3
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "error_rate", self.rate)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "error_rate", self.rate)
 
 
 @dataclass(frozen=True)
 class AnswersAreLost(_ApiFault):
-    """This share of writes takes effect without an answer."""
+    """A share of writes takes effect without an answer."""
 
     costs = (Cost.STATUS,)
     rate: float = 0.15
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "lost_rate", self.rate)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "lost_rate", self.rate)
 
 
 @dataclass(frozen=True)
 class WritesAreLate(_ApiFault):
-    """This share of writes takes effect after its sender has given up."""
+    """A share of writes takes effect after the client has timed out."""
 
     costs = (Cost.STATUS,)
     rate: float = 0.1
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "late_rate", self.rate)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "late_rate", self.rate)
 
 
 @dataclass(frozen=True)
 class ApiIsSlow(_ApiFault):
-    """Each request takes up to so many seconds longer."""
+    """Each request takes up to `max_seconds` longer."""
 
     costs = (Cost.STATUS,)
-    by: float = 4.0
+    max_seconds: float = 4.0
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "slow", (self.by / 4, self.by))
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "slow", (self.max_seconds / 4, self.max_seconds))
 
 
 @dataclass(frozen=True)
 class WatchesLag(_ApiFault):
-    """By up to so many seconds."""
+    """Watch events are delayed by up to `max_seconds`."""
 
-    by: float = 10.0
+    max_seconds: float = 10.0
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "watch_lag", (self.by / 4, self.by))
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "watch_lag", (self.max_seconds / 4, self.max_seconds))
 
 
 @dataclass(frozen=True)
 class HistoryIsShort(_ApiFault):
-    """A stream that ends can hardly go on from where it was: 410."""
+    """A watch that ends can rarely resume from where it was: the answer is 410."""
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "history", 1)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "history", 1)
 
 
 @dataclass(frozen=True)
 class WatchesEnd(Fault):
-    """All of them, once; with `gone` what they have missed is lost."""
+    """All watches end once. `history_lost`: the events that they have missed are lost."""
 
-    gone: bool = False
+    history_lost: bool = False
 
-    def strike(self, scene: Scene) -> None:
-        scene.tell("all watches end" + (", and their past is lost" if self.gone else ""))
-        scene.world.api.end_watches(gone=self.gone)
+    def inject(self, context: FaultContext) -> None:
+        context.log("all watches end" + (", and their history is lost" if self.history_lost else ""))
+        context.world.api.end_watches(history_lost=self.history_lost)
 
 
 @dataclass(frozen=True)
 class NextRequest(Fault):
-    """What becomes of the next one of this method ("": any) to a path with `part` in it."""
+    """The outcome of the next request with this method ("": any) to a path that contains `part`."""
 
     method: str = ""
     part: str = ""
-    fate: Fate = Fate.REFUSED
+    outcome: RequestOutcome = RequestOutcome.REFUSED
     status: int = 500
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.api.faults.one_shots.append(OneShot(self.method, self.part, self.fate, self.status))
+    def inject(self, context: FaultContext) -> None:
+        context.world.api.faults.one_shots.append(OneShot(self.method, self.part, self.outcome, self.status))
 
 
 @dataclass(frozen=True)
-class Conflicts(Fault):
-    """The next so many replacements of one kind meet somebody faster."""
+class WriteConflicts(Fault):
+    """The next `number` replacements of objects of one kind fail with a conflict."""
 
     plural: str = "trainingjobstates"
     number: int = 5
 
-    def strike(self, scene: Scene) -> None:
-        shot = OneShot("PUT", f"/{self.plural}/", Fate.REFUSED, 409)
-        scene.world.api.faults.one_shots.extend([shot] * self.number)
+    def inject(self, context: FaultContext) -> None:
+        shot = OneShot("PUT", f"/{self.plural}/", RequestOutcome.REFUSED, 409)
+        context.world.api.faults.one_shots.extend([shot] * self.number)
 
 
 @dataclass(frozen=True)
 class EtcdIsRestored(Fault):
-    """From a backup that is taken now: when it is over, the API server knows nothing of what has happened since."""
+    """A backup is taken now, and restored when the fault ends: the API server loses everything since."""
 
-    def strike(self, scene: Scene) -> Heal:
-        api = scene.world.api
+    def inject(self, context: FaultContext) -> HealCallback:
+        api = context.world.api
         backup = api.backup()
 
         def heal() -> None:
-            scene.tell(f"etcd is restored from its backup: version {api.version} is followed by {backup.version}")
+            context.log(f"etcd is restored from its backup: version {api.version} is followed by {backup.version}")
             api.restore(backup)
 
         return heal
@@ -153,44 +153,44 @@ class EtcdIsRestored(Fault):
 
 @dataclass(frozen=True)
 class WebhookIsSlow(JobFault):
-    """Creations of a job's pods take so much longer."""
+    """The creation of a job's pods takes `seconds` longer."""
 
-    by: float = 20.0
+    seconds: float = 20.0
 
-    def strike(self, scene: Scene) -> Heal:
-        hooks = scene.world.api.faults.slow_webhooks
-        hook = SlowWebhook("pods", f"{scene.settings(self.job).name}-w", self.by)
+    def inject(self, context: FaultContext) -> HealCallback:
+        hooks = context.world.api.faults.slow_webhooks
+        hook = SlowWebhook("pods", f"{context.get_job_settings(self.job).name}-w", self.seconds)
         hooks.append(hook)
         return lambda: hooks.remove(hook)
 
 
 @dataclass(frozen=True)
 class PodsAreDenied(JobFault):
-    """By a policy: no pod of the job can be made."""
+    """A policy denies the job's pods."""
 
     costs = (Cost.SPARES,)
     status: int = 403
 
-    def strike(self, scene: Scene) -> Heal:
-        denials, name = scene.world.api.faults.denials, f"{scene.settings(self.job).name}-w"
-        words = {403: "admission webhook denied the request: no", 500: "failed calling webhook: no route to host"}
-        words[422] = "Pod is invalid: spec.containers[0].image: Required value"
-        denial = Denial("pods", name, self.status, words[self.status])
+    def inject(self, context: FaultContext) -> HealCallback:
+        denials, name = context.world.api.faults.denials, f"{context.get_job_settings(self.job).name}-w"
+        messages = {403: "admission webhook denied the request: no", 500: "failed calling webhook: no route to host"}
+        messages[422] = "Pod is invalid: spec.containers[0].image: Required value"
+        denial = Denial("pods", name, self.status, messages[self.status])
         denials.append(denial)
         return lambda: denials.remove(denial)
 
 
 @dataclass(frozen=True)
 class QuotaIsFull(Fault):
-    """The namespace has room for so many pods more."""
+    """The namespace's quota has room for `free_pods` more pods."""
 
     costs = (Cost.SPARES,)
-    room: int = 0
+    free_pods: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
-        api = scene.world.api
-        pods = len(api.all("pods", NAMESPACE)) + self.room
-        scene.tell(f"the quota allows {pods} pods")
+    def inject(self, context: FaultContext) -> HealCallback:
+        api = context.world.api
+        pods = len(api.list_all("pods", NAMESPACE)) + self.free_pods
+        context.log(f"the quota allows {pods} pods")
         body = {
             "apiVersion": "v1",
             "kind": "ResourceQuota",
@@ -208,66 +208,66 @@ class QuotaIsFull(Fault):
         return heal
 
 
-class Silence(StrEnum):
+class PrometheusFailure(StrEnum):
     """How Prometheus fails."""
 
-    DOWN = "down"  # nobody listens
+    DOWN = "down"  # connections are refused
     SILENT = "silent"  # no answer
-    EMPTY = "empty"  # answers without a series
-    STALE = "stale"  # the same figures again and again
+    EMPTY = "empty"  # answers without series
+    STALE = "stale"  # answers with old values
 
 
-class Lie(StrEnum):
-    """What series say that is not so."""
+class WrongSeries(StrEnum):
+    """What is wrong in series."""
 
-    FOREIGN = "foreign"  # another job's steps under this one's labels
-    GPU = "gpu"  # DCGM: an XID where there is none
-    UNKNOWN_NODE = "unknown-node"  # DCGM: of nodes that do not exist
+    FOREIGN = "foreign"  # another job's steps with this job's labels
+    GPU = "gpu"  # DCGM: an XID that did not occur
+    UNKNOWN_NODE = "unknown-node"  # DCGM: nodes that do not exist
 
 
 @dataclass(frozen=True)
 class PrometheusFails(Fault):
-    """For everybody."""
+    """Prometheus fails for all its clients."""
 
-    how: Silence = Silence.DOWN
+    how: PrometheusFailure = PrometheusFailure.DOWN
 
-    def strike(self, scene: Scene) -> Heal:
-        prometheus = scene.world.prometheus
-        scene.tell(f"Prometheus is {self.how}")
-        prometheus.silence = self.how
-        return lambda: setattr(prometheus, "silence", "")
+    def inject(self, context: FaultContext) -> HealCallback:
+        prometheus = context.world.prometheus
+        context.log(f"Prometheus is {self.how}")
+        prometheus.failure = self.how
+        return lambda: setattr(prometheus, "failure", "")
 
 
 @dataclass(frozen=True)
 class ExporterIsAway(Fault):
-    """There are no series of the GPUs of one node, by its place, or with `everywhere` of all nodes."""
+    """There are no GPU series of one node, by its position; `everywhere`: of all nodes."""
 
-    at_least = BEFORE_SECONDS
+    at_least = XID_BASELINE_SECONDS
     node: int = 0
     everywhere: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        names = list(scene.world.nodes)
+    def inject(self, context: FaultContext) -> HealCallback:
+        names = list(context.world.nodes)
         chosen = names if self.everywhere else [names[self.node % len(names)]]
-        scene.tell(f"there are no GPU series of {', '.join(chosen)}")
+        context.log(f"there are no GPU series of {', '.join(chosen)}")
         for name in chosen:
-            scene.world.prometheus.show_exporter(name, there=False)
+            context.world.prometheus.show_exporter(name, present=False)
 
         def heal() -> None:
             for name in chosen:
-                scene.world.prometheus.show_exporter(name, there=True)
+                context.world.prometheus.show_exporter(name, present=True)
 
         return heal
 
 
 @dataclass(frozen=True)
-class PrometheusLies(Fault):
-    """In some series."""
+class PrometheusIsWrong(Fault):
+    """Some series are wrong."""
 
-    lie: Lie = Lie.FOREIGN
+    series: WrongSeries = WrongSeries.FOREIGN
 
-    def strike(self, scene: Scene) -> Heal:
-        prometheus = scene.world.prometheus
-        scene.tell(f"Prometheus lies: {self.lie}")
-        prometheus.lie = self.lie
-        return lambda: setattr(prometheus, "lie", "")
+    def inject(self, context: FaultContext) -> HealCallback:
+        prometheus = context.world.prometheus
+        context.log(f"Prometheus has wrong series: {self.series}")
+        prometheus.wrong_series = self.series
+        return lambda: setattr(prometheus, "wrong_series", "")

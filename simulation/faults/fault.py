@@ -1,4 +1,4 @@
-"""What a fault is. The modules beside this one hold the vocabulary, by what they strike."""
+"""The base classes of faults. The other modules contain the faults, by what they affect."""
 
 from __future__ import annotations
 
@@ -8,58 +8,61 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from ..kubernetes.nodes import Node
+    from ..kubernetes.nodes import SimulatedNode
     from ..operators.pod import OperatorPod
-    from ..workers.worker import Worker
-    from .scene import Scene
+    from ..workers.worker import SimulatedWorker
+    from .context import FaultContext
 
-Heal = Callable[[], None]
-"""Ends what a fault has begun. Called once."""
+HealCallback = Callable[[], None]
+"""Heals a fault. Called once."""
 
 
 class Cost(StrEnum):
-    """What a job may lack for as long as a fault lasts, and no judge may complain about."""
+    """What a job may lack while a fault lasts, without a violation."""
 
-    SPARES = "spares"  # it has fewer than its spec asks for
-    STATUS = "status"  # its status is old
-    STEPS = "steps"  # it may stand still
-    STRENGTH = "strength"  # it may train with fewer workers than its spec asks for
-    FIGURES = "figures"  # nobody knows how its ranks train
-    CHECKPOINTS = "checkpoints"  # none is kept
+    SPARES = "spares"  # it has fewer than in its spec
+    STATUS = "status"  # its status is outdated
+    STEPS = "steps"  # it may make no progress
+    STRENGTH = "strength"  # it may train with fewer workers than in its spec
+    METRICS = "metrics"  # its ranks' metrics are unknown
+    CHECKPOINTS = "checkpoints"  # none is saved
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong: whom it strikes, and how. When and for how long is its stroke's business."""
+    """A fault: what it affects, and how. Its injection defines when and for how long."""
 
     __abstract__: ClassVar = True
     costs: ClassVar[tuple[Cost, ...]] = ()
     at_least: ClassVar[float] = 0.0
-    """Seconds that it lasts: a shorter one shows nothing."""
+    """Minimum duration in seconds: a shorter one has no effect."""
 
-    def strike(self, scene: Scene) -> Heal | None:
-        """What heals it; None: there is nothing to be healed. Raises Missed where there is nobody to strike."""
+    def inject(self, context: FaultContext) -> HealCallback | None:
+        """Inject the fault.
+
+        Return what heals it; None: it needs no healing. Raises TargetMissing if there is no target.
+        """
         raise NotImplementedError
 
     @classmethod
-    def lasts(cls) -> bool:
-        """Whether there is anything to be healed: what `strike` says that it returns."""
-        return bool(cls.strike.__annotations__["return"] != "None")
+    def can_heal(cls) -> bool:
+        """Return whether it can be healed, by the return type of `inject`."""
+        return bool(cls.inject.__annotations__["return"] != "None")
 
 
-class Missed(Exception):
-    """Whom the fault is for is not there now; the message says who."""
+class TargetMissing(Exception):
+    """The target of a fault does not exist at present. The message names it."""
 
 
-class Role(StrEnum):
-    """Of a worker."""
+class TargetRole(StrEnum):
+    """The role of a worker."""
 
-    MEMBER = "member"  # it holds ranks by the plan that is written
-    SPARE = "spare"  # any other worker that runs
+    MEMBER = "member"  # it has ranks in the stored plan
+    SPARE = "spare"  # any other running worker
 
 
-class Which(StrEnum):
-    """Of the operator's pods."""
+class OperatorTarget(StrEnum):
+    """The role of an operator pod."""
 
     LEADER = "leader"
     STANDBY = "standby"
@@ -67,47 +70,49 @@ class Which(StrEnum):
 
 @dataclass(frozen=True)
 class WorkerFault(Fault):
-    """Strikes one worker. `index` counts round and round."""
+    """Affects one worker. `index` wraps around."""
 
     __abstract__: ClassVar = True
-    role: Role = Role.MEMBER
+    role: TargetRole = TargetRole.MEMBER
     index: int = 0
-    job: int = 0  # place in the schedule
+    job: int = 0  # position in the schedule
 
-    def worker(self, scene: Scene) -> Worker:
-        return scene.worker(self.role, self.index, self.job)
+    def find_worker(self, context: FaultContext) -> SimulatedWorker:
+        return context.find_worker(self.role, self.index, self.job)
 
 
 @dataclass(frozen=True)
 class NodeFault(Fault):
-    """Strikes the node of a worker, or with `free` one that has no worker of any job."""
+    """Affects the node of a worker; with `free`, one without workers of any job."""
 
     __abstract__: ClassVar = True
-    role: Role = Role.MEMBER
+    role: TargetRole = TargetRole.MEMBER
     index: int = 0
     job: int = 0
     free: bool = False
 
-    def node(self, scene: Scene) -> Node:
+    def find_node(self, context: FaultContext) -> SimulatedNode:
         return (
-            scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+            context.find_free_node(self.index)
+            if self.free
+            else context.find_node(context.find_worker(self.role, self.index, self.job))
         )
 
 
 @dataclass(frozen=True)
 class OperatorFault(Fault):
-    """Strikes one of the operator's pods."""
+    """Affects one of the operator's pods."""
 
     __abstract__: ClassVar = True
-    which: Which = Which.LEADER
+    which: OperatorTarget = OperatorTarget.LEADER
 
-    def pod(self, scene: Scene) -> OperatorPod:
-        return scene.operator(self.which)
+    def find_pod(self, context: FaultContext) -> OperatorPod:
+        return context.find_operator_pod(self.which)
 
 
 @dataclass(frozen=True)
 class JobFault(Fault):
-    """Somebody does something with a job, or with what belongs to it."""
+    """A user changes a job, or something that belongs to it."""
 
     __abstract__: ClassVar = True
     job: int = 0

@@ -1,4 +1,4 @@
-"""What goes wrong with nodes and with pods on them, and what people do with nodes."""
+"""Faults of nodes and of the pods on them, and users' actions on nodes."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pacekeeper_operator.api import LABEL_NO_QUARANTINE
+from pacekeeper_operator.api.names import LABEL_NO_QUARANTINE
 
-from ..kubernetes.conditions import disrupt
-from ..kubernetes.kubelet import Images
-from ..network import API
+from ..kubernetes.conditions import disrupt_pod
+from ..kubernetes.kubelet import ImagePulls
+from ..network import API_PLACE
 from ..world import NAMESPACE
-from .fault import Fault, Heal, Missed, NodeFault, WorkerFault
-from .scene import PERSON
+from .context import PERSON_MANAGER
+from .fault import Fault, HealCallback, NodeFault, TargetMissing, WorkerFault
 
-MAINTENANCE = "example.com/maintenance"
-"""A taint that nobody but people knows."""
+MAINTENANCE_TAINT = "example.com/maintenance"
+"""A taint that only users set."""
 
 if TYPE_CHECKING:
-    from ..kubernetes.api_server import Change
-    from ..kubernetes.nodes import Node
-    from ..workers.worker import Worker
-    from .scene import Scene
+    from ..kubernetes.api.api_server import ObjectChange
+    from ..kubernetes.nodes import SimulatedNode
+    from ..workers.worker import SimulatedWorker
+    from .context import FaultContext
 
 
-class Beyond(StrEnum):
-    """Whom a node does not reach."""
+class NodePartition(StrEnum):
+    """What a node does not reach."""
 
     API = "api"
     OPERATOR = "operator"
@@ -36,20 +36,20 @@ class Beyond(StrEnum):
 
 @dataclass(frozen=True)
 class PowerFails(NodeFault):
-    """Of a node: with a time it is a reboot."""
+    """A node loses power. With a duration, it is a reboot."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.power_off()
         return node.power_on
 
 
 @dataclass(frozen=True)
 class KubeletStops(NodeFault):
-    """What runs goes on."""
+    """The kubelet stops. Running containers continue."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.stop_kubelet()
         return node.start_kubelet
 
@@ -58,67 +58,67 @@ class KubeletStops(NodeFault):
 class RuntimeHangs(NodeFault):
     """Containers neither start nor end."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.hang_runtime()
         return node.mend_runtime
 
 
 @dataclass(frozen=True)
 class NodeShutsDown(NodeFault):
-    """In order: its pods are ended first."""
+    """A node shuts down in order: its pods are ended first."""
 
     grace: float = 10.0
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.shut_down(self.grace)
         return node.power_on
 
 
 @dataclass(frozen=True)
 class NodeIsCutOff(NodeFault):
-    """From some, in both directions."""
+    """A node is cut off from some places, in both directions."""
 
-    beyond: Beyond = Beyond.ALL
+    partition: NodePartition = NodePartition.ALL
 
-    def strike(self, scene: Scene) -> Heal:
-        node, network = self.node(scene), scene.world.network
-        scene.tell(f"{node.name} is cut off from {self.beyond}")
-        if self.beyond is Beyond.ALL:
+    def inject(self, context: FaultContext) -> HealCallback:
+        node, network = self.find_node(context), context.world.network
+        context.log(f"{node.name} is cut off from {self.partition}")
+        if self.partition is NodePartition.ALL:
             network.isolate(node.name)
             return lambda: network.rejoin(node.name)
-        others = {
-            Beyond.API: [API],
-            Beyond.OPERATOR: [pod.name for pod in scene.world.deployment.pods],
-            Beyond.PEERS: [other for other in scene.world.nodes if other != node.name],
-        }[self.beyond]
-        for other in others:
-            network.cut(node.name, other)
+        places = {
+            NodePartition.API: [API_PLACE],
+            NodePartition.OPERATOR: [pod.name for pod in context.world.deployment.pods],
+            NodePartition.PEERS: [place for place in context.world.nodes if place != node.name],
+        }[self.partition]
+        for place in places:
+            network.cut(node.name, place)
 
         def heal() -> None:
-            for other in others:
-                network.mend(node.name, other)
+            for place in places:
+                network.mend(node.name, place)
 
         return heal
 
 
 @dataclass(frozen=True)
 class NodeVanishes(NodeFault):
-    """The machine, and its object with it. Another one comes under the same name."""
+    """The machine disappears with its object. Another one with the same name replaces it."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.vanish()
         return node.power_on
 
 
 @dataclass(frozen=True)
 class NodeDeleted(NodeFault):
-    """Its object only, by a person: the machine runs on, and registers anew when its kubelet starts again."""
+    """A user deletes the Node object. The machine runs on, and registers again when its kubelet restarts."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.remove()
 
         def heal() -> None:
@@ -130,187 +130,189 @@ class NodeDeleted(NodeFault):
 
 @dataclass(frozen=True)
 class NodeAdded(Fault):
-    """Another machine."""
+    """A machine is added."""
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.add_node()
+    def inject(self, context: FaultContext) -> None:
+        context.world.add_node()
 
 
 @dataclass(frozen=True)
 class NodeCordoned(NodeFault):
-    """By a person."""
+    """A user cordons a node."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.cordon()
         return node.uncordon
 
 
 @dataclass(frozen=True)
 class NodeDrained(NodeFault):
-    """By a person."""
+    """A user drains a node."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.drain()
         return node.uncordon
 
 
 @dataclass(frozen=True)
 class NodeTainted(NodeFault):
-    """By a person."""
+    """A user taints a node."""
 
     effect: str = "NoSchedule"
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        node.taint(MAINTENANCE, self.effect)
-        return lambda: node.untaint(MAINTENANCE)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        node.taint(MAINTENANCE_TAINT, self.effect)
+        return lambda: node.untaint(MAINTENANCE_TAINT)
 
 
 @dataclass(frozen=True)
 class NodeOptedOut(NodeFault):
-    """The platform team wants no quarantine of it."""
+    """The platform team opts a node out of quarantines."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        _label(scene, node, "true")
-        return lambda: _label(scene, node, None)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        _set_opt_out_label(context, node, "true")
+        return lambda: _set_opt_out_label(context, node, None)
 
 
 @dataclass(frozen=True)
 class NodeIsSick(NodeFault):
-    """Probes on it fail. With `fails` so does each rank that begins there, and those that run crash, with an `xid` of
-    their GPUs."""
+    """Probes on a node fail.
+
+    With `fails`, each rank that starts there fails, too, and the running ones crash, with an `xid` of their GPUs.
+    """
 
     fails: bool = False
     xid: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
-        node, sick = self.node(scene), True
-        scene.tell(f"{node.name} is sick")
-        node.sick = "CUDA error: an illegal memory access was encountered"
+    def inject(self, context: FaultContext) -> HealCallback:
+        node, sick = self.find_node(context), True
+        context.log(f"{node.name} is sick")
+        node.fault_message = "CUDA error: an illegal memory access was encountered"
 
-        def infect(change: Change) -> None:
-            worker = scene.world.workers.get(change.object["metadata"]["uid"])
+        def infect(change: ObjectChange) -> None:
+            worker = context.world.workers.get(change.object["metadata"]["uid"])
             if sick and worker is not None and worker.node == node.name:
                 worker.script_fails = True
 
         def heal() -> None:
             nonlocal sick
-            sick, node.sick = False, ""
-            for worker in scene.running():
+            sick, node.fault_message = False, ""
+            for worker in context.list_running_workers():
                 if worker.node == node.name:
                     worker.script_fails = False
 
         if self.fails:
-            scene.watch("pods", infect)
-            for worker in scene.running():
+            context.watch_kind("pods", infect)
+            for worker in context.list_running_workers():
                 if worker.node == node.name:
                     worker.script_fails = True
-                    _break_down(worker, self.xid)
+                    _fail_worker(worker, self.xid)
         return heal
 
 
 @dataclass(frozen=True)
 class ClockIsOff(NodeFault):
-    """A node's; with `operators` the operator's, too."""
+    """A node's clock is wrong; with `operators`, the operators' clocks, too."""
 
     hours: float = 3.0
     operators: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        places = [self.node(scene).name, *(pod.name for pod in scene.world.deployment.pods if self.operators)]
-        scene.tell(f"the clocks of {', '.join(places)} are off by {self.hours:g} h")
+    def inject(self, context: FaultContext) -> HealCallback:
+        places = [self.find_node(context).name, *(pod.name for pod in context.world.deployment.pods if self.operators)]
+        context.log(f"the clocks of {', '.join(places)} are off by {self.hours:g} h")
         for place in places:
-            scene.world.clocks[place] = self.hours * 3600.0
+            context.world.clocks[place] = self.hours * 3600.0
 
         def heal() -> None:
             for place in places:
-                scene.world.clocks.pop(place, None)
+                context.world.clocks.pop(place, None)
 
         return heal
 
 
 @dataclass(frozen=True)
-class ImagesDoNotCome(NodeFault):
-    """They cannot be pulled, or pulling hangs."""
+class ImagesUnavailable(NodeFault):
+    """Images cannot be pulled, or pulls hang."""
 
-    images: Images = Images.FAIL
+    images: ImagePulls = ImagePulls.FAIL
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        scene.tell(f"images of {node.name}: {self.images}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        context.log(f"images of {node.name}: {self.images}")
         node.images = self.images
-        return lambda: setattr(node, "images", Images.COME)
+        return lambda: setattr(node, "images", ImagePulls.SUCCEED)
 
 
 @dataclass(frozen=True)
 class KubeletRefuses(NodeFault):
-    """Each new pod."""
+    """The kubelet rejects each new pod."""
 
     reason: str = "UnexpectedAdmissionError"
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        scene.tell(f"the kubelet of {node.name} refuses pods: {self.reason}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        context.log(f"the kubelet of {node.name} refuses pods: {self.reason}")
         node.refuses = self.reason
         return lambda: setattr(node, "refuses", "")
 
 
 @dataclass(frozen=True)
 class PodDeleted(WorkerFault):
-    """By somebody; with `force` the object goes at once, and its processes run on for a while."""
+    """A pod is deleted. With `force`, the object is deleted at once, and its processes run on for a while."""
 
     force: bool = False
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        scene.delete_pod(worker, force=self.force)
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        context.delete_pod(worker, force=self.force)
 
 
 @dataclass(frozen=True)
 class PodEvicted(WorkerFault):
-    """By its kubelet, which is short of memory."""
+    """The kubelet evicts a pod because of memory pressure."""
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        scene.tell(f"pod {worker.name} is evicted")
-        scene.node_of(worker).evict(worker.uid)
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        context.log(f"pod {worker.name} is evicted")
+        context.find_node(worker).evict(worker.uid)
 
 
 @dataclass(frozen=True)
 class PodPreempted(WorkerFault):
-    """By the scheduler, for a pod of a higher priority."""
+    """The scheduler preempts a pod for one with a higher priority."""
 
-    def strike(self, scene: Scene) -> None:
-        worker, api = self.worker(scene), scene.world.api
+    def inject(self, context: FaultContext) -> None:
+        worker, api = self.find_worker(context), context.world.api
         pod = api.get("pods", worker.name, NAMESPACE)
         if pod is None:
-            raise Missed(f"pod {worker.name} is gone")
-        scene.tell(f"pod {worker.name} is preempted")
-        disrupt(api, pod, "PreemptionByScheduler", "preempting", scene.world.wall(), who="scheduler")
+            raise TargetMissing(f"pod {worker.name} is gone")
+        context.log(f"pod {worker.name} is preempted")
+        disrupt_pod(api, pod, "PreemptionByScheduler", "preempting", context.world.wall_time(), manager="scheduler")
 
 
 @dataclass(frozen=True)
 class PodKilledForMemory(WorkerFault):
-    """All of the trainer's container at once."""
+    """The kernel kills the trainer's container for lack of memory."""
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        scene.tell(f"pod {worker.name} is killed for memory")
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        context.log(f"pod {worker.name} is killed for memory")
         worker.kill(137, "OOMKilled")
 
 
-def _break_down(worker: Worker, xid: int) -> None:
+def _fail_worker(worker: SimulatedWorker, xid: int) -> None:
     if xid:
-        worker.gpu_error(xid)
+        worker.raise_gpu_error(xid)
     else:
-        worker.crash()
+        worker.crash_rank()
 
 
-def _label(scene: Scene, node: Node, value: str | None) -> None:
-    if scene.world.api.get("nodes", node.name) is not None:
+def _set_opt_out_label(context: FaultContext, node: SimulatedNode, value: str | None) -> None:
+    if context.world.api.get("nodes", node.name) is not None:
         labels = {"metadata": {"labels": {LABEL_NO_QUARANTINE: value}}}
-        scene.tell(f"{node.name} is {'opted out of' if value else 'free for'} quarantines")
-        scene.world.api.patch("nodes", node.name, "", labels, manager=PERSON)
+        context.log(f"{node.name} is {'opted out of' if value else 'free for'} quarantines")
+        context.world.api.patch("nodes", node.name, "", labels, manager=PERSON_MANAGER)

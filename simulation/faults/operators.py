@@ -1,4 +1,4 @@
-"""What goes wrong with the operator's own pods and with its Lease."""
+"""Faults of the operator's own pods and of its Lease."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pacekeeper_operator.services.leadership import LEASE
+from pacekeeper_operator.kube.leader_election import LEASE_NAME
 
-from ..network import API, PROMETHEUS
+from ..network import API_PLACE, PROMETHEUS_PLACE
 from ..operators.pod import OperatorPod
 from ..world import OPERATOR_NAMESPACE
-from .fault import Fault, Heal, Missed, OperatorFault
-from .scene import PERSON
+from .context import PERSON_MANAGER
+from .fault import Fault, HealCallback, OperatorFault, TargetMissing
 
 if TYPE_CHECKING:
-    from .scene import Scene
+    from .context import FaultContext
 
 
-class Beyond(StrEnum):
-    """Whom a pod of the operator does not reach."""
+class OperatorPartition(StrEnum):
+    """What an operator pod does not reach."""
 
     API = "api"
     NODES = "nodes"
@@ -29,18 +29,18 @@ class Beyond(StrEnum):
 
 @dataclass(frozen=True)
 class OperatorKilled(OperatorFault):
-    """SIGKILL: its container starts again."""
+    """SIGKILL: the container restarts."""
 
-    def strike(self, scene: Scene) -> None:
-        self.pod(scene).kill()
+    def inject(self, context: FaultContext) -> None:
+        self.find_pod(context).kill()
 
 
 @dataclass(frozen=True)
-class OperatorFrozen(OperatorFault):
-    """SIGSTOP: it wakes up in a world that has gone on."""
+class OperatorPaused(OperatorFault):
+    """SIGSTOP: when the operator resumes, its state is outdated."""
 
-    def strike(self, scene: Scene) -> Heal:
-        pod = self.pod(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        pod = self.find_pod(context)
         process = pod.process
         pod.pause()
         return lambda: pod.resume() if pod.process is process else None
@@ -48,58 +48,60 @@ class OperatorFrozen(OperatorFault):
 
 @dataclass(frozen=True)
 class OperatorRemoved(OperatorFault):
-    """The pod goes by force, and another is made; with `runs_on` the old one's process does not hear of it so soon."""
+    """A pod is force-deleted and replaced. With `runs_on`, its process ends only later."""
 
     runs_on: bool = False
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.deployment.replace(self.pod(scene), OperatorPod.lose if self.runs_on else OperatorPod.remove)
+    def inject(self, context: FaultContext) -> None:
+        context.world.deployment.replace(
+            self.find_pod(context), OperatorPod.remove_unnoticed if self.runs_on else OperatorPod.remove
+        )
 
 
 @dataclass(frozen=True)
 class OperatorReplaced(OperatorFault):
-    """In order, as by a rolling update."""
+    """A pod is replaced in order, as in a rolling update."""
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.deployment.replace(self.pod(scene), OperatorPod.end)
+    def inject(self, context: FaultContext) -> None:
+        context.world.deployment.replace(self.find_pod(context), OperatorPod.end)
 
 
 @dataclass(frozen=True)
 class OperatorIsCutOff(OperatorFault):
-    """From some, in both directions."""
+    """An operator pod is cut off from some places, in both directions."""
 
-    beyond: Beyond = Beyond.API
+    partition: OperatorPartition = OperatorPartition.API
 
-    def strike(self, scene: Scene) -> Heal:
-        name, network = self.pod(scene).name, scene.world.network
-        scene.tell(f"{name} is cut off from {self.beyond}")
-        if self.beyond is Beyond.ALL:
+    def inject(self, context: FaultContext) -> HealCallback:
+        name, network = self.find_pod(context).name, context.world.network
+        context.log(f"{name} is cut off from {self.partition}")
+        if self.partition is OperatorPartition.ALL:
             network.isolate(name)
             return lambda: network.rejoin(name)
-        others = {
-            Beyond.API: [API],
-            Beyond.NODES: list(scene.world.nodes),
-            Beyond.PROMETHEUS: [PROMETHEUS],
-        }[self.beyond]
-        for other in others:
-            network.cut(name, other)
+        places = {
+            OperatorPartition.API: [API_PLACE],
+            OperatorPartition.NODES: list(context.world.nodes),
+            OperatorPartition.PROMETHEUS: [PROMETHEUS_PLACE],
+        }[self.partition]
+        for place in places:
+            network.cut(name, place)
 
         def heal() -> None:
-            for other in others:
-                network.mend(name, other)
+            for place in places:
+                network.mend(name, place)
 
         return heal
 
 
 @dataclass(frozen=True)
 class OperatorClockIsOff(OperatorFault):
-    """Of one pod's node: it jumps, and later back."""
+    """The clock of one pod's node jumps, and later jumps back."""
 
     hours: float = 24.0
 
-    def strike(self, scene: Scene) -> Heal:
-        name, clocks = self.pod(scene).name, scene.world.clocks
-        scene.tell(f"the clock of {name} is off by {self.hours:g} h")
+    def inject(self, context: FaultContext) -> HealCallback:
+        name, clocks = self.find_pod(context).name, context.world.clocks
+        context.log(f"the clock of {name} is off by {self.hours:g} h")
         clocks[name] = self.hours * 3600.0
 
         def heal() -> None:
@@ -110,39 +112,39 @@ class OperatorClockIsOff(OperatorFault):
 
 @dataclass(frozen=True)
 class OperatorScaled(Fault):
-    """To so many replicas, and back."""
+    """The operator is scaled to `replicas`, and back."""
 
     replicas: int = 2
 
-    def strike(self, scene: Scene) -> Heal:
-        deployment = scene.world.deployment
-        before = scene.world.settings.operators
-        scene.tell(f"the operator is scaled to {self.replicas}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        deployment = context.world.deployment
+        original = context.world.settings.operators
+        context.log(f"the operator is scaled to {self.replicas}")
         deployment.scale(self.replicas)
-        return lambda: deployment.scale(before)
+        return lambda: deployment.scale(original)
 
 
 @dataclass(frozen=True)
 class LeaseDeleted(Fault):
-    """By a person."""
+    """A user deletes the Lease."""
 
-    def strike(self, scene: Scene) -> None:
-        if scene.world.api.get("leases", LEASE, OPERATOR_NAMESPACE) is None:
-            raise Missed("there is no Lease")
-        scene.tell("the Lease is deleted")
-        scene.world.api.delete("leases", LEASE, OPERATOR_NAMESPACE)
+    def inject(self, context: FaultContext) -> None:
+        if context.world.api.get("leases", LEASE_NAME, OPERATOR_NAMESPACE) is None:
+            raise TargetMissing("there is no Lease")
+        context.log("the Lease is deleted")
+        context.world.api.delete("leases", LEASE_NAME, OPERATOR_NAMESPACE)
 
 
 @dataclass(frozen=True)
 class LeaseEdited(Fault):
-    """It names somebody who does not exist, for a very long time."""
+    """A user edits the Lease: it names a holder that does not exist, for a long time."""
 
     holder: str = "nobody"
     seconds: int = 3600
 
-    def strike(self, scene: Scene) -> None:
-        if scene.world.api.get("leases", LEASE, OPERATOR_NAMESPACE) is None:
-            raise Missed("there is no Lease")
-        scene.tell(f"the Lease names {self.holder}")
+    def inject(self, context: FaultContext) -> None:
+        if context.world.api.get("leases", LEASE_NAME, OPERATOR_NAMESPACE) is None:
+            raise TargetMissing("there is no Lease")
+        context.log(f"the Lease names {self.holder}")
         spec = {"holderIdentity": self.holder, "leaseDurationSeconds": self.seconds}
-        scene.world.api.patch("leases", LEASE, OPERATOR_NAMESPACE, {"spec": spec}, manager=PERSON)
+        context.world.api.patch("leases", LEASE_NAME, OPERATOR_NAMESPACE, {"spec": spec}, manager=PERSON_MANAGER)

@@ -1,4 +1,4 @@
-"""What tenants do with their jobs, and what people do with what the operator keeps."""
+"""Users' actions on their jobs, and on the operator's objects."""
 
 from __future__ import annotations
 
@@ -9,64 +9,67 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pacekeeper_operator.api import API_VERSION, LABEL_JOB, PAUSE
-from pacekeeper_operator.codec import camel_case, to_json
-from pacekeeper_operator.legacy import LEFT_BEHIND, RENAMED
+from pacekeeper_operator.api.codec import camel_case, to_json
+from pacekeeper_operator.api.names import API_VERSION, LABEL_JOB, PAUSE_CONFIG_MAP
+from pacekeeper_operator.legacy import DROPPED_LEGACY_FIELDS, LEGACY_FIELD_NAMES
 
-from ..kubernetes.errors import ApiError
+from ..kubernetes.api.errors import ApiError
 from ..world import NAMESPACE, OPERATOR_NAMESPACE
-from .fault import Fault, Heal, JobFault, Missed, NodeFault
-from .scene import PERSON
+from .context import PERSON_MANAGER
+from .fault import Fault, HealCallback, JobFault, NodeFault, TargetMissing
 
 if TYPE_CHECKING:
-    from .scene import Scene
+    from .context import FaultContext
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class JobScaled(JobFault):
-    """To so many replicas, for good."""
+    """A job is scaled permanently."""
 
     replicas: int = 2
 
-    def strike(self, scene: Scene) -> None:
+    def inject(self, context: FaultContext) -> None:
         spec: Object = {"replicas": self.replicas}
-        if scene.job(self.job)["spec"].get("minReplicas", 0) > self.replicas:
+        if context.get_job(self.job)["spec"].get("minReplicas", 0) > self.replicas:
             spec["minReplicas"] = self.replicas
-        scene.tell(f"job {scene.settings(self.job).name} is scaled to {self.replicas}")
-        scene.edit(self.job, spec)
+        context.log(f"job {context.get_job_settings(self.job).name} is scaled to {self.replicas}")
+        context.edit_job(self.job, spec)
 
 
 @dataclass(frozen=True)
 class JobSuspended(JobFault):
-    """And resumed; `edits`: its template is changed meanwhile, as soon as it may be."""
+    """A job is suspended and resumed. `edits`: its template is changed in between, as soon as that is allowed."""
 
     edits: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        scene.tell(f"job {scene.settings(self.job).name} is suspended")
-        uid = scene.job(self.job)["metadata"]["uid"]
-        scene.edit(self.job, {"suspend": True})
+    def inject(self, context: FaultContext) -> HealCallback:
+        context.log(f"job {context.get_job_settings(self.job).name} is suspended")
+        uid = context.get_job(self.job)["metadata"]["uid"]
+        context.edit_job(self.job, {"suspend": True})
 
         def heal() -> None:
-            if self._there(scene, uid):
+            if self._is_same_job(context, uid):
                 if self.edits:
-                    attempt(scene, lambda: scene.edit(self.job, {"template": {"metadata": {"labels": {"new": "yes"}}}}))
-                scene.tell(f"job {scene.settings(self.job).name} is resumed")
-                scene.edit(self.job, {"suspend": False})
+                    attempt_write(
+                        context,
+                        lambda: context.edit_job(self.job, {"template": {"metadata": {"labels": {"new": "yes"}}}}),
+                    )
+                context.log(f"job {context.get_job_settings(self.job).name} is resumed")
+                context.edit_job(self.job, {"suspend": False})
 
         return heal
 
-    def _there(self, scene: Scene, uid: str) -> bool:
+    def _is_same_job(self, context: FaultContext, uid: str) -> bool:
         try:
-            return bool(scene.job(self.job)["metadata"]["uid"] == uid)
-        except Missed:
+            return bool(context.get_job(self.job)["metadata"]["uid"] == uid)
+        except TargetMissing:
             return False
 
 
-class Edit(StrEnum):
-    """What a tenant changes of a job that runs."""
+class JobEdit(StrEnum):
+    """What a user changes in a running job."""
 
     SYNC_MODE = "sync-mode"
     RECOMMEND = "recommend"
@@ -78,42 +81,42 @@ class Edit(StrEnum):
     ALLOW_LITTLE = "allow-little"
 
 
-EDITS: dict[Edit, Object] = {
-    Edit.SYNC_MODE: {"syncMode": "EDiT"},
-    Edit.RECOMMEND: {"remediation": {"mode": "Recommend"}},
-    Edit.ACT: {"remediation": {"mode": "Act"}},
-    Edit.MAX_RESTARTS: {"remediation": {"maxRestarts": 200}},
-    Edit.SPARES: {"spares": 2},
-    Edit.NO_SPARES: {"spares": 0},
-    Edit.DETECTION: {"detection": {"stragglerSlowdown": 1.5}},
-    Edit.ALLOW_LITTLE: {"remediation": {"allow": ["RestartRanks", "ReplaceWorker"]}},
+JOB_EDITS: dict[JobEdit, Object] = {
+    JobEdit.SYNC_MODE: {"syncMode": "EDiT"},
+    JobEdit.RECOMMEND: {"remediation": {"mode": "Recommend"}},
+    JobEdit.ACT: {"remediation": {"mode": "Act"}},
+    JobEdit.MAX_RESTARTS: {"remediation": {"maxRestarts": 200}},
+    JobEdit.SPARES: {"spares": 2},
+    JobEdit.NO_SPARES: {"spares": 0},
+    JobEdit.DETECTION: {"detection": {"stragglerSlowdown": 1.5}},
+    JobEdit.ALLOW_LITTLE: {"remediation": {"allow": ["RestartRanks", "ReplaceWorker"]}},
 }
 
 
 @dataclass(frozen=True)
 class JobEdited(JobFault):
-    """What is changed is changed back where the job could not end well under it."""
+    """A job's spec is edited. The edit is reverted if the job could not end well with it."""
 
-    edit: Edit = Edit.SYNC_MODE
+    edit: JobEdit = JobEdit.SYNC_MODE
 
-    def strike(self, scene: Scene) -> Heal | None:
-        before = scene.job(self.job)["spec"]
-        scene.tell(f"job {scene.settings(self.job).name}: {EDITS[self.edit]}")
-        scene.edit(self.job, EDITS[self.edit])
-        if self.edit not in (Edit.RECOMMEND, Edit.ALLOW_LITTLE):
+    def inject(self, context: FaultContext) -> HealCallback | None:
+        old_spec = context.get_job(self.job)["spec"]
+        context.log(f"job {context.get_job_settings(self.job).name}: {JOB_EDITS[self.edit]}")
+        context.edit_job(self.job, JOB_EDITS[self.edit])
+        if self.edit not in (JobEdit.RECOMMEND, JobEdit.ALLOW_LITTLE):
             return None
-        back = {"remediation": before["remediation"]}
+        revert = {"remediation": old_spec["remediation"]}
 
         def heal() -> None:
             try:
-                scene.edit(self.job, back)
-            except Missed:
+                context.edit_job(self.job, revert)
+            except TargetMissing:
                 return
 
         return heal
 
 
-INVALID: tuple[Object, ...] = (
+INVALID_SPECS: tuple[Object, ...] = (
     {"replicas": 0},
     {"replicas": 1, "minReplicas": 3},
     {"syncMode": "Fast"},
@@ -125,115 +128,120 @@ INVALID: tuple[Object, ...] = (
 
 @dataclass(frozen=True)
 class InvalidEdit(JobFault):
-    """One that the API server refuses."""
+    """An edit that the API server rejects."""
 
     number: int = 0
 
-    def strike(self, scene: Scene) -> None:
-        attempt(scene, lambda: scene.edit(self.job, INVALID[self.number % len(INVALID)]))
+    def inject(self, context: FaultContext) -> None:
+        attempt_write(context, lambda: context.edit_job(self.job, INVALID_SPECS[self.number % len(INVALID_SPECS)]))
 
 
 @dataclass(frozen=True)
 class JobDeleted(JobFault):
-    """With `again` it is made anew under its name as soon as it is gone; `by_force` its finalizers are taken off."""
+    """A job is deleted.
 
-    again: bool = False
-    by_force: bool = False
+    `recreate`: a job of its name is created when it is gone. `force`: its finalizers are removed.
+    """
 
-    def strike(self, scene: Scene) -> None:
-        body, name, api = scene.job(self.job), scene.settings(self.job).name, scene.world.api
-        scene.tell(f"job {name} is deleted" + (" by force" if self.by_force else ""))
+    recreate: bool = False
+    force: bool = False
+
+    def inject(self, context: FaultContext) -> None:
+        body, name, api = context.get_job(self.job), context.get_job_settings(self.job).name, context.world.api
+        context.log(f"job {name} is deleted" + (" by force" if self.force else ""))
         uid = body["metadata"]["uid"]
         api.delete("trainingjobs", name, NAMESPACE)
-        if self.by_force and api.get("trainingjobs", name, NAMESPACE) is not None:
-            api.patch("trainingjobs", name, NAMESPACE, {"metadata": {"finalizers": None}}, manager=PERSON)
-        if self.again:
-            scene.when_gone("trainingjobs", name, uid, lambda: attempt(scene, lambda: scene.make_job(self.job)))
+        if self.force and api.get("trainingjobs", name, NAMESPACE) is not None:
+            api.patch("trainingjobs", name, NAMESPACE, {"metadata": {"finalizers": None}}, manager=PERSON_MANAGER)
+        if self.recreate:
+            context.call_when_deleted(
+                "trainingjobs", name, uid, lambda: attempt_write(context, lambda: context.create_job(self.job))
+            )
 
 
 @dataclass(frozen=True)
 class JobFinishes(JobFault):
-    """After so many steps more."""
+    """A job finishes after `steps` more steps."""
 
     steps: int = 5
 
-    def strike(self, scene: Scene) -> None:
-        training = scene.training(self.job)
-        until = max((run.progress.step for run in training.runs), default=0) + self.steps
-        training.until = until if training.until is None else min(until, training.until)
-        scene.tell(f"job {scene.settings(self.job).name} will be done after step {training.until}")
+    def inject(self, context: FaultContext) -> None:
+        training = context.find_training(self.job)
+        last_step = max((training_round.progress.step for training_round in training.rounds), default=0) + self.steps
+        training.last_step = last_step if training.last_step is None else min(last_step, training.last_step)
+        context.log(f"job {context.get_job_settings(self.job).name} will be done after step {training.last_step}")
 
 
 @dataclass(frozen=True)
 class IncidentsDeleted(Fault):
-    """All, by a tenant."""
+    """A user deletes all incidents."""
 
-    def strike(self, scene: Scene) -> None:
-        incidents = scene.world.api.all("incidents", NAMESPACE)
+    def inject(self, context: FaultContext) -> None:
+        incidents = context.world.api.list_all("incidents", NAMESPACE)
         if not incidents:
-            raise Missed("there are no incidents")
-        scene.tell("all incidents are deleted")
+            raise TargetMissing("there are no incidents")
+        context.log("all incidents are deleted")
         for body in incidents:
-            scene.world.api.delete("incidents", body["metadata"]["name"], NAMESPACE)
+            context.world.api.delete("incidents", body["metadata"]["name"], NAMESPACE)
 
 
 @dataclass(frozen=True)
 class StateDeleted(JobFault):
-    """A job's TrainingJobState, by somebody who may."""
+    """A user with permission deletes a job's TrainingJobState."""
 
-    def strike(self, scene: Scene) -> None:
-        name = scene.settings(self.job).name
-        if scene.world.api.get("trainingjobstates", name, NAMESPACE) is None:
-            raise Missed(f"nothing is written of job {name}")
-        scene.tell(f"TrainingJobState {name} is deleted")
-        scene.world.api.delete("trainingjobstates", name, NAMESPACE)
+    def inject(self, context: FaultContext) -> None:
+        name = context.get_job_settings(self.job).name
+        if context.world.api.get("trainingjobstates", name, NAMESPACE) is None:
+            raise TargetMissing(f"job {name} has no bookkeeping")
+        context.log(f"TrainingJobState {name} is deleted")
+        context.world.api.delete("trainingjobstates", name, NAMESPACE)
 
 
 class StateEdit(StrEnum):
-    """What somebody writes into a TrainingJobState."""
+    """How a TrainingJobState is edited."""
 
-    NEWER = "newer"  # fields that only a newer operator knows
-    OLDER = "older"  # without what a newer schema has brought
-    SPOILT = "spoilt"  # words that cannot be read, in a place that can be done without
-    TOUCHED = "touched"  # nothing that matters: its version alone is another one
+    NEWER = "newer"  # with fields of a newer operator
+    OLDER = "older"  # without fields of a newer schema
+    CORRUPTED = "corrupted"  # with an unreadable value in a field that can be omitted
+    TOUCHED = "touched"  # only its version changes
 
 
 @dataclass(frozen=True)
 class StateEdited(JobFault):
-    """By hand, or by another version of the operator."""
+    """A TrainingJobState is edited by hand, or by another version of the operator."""
 
     edit: StateEdit = StateEdit.TOUCHED
 
-    def strike(self, scene: Scene) -> None:
-        api, name = scene.world.api, scene.settings(self.job).name
-        found = api.get("trainingjobstates", name, NAMESPACE)
-        if found is None:
-            raise Missed(f"nothing is written of job {name}")
-        body = deepcopy(found)
+    def inject(self, context: FaultContext) -> None:
+        api, name = context.world.api, context.get_job_settings(self.job).name
+        stored = api.get("trainingjobstates", name, NAMESPACE)
+        if stored is None:
+            raise TargetMissing(f"job {name} has no bookkeeping")
+        body = deepcopy(stored)
         match self.edit:
             case StateEdit.NEWER:
                 body["state"]["inventions"] = {"first": [1, 2], "second": "x"}
                 body["state"]["budget"]["invented"] = 3
             case StateEdit.OLDER:
-                for owner, key in (("placement", "startingSince"), ("adaptation", "toleratedBehind")):
+                for owner, key in (("placement", "startingSince"), ("adaptation", "suppressedPeerSlowdown")):
                     body["state"][owner].pop(key, None)
                 body["state"]["placement"]["workers"].pop("startingSince", None)
                 body["state"].pop("gpus", None)
-            case StateEdit.SPOILT:
-                body["state"]["adaptation"]["vain"] = "never"
+            case StateEdit.CORRUPTED:
+                body["state"]["adaptation"]["fruitlessInvestigation"] = "never"
             case StateEdit.TOUCHED:
-                body["metadata"].setdefault("annotations", {})["example.com/seen"] = f"{scene.world.now():.3f}"
-        scene.tell(f"TrainingJobState {name} is edited: {self.edit}")
-        attempt(scene, lambda: api.update("trainingjobstates", body, manager=PERSON))
+                body["metadata"].setdefault("annotations", {})["example.com/seen"] = f"{context.world.now():.3f}"
+        context.log(f"TrainingJobState {name} is edited: {self.edit}")
+        attempt_write(context, lambda: api.update("trainingjobstates", body, manager=PERSON_MANAGER))
 
 
 @dataclass(frozen=True)
 class StateOfOldOperator(JobFault):
-    """The operator is replaced by one that finds the ConfigMap of a version before TrainingJobStates."""
+    """The operator restarts and finds the ConfigMap of a version that had no TrainingJobStates."""
 
-    def strike(self, scene: Scene) -> None:
-        api, name = scene.world.api, scene.settings(self.job).name
-        draft, metadata = scene.draft(self.job), scene.job(self.job)["metadata"]
+    def inject(self, context: FaultContext) -> None:
+        api, name = context.world.api, context.get_job_settings(self.job).name
+        desired, metadata = context.read_desired(self.job), context.get_job(self.job)["metadata"]
         owner = {
             "apiVersion": API_VERSION,
             "kind": "TrainingJob",
@@ -241,13 +249,13 @@ class StateOfOldOperator(JobFault):
             "uid": metadata["uid"],
             "controller": True,
         }
-        old: Object = {}
-        for part in (draft.state.life, draft.state.placement, draft.state.budget, draft.state.adaptation):
-            old |= to_json(part, {})
-        for new, then in RENAMED.items():
-            old[then] = old.pop(camel_case(new), None)
-        for name_ in LEFT_BEHIND:
-            old.pop(camel_case(name_), None)
+        legacy_state: Object = {}
+        for part in (desired.state.lifecycle, desired.state.placement, desired.state.budget, desired.state.adaptation):
+            legacy_state |= to_json(part, {})
+        for field_name, legacy_name in LEGACY_FIELD_NAMES.items():
+            legacy_state[legacy_name] = legacy_state.pop(camel_case(field_name), None)
+        for dropped in DROPPED_LEGACY_FIELDS:
+            legacy_state.pop(camel_case(dropped), None)
         body = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -257,96 +265,96 @@ class StateOfOldOperator(JobFault):
                 "labels": {LABEL_JOB: name},
                 "ownerReferences": [owner],
             },
-            "data": {"plan.json": json.dumps(draft.plan.to_json()), "state.json": json.dumps(old)},
+            "data": {"plan.json": json.dumps(desired.plan.to_json()), "state.json": json.dumps(legacy_state)},
         }
-        scene.tell(f"job {name} is as an operator of an older version has left it")
-        for pod in list(scene.world.deployment.pods):
+        context.log(f"job {name} has the ConfigMap of an older operator")
+        for pod in list(context.world.deployment.pods):
             pod.kill()
         api.delete("trainingjobstates", name, NAMESPACE)
-        attempt(scene, lambda: api.create("configmaps", body, manager="pacekeeper"))
+        attempt_write(context, lambda: api.create("configmaps", body, manager="pacekeeper"))
 
 
 @dataclass(frozen=True)
 class QuarantineMade(NodeFault):
-    """By a person, of a node."""
+    """A user quarantines a node."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         body = {
             "apiVersion": API_VERSION,
             "kind": "NodeQuarantine",
             "metadata": {"name": node.name},
             "spec": {"reason": "it smells", "approved": True},
         }
-        scene.tell(f"a person quarantines {node.name}")
-        attempt(scene, lambda: scene.world.api.create("nodequarantines", body, manager=PERSON))
-        return lambda: _end_quarantine(scene, node.name)
+        context.log(f"a person quarantines {node.name}")
+        attempt_write(context, lambda: context.world.api.create("nodequarantines", body, manager=PERSON_MANAGER))
+        return lambda: _end_quarantine(context, node.name)
 
 
 @dataclass(frozen=True)
 class _QuarantineFault(Fault):
-    """Strikes one that there is."""
+    """Affects an existing quarantine."""
 
     __abstract__: ClassVar = True
     index: int = 0
 
-    def name(self, scene: Scene) -> str:
-        found = scene.world.api.all("nodequarantines")
-        if not found:
-            raise Missed("there is no quarantine")
-        return str(found[self.index % len(found)]["metadata"]["name"])
+    def find_name(self, context: FaultContext) -> str:
+        quarantines = context.world.api.list_all("nodequarantines")
+        if not quarantines:
+            raise TargetMissing("there is no quarantine")
+        return str(quarantines[self.index % len(quarantines)]["metadata"]["name"])
 
 
 @dataclass(frozen=True)
 class QuarantineApproved(_QuarantineFault):
-    """By a person."""
+    """A user approves a quarantine."""
 
-    def strike(self, scene: Scene) -> None:
-        name = self.name(scene)
-        scene.tell(f"a person approves the quarantine of {name}")
-        scene.world.api.patch("nodequarantines", name, "", {"spec": {"approved": True}}, manager=PERSON)
+    def inject(self, context: FaultContext) -> None:
+        name = self.find_name(context)
+        context.log(f"a person approves the quarantine of {name}")
+        context.world.api.patch("nodequarantines", name, "", {"spec": {"approved": True}}, manager=PERSON_MANAGER)
 
 
 @dataclass(frozen=True)
 class QuarantineDeleted(_QuarantineFault):
-    """By a person."""
+    """A user deletes a quarantine."""
 
-    def strike(self, scene: Scene) -> None:
-        _end_quarantine(scene, self.name(scene))
+    def inject(self, context: FaultContext) -> None:
+        _end_quarantine(context, self.find_name(context))
 
 
 @dataclass(frozen=True)
 class RemediesPaused(Fault):
-    """By the platform team's switch."""
+    """The platform team pauses remedies."""
 
-    def strike(self, scene: Scene) -> Heal:
-        api = scene.world.api
+    def inject(self, context: FaultContext) -> HealCallback:
+        api = context.world.api
         body = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": {"name": PAUSE, "namespace": OPERATOR_NAMESPACE},
+            "metadata": {"name": PAUSE_CONFIG_MAP, "namespace": OPERATOR_NAMESPACE},
             "data": {"reason": "maintenance of the network"},
         }
-        scene.tell("remedies are paused")
-        attempt(scene, lambda: api.create("configmaps", body, manager=PERSON))
+        context.log("remedies are paused")
+        attempt_write(context, lambda: api.create("configmaps", body, manager=PERSON_MANAGER))
 
         def heal() -> None:
-            if api.get("configmaps", PAUSE, OPERATOR_NAMESPACE) is not None:
-                scene.tell("remedies go on")
-                api.delete("configmaps", PAUSE, OPERATOR_NAMESPACE)
+            if api.get("configmaps", PAUSE_CONFIG_MAP, OPERATOR_NAMESPACE) is not None:
+                context.log("remedies resume")
+                api.delete("configmaps", PAUSE_CONFIG_MAP, OPERATOR_NAMESPACE)
 
         return heal
 
 
-def attempt(scene: Scene, write: Callable[[], object]) -> None:
-    """People read what the API server says against it, and leave it."""
+def attempt_write(context: FaultContext, write: Callable[[], object]) -> None:
+    """Write as a user. A rejection is logged and otherwise ignored."""
     try:
         write()
     except ApiError as error:
-        scene.tell(f"refused: {error.message[:120]}")
+        context.log(f"refused: {error.message[:120]}")
 
 
-def _end_quarantine(scene: Scene, node: str) -> None:
-    if scene.world.api.get("nodequarantines", node) is not None:
-        scene.tell(f"a person ends the quarantine of {node}")
-        scene.world.api.delete("nodequarantines", node)
+def _end_quarantine(context: FaultContext, node: str) -> None:
+    if context.world.api.get("nodequarantines", node) is not None:
+        context.log(f"a person ends the quarantine of {node}")
+        context.world.api.delete("nodequarantines", node)

@@ -1,4 +1,4 @@
-"""What goes wrong inside of workers: ranks, GPUs, scripts, launchers, sidecars, links."""
+"""Faults of workers: ranks, GPUs, scripts, launchers, sidecars, links."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ..workers.rank import BAD_VALUE, MISTAKE
-from .fault import Cost, Fault, Heal, Missed, NodeFault, Role, WorkerFault
+from .fault import Cost, Fault, HealCallback, NodeFault, TargetMissing, TargetRole, WorkerFault
 
 if TYPE_CHECKING:
-    from .scene import Scene
+    from .context import FaultContext
 
 
-class Stand(StrEnum):
-    """Where a rank stands still."""
+class HangPoint(StrEnum):
+    """Where a rank hangs."""
 
     TRAIN = "train"
     COLLECTIVE = "collective"
     LOADER = "loader"
 
 
-class Lie(StrEnum):
-    """What a sidecar tells of ranks that is not so."""
+class WrongMetrics(StrEnum):
+    """How a sidecar's metrics of ranks are wrong."""
 
-    HUGE = "huge"  # its own take years
-    FOREIGN = "foreign"  # others', which are not its own
+    HUGE = "huge"  # its own ranks' values are years
+    FOREIGN = "foreign"  # it reports ranks of other workers
 
 
-class Part(StrEnum):
-    """Of a worker's pod."""
+class WorkerProcess(StrEnum):
+    """The processes of a worker's pod."""
 
     LAUNCHER = "launcher"
     SIDECAR = "sidecar"
@@ -38,87 +38,89 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class RankCrashes(WorkerFault):
-    """Negative codes are signals."""
+    """A rank crashes. Negative codes are signals."""
 
     code: int = 1
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).crash(code=self.code)
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).crash_rank(code=self.code)
 
 
 @dataclass(frozen=True)
 class RankRunsOutOfMemory(WorkerFault):
-    """The kernel kills it."""
+    """The kernel kills a rank for lack of memory."""
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).out_of_memory()
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).kill_rank_for_memory()
 
 
 @dataclass(frozen=True)
 class RankHangs(WorkerFault):
-    """For good: it is to be killed."""
+    """A rank hangs until it is killed."""
 
-    where: Stand = Stand.TRAIN
+    where: HangPoint = HangPoint.TRAIN
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).hang(self.where)
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).hang_rank(self.where)
 
 
 @dataclass(frozen=True)
 class RankStopped(WorkerFault):
-    """SIGSTOP, for good: it does not even say where it stands."""
+    """A rank is stopped with SIGSTOP permanently: it does not even write its stack."""
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).stop_rank()
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).stop_rank()
 
 
 @dataclass(frozen=True)
 class RankCannotBeKilled(WorkerFault):
-    """It hangs in the kernel."""
+    """A rank hangs in the kernel."""
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).hang_in_kernel()
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).hang_rank_in_kernel()
 
 
 @dataclass(frozen=True)
 class LossIsBad(WorkerFault):
-    """Not a number."""
+    """The loss is not a number."""
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.bad_loss(True)
-        return lambda: worker.bad_loss(False)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.set_bad_loss(True)
+        return lambda: worker.set_bad_loss(False)
 
 
 @dataclass(frozen=True)
 class GpuFails(WorkerFault):
-    """An XID: 13 and 31 are the application's, 48, 79 and 95 the hardware's, 94 is contained: it costs one
-    process. The rank crashes of it."""
+    """A GPU reports an XID, and its rank crashes.
+
+    XIDs 13 and 31 are the application's, 48, 79, and 95 the hardware's. 94 is contained: it affects one process.
+    """
 
     xid: int = 79
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).gpu_error(self.xid)
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).raise_gpu_error(self.xid)
 
 
 @dataclass(frozen=True)
 class GpuWarns(WorkerFault):
-    """Rows of a GPU's memory wait to be remapped, until somebody resets it: everything works on."""
+    """Rows of a GPU's memory wait to be remapped, until the GPU is reset. Everything keeps working."""
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.gpu_warns(True)
-        return lambda: worker.gpu_warns(False)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.set_gpu_warning(True)
+        return lambda: worker.set_gpu_warning(False)
 
 
 @dataclass(frozen=True)
 class ScriptFails(WorkerFault):
-    """In each round, before its first step; with `mistake` of an error in its text."""
+    """The script fails in each round before its first step. `mistake`: with an error of its source code."""
 
     mistake: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
         worker.script_fails = True
         worker.script_error = MISTAKE if self.mistake else BAD_VALUE
         return lambda: setattr(worker, "script_fails", False)
@@ -126,119 +128,119 @@ class ScriptFails(WorkerFault):
 
 @dataclass(frozen=True)
 class PlanIsRefused(WorkerFault):
-    """The ranks cannot follow what the plan asks of them beside training."""
+    """The ranks refuse what the plan requests in addition to training."""
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.refuses = True
-        return lambda: setattr(worker, "refuses", False)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.refuses_requests = True
+        return lambda: setattr(worker, "refuses_requests", False)
 
 
 @dataclass(frozen=True)
 class CheckpointsFail(Fault):
-    """The volume of a job takes nothing."""
+    """Writes to a job's volume fail."""
 
     costs = (Cost.CHECKPOINTS,)
     job: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
-        volume = scene.training(self.job).volume
+    def inject(self, context: FaultContext) -> HealCallback:
+        volume = context.find_training(self.job).volume
         volume.fails = True
         return lambda: setattr(volume, "fails", False)
 
 
 @dataclass(frozen=True)
 class CheckpointIsTorn(Fault):
-    """The newest one cannot be read."""
+    """The newest checkpoint cannot be read."""
 
     job: int = 0
 
-    def strike(self, scene: Scene) -> None:
-        scene.training(self.job).volume.tear_newest()
+    def inject(self, context: FaultContext) -> None:
+        context.find_training(self.job).volume.tear_newest()
 
 
 @dataclass(frozen=True)
 class VolumeIsSlow(Fault):
-    """Each checkpoint takes so many seconds longer."""
+    """Each checkpoint takes `seconds` longer."""
 
     job: int = 0
-    by: float = 20.0
+    seconds: float = 20.0
 
-    def strike(self, scene: Scene) -> Heal:
-        volume = scene.training(self.job).volume
-        volume.slow = self.by
+    def inject(self, context: FaultContext) -> HealCallback:
+        volume = context.find_training(self.job).volume
+        volume.slow = self.seconds
         return lambda: setattr(volume, "slow", 0.0)
 
 
 @dataclass(frozen=True)
-class Frozen(WorkerFault):
-    """SIGSTOP."""
+class ProcessPaused(WorkerFault):
+    """A process of a worker is stopped with SIGSTOP."""
 
-    part: Part = Part.LAUNCHER
+    part: WorkerProcess = WorkerProcess.LAUNCHER
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.freeze(self.part)
-        return lambda: worker.thaw(self.part)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.pause(self.part)
+        return lambda: worker.resume(self.part)
 
 
 @dataclass(frozen=True)
 class ProcessKilled(WorkerFault):
-    """SIGKILL to the launcher, or to the sidecar: the kubelet restarts a sidecar, not a trainer."""
+    """SIGKILL to the launcher or the sidecar. The kubelet restarts a sidecar, but not a trainer."""
 
-    part: Part = Part.LAUNCHER
+    part: WorkerProcess = WorkerProcess.LAUNCHER
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        if self.part is Part.SIDECAR:
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        if self.part is WorkerProcess.SIDECAR:
             worker.kill_sidecar()
         else:
             worker.kill()
 
 
 @dataclass(frozen=True)
-class FiguresLie(WorkerFault):
-    """A worker tells of its ranks what is not so."""
+class MetricsAreWrong(WorkerFault):
+    """A worker reports wrong metrics of its ranks."""
 
-    costs = (Cost.FIGURES,)
-    lie: Lie = Lie.HUGE
+    costs = (Cost.METRICS,)
+    metrics: WrongMetrics = WrongMetrics.HUGE
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        scene.tell(f"{worker.name} lies about ranks: {self.lie}")
-        worker.figures_lie = self.lie
-        return lambda: setattr(worker, "figures_lie", "")
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        context.log(f"{worker.name} reports wrong metrics: {self.metrics}")
+        worker.wrong_metrics = self.metrics
+        return lambda: setattr(worker, "wrong_metrics", "")
 
 
 @dataclass(frozen=True)
 class NodeIsSlow(NodeFault):
-    """Its ranks take so many times as long."""
+    """A node's ranks take `factor` times as long."""
 
     factor: float = 2.0
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        scene.tell(f"{node.name} is slower by {self.factor:g}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        context.log(f"{node.name} is slower by {self.factor:g}")
         node.slow = self.factor
         return lambda: setattr(node, "slow", 1.0)
 
 
 @dataclass(frozen=True)
 class LinkFails(WorkerFault):
-    """Between the nodes of two members: so many times slower, or with 0 dead."""
+    """The link between the nodes of two members is `factor` times slower; 0: it is dead."""
 
     other: int = 1
     factor: float = 0.0
 
-    def strike(self, scene: Scene) -> Heal:
-        one, other = self.worker(scene).node, scene.worker(Role.MEMBER, self.other, self.job).node
-        if one == other:
-            raise Missed("both are on one node")
-        network = scene.world.network
+    def inject(self, context: FaultContext) -> HealCallback:
+        node, peer = self.find_worker(context).node, context.find_worker(TargetRole.MEMBER, self.other, self.job).node
+        if node == peer:
+            raise TargetMissing("both are on one node")
+        network = context.world.network
         if self.factor:
-            scene.tell(f"the link from {one} to {other} is slower by {self.factor:g}")
-            network.slow(one, other, self.factor)
-            return lambda: network.slow(one, other, 1.0)
-        scene.tell(f"the link from {one} to {other} is dead")
-        network.cut(one, other)
-        return lambda: network.mend(one, other)
+            context.log(f"the link from {node} to {peer} is slower by {self.factor:g}")
+            network.set_slowdown(node, peer, self.factor)
+            return lambda: network.set_slowdown(node, peer, 1.0)
+        context.log(f"the link from {node} to {peer} is dead")
+        network.cut(node, peer)
+        return lambda: network.mend(node, peer)

@@ -1,4 +1,4 @@
-"""What goes wrong for many at once, by no fault of theirs: what all nodes and jobs share."""
+"""Faults that affect many nodes or jobs at once: what they share fails."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pacekeeper_operator.probe import DRIVER, NETWORK
+from pacekeeper_operator.node_probe import DRIVER, NETWORK
 
-from .fault import Fault, Heal, Missed, WorkerFault
+from .fault import Fault, HealCallback, TargetMissing, WorkerFault
 
 if TYPE_CHECKING:
-    from ..kubernetes.nodes import Node
-    from .scene import Scene
+    from ..kubernetes.nodes import SimulatedNode
+    from .context import FaultContext
 
 
 class Away(StrEnum):
-    """What is away."""
+    """What is unavailable."""
 
     NAMES = "names"
     STORAGE = "storage"
@@ -26,20 +26,20 @@ _ERRORS = {
     Away.NAMES: "socket.gaierror: [Errno -3] Temporary failure in name resolution",
     Away.STORAGE: "OSError: [Errno 5] Input/output error: '/data/shards/0007'",
 }
-"""Of whoever needs it."""
+"""Errors of processes that need it."""
 
 
 class Loss(StrEnum):
-    """What an outage takes along when it begins."""
+    """What is lost at the start of an outage."""
 
     NOTHING = "nothing"
-    RANK = "rank"  # one crashes
-    WORKER = "worker"  # a pod is deleted by force
-    NODE = "node"  # a worker's loses power for as long
+    RANK = "rank"  # a rank crashes
+    WORKER = "worker"  # a pod is force-deleted
+    NODE = "node"  # a worker's node loses power for the same time
 
 
 class Check(StrEnum):
-    """In which probe pods fail."""
+    """The check that probe pods fail."""
 
     NETWORK = NETWORK
     DRIVER = DRIVER
@@ -47,17 +47,19 @@ class Check(StrEnum):
 
 @dataclass(frozen=True)
 class OutageAtStart(WorkerFault):
-    """Each rank that starts ends with the same error before its first step; with `at_import` each worker, before it is
-    ready. What runs goes on, but for what the outage takes along."""
+    """Each rank that starts fails with the same error before its first step.
+
+    With `at_import`, each worker fails before it is ready. Running ranks continue, except for the `loss`.
+    """
 
     away: Away = Away.NAMES
     at_import: bool = False
     loss: Loss = Loss.NODE
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self._lose(scene)
-        trainings = scene.world.trainings
-        scene.tell(f"whatever starts ends: {_ERRORS[self.away]}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self._lose(context)
+        trainings = context.world.trainings
+        context.log(f"every process that starts fails: {_ERRORS[self.away]}")
         trainings.outage, trainings.outage_at_import = _ERRORS[self.away], self.at_import
 
         def heal() -> None:
@@ -67,17 +69,17 @@ class OutageAtStart(WorkerFault):
 
         return heal
 
-    def _lose(self, scene: Scene) -> Node | None:
-        """The node that is to be switched on again."""
+    def _lose(self, context: FaultContext) -> SimulatedNode | None:
+        """Cause the loss. Return the node to power on again, if any."""
         if self.loss is Loss.NOTHING:
             return None
-        worker = self.worker(scene)
+        worker = self.find_worker(context)
         if self.loss is Loss.RANK:
-            worker.crash()
+            worker.crash_rank()
         elif self.loss is Loss.WORKER:
-            scene.delete_pod(worker, force=True)
+            context.delete_pod(worker, force=True)
         else:
-            node = scene.node_of(worker)
+            node = context.find_node(worker)
             node.power_off()
             return node
         return None
@@ -85,39 +87,41 @@ class OutageAtStart(WorkerFault):
 
 @dataclass(frozen=True)
 class ProbesFailAlike(WorkerFault):
-    """Probe pods fail the same check on every node. Meanwhile a worker reports an `xid` that no GPU has had (0: it does
-    not), so that its node is looked at."""
+    """Probe pods fail the same check on every node.
+
+    At the same time, a worker reports an `xid` that did not occur (0: none), so that its node is probed.
+    """
 
     check: Check = Check.NETWORK
     xid: int = 79
 
-    def strike(self, scene: Scene) -> Heal:
+    def inject(self, context: FaultContext) -> HealCallback:
         if self.xid:
-            self.worker(scene).claim_gpu_error(self.xid)
-        fleet = scene.world.fleet
-        scene.tell(f"probe pods fail check {self.check} on every node")
-        fleet.fail_probes(self.check)
-        return lambda: fleet.fail_probes("")
+            self.find_worker(context).claim_gpu_error(self.xid)
+        node_pool = context.world.node_pool
+        context.log(f"probe pods fail check {self.check} on every node")
+        node_pool.fail_probes(self.check)
+        return lambda: node_pool.fail_probes("")
 
 
 @dataclass(frozen=True)
 class RackLosesPower(Fault):
-    """The nodes of several members of a job at once. They come back one after the other, so many seconds apart."""
+    """The nodes of several members lose power at once. They return one after the other, `apart` seconds apart."""
 
     nodes: int = 3
     apart: float = 20.0
     job: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
-        names = scene.nodes_of(self.job)[: self.nodes]
+    def inject(self, context: FaultContext) -> HealCallback:
+        names = context.nodes_of(self.job)[: self.nodes]
         if len(names) < 2:
-            raise Missed("the job is on one node")
-        nodes = [scene.world.nodes[name] for name in names]
+            raise TargetMissing("the job is on one node")
+        nodes = [context.world.nodes[name] for name in names]
         for node in nodes:
             node.power_off()
 
         def heal() -> None:
-            for place, node in enumerate(nodes):
-                scene.world.after(place * self.apart, node.power_on)
+            for index, node in enumerate(nodes):
+                context.world.call_after(index * self.apart, node.power_on)
 
         return heal

@@ -1,1 +1,1 @@
-"""A made-up Kubernetes: its API server, and the machines that work for it."""
+"""A simulated Kubernetes: its API server, controllers, scheduler, and kubelets."""

@@ -1,90 +1,92 @@
-"""What runs of a pod, as its kubelet handles it. Workers of jobs have a room of their own; here is everything else."""
+"""Containers of a pod, as its kubelet handles them. Those of jobs' workers are in `simulation.workers`."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Protocol
 
-from pacekeeper_operator.probe import NETWORK
+from pacekeeper_operator.node_probe import NETWORK
 
 from ..loop import Process
-from ..network import API
+from ..network import API_PLACE
 
 if TYPE_CHECKING:
-    from .nodes import Node
-    from .surroundings import Surroundings
+    from .cluster_world import ClusterWorld
+    from .nodes import SimulatedNode
 
-KILLED = 137
+KILLED_EXIT_CODE = 137
 """Exit code: 128 + SIGKILL."""
-_PROBE_RUNS = (0.3, 3.0)
-_PROBE_TIMEOUT = 20.0
-"""Seconds, as of `pacekeeper_operator.probe`."""
-_FIGURES = '{"core_seconds":0.002,"memory_bytes_per_second":30000000000}'
-"""Of every node: what is slow here is slow in the ranks only."""
+_PROBE_RUN_SECONDS = (0.3, 3.0)
+_PROBE_TIMEOUT_SECONDS = 20.0
+"""Seconds, as in `pacekeeper_operator.node_probe`."""
+_PROBE_METRICS_JSON = '{"core_seconds":0.002,"memory_bytes_per_second":30000000000}'
+"""Metrics of every node. A slow node is slow only in its ranks."""
 SHARED = "as on every node"
-"""Part of the words of a probe pod that fails what all nodes fail."""
+"""Part of the message of a probe pod that fails a check that all nodes fail."""
 
 
-class Exited(Protocol):
-    """The main container has ended. Calls after the first one are of no account."""
+class ExitCallback(Protocol):
+    """Called when the main container has exited. Further calls are ignored."""
 
     def __call__(self, code: int, reason: str, message: str = "") -> None: ...
 
 
 class Containers(Protocol):
-    """What runs of a pod. It tells by `Exited` when its main container has ended."""
+    """The containers of a pod. They call an `ExitCallback` when the main container has exited."""
 
     def start(self) -> None: ...
 
     def terminate(self, grace: float) -> None:
-        """SIGTERM, and SIGKILL after so many seconds. Called again, it only shortens the time."""
+        """Send SIGTERM, and SIGKILL after `grace` seconds. Another call can only shorten the time."""
 
-    def kill(self, code: int = KILLED, reason: str = "") -> None:
-        """All of them, at once."""
+    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "") -> None:
+        """Kill all containers at once."""
 
     @property
     def sidecar(self) -> Process | None: ...
 
     def restart_sidecar(self) -> None:
-        """Kills it if it still runs; `sidecar` is another process then."""
+        """Kill the sidecar if it still runs, and start another process."""
 
 
-class Probe:
-    """The pod of a quarantine's probe: it ends well where the node can be used."""
+class ProbeContainers:
+    """The pod of a node probe. It succeeds if the node is usable."""
 
-    def __init__(self, world: Surroundings, node: Node, exited: Exited) -> None:
+    def __init__(self, world: ClusterWorld, node: SimulatedNode, exited: ExitCallback) -> None:
         self._world = world
         self._node = node
         self._exited = exited
-        self._random = world.random(f"probe on {node.name} at {world.now()}")
-        self._over = False
+        self._random = world.create_random(f"probe on {node.name} at {world.now()}")
+        self._ended = False
 
     def start(self) -> None:
-        self._world.after(self._random.uniform(*_PROBE_RUNS), self._look)
+        self._world.call_after(self._random.uniform(*_PROBE_RUN_SECONDS), self._check_node)
 
-    def _look(self) -> None:
-        if self._over or self._node.stuck_since is not None:
+    def _check_node(self) -> None:
+        if self._ended or self._node.stuck_since is not None:
             return
-        if not self._world.network.reaches(self._node.name, API):
-            words = "the API server's service cannot be reached: timed out"
-            self._world.after(_PROBE_TIMEOUT, self._finish, 1, "Error", words)
-        elif self._node.sick:
-            self._finish(1, "Error", self._node.sick)
+        if not self._world.network.can_reach(self._node.name, API_PLACE):
+            message = "the API server's service cannot be reached: timed out"
+            self._world.call_after(_PROBE_TIMEOUT_SECONDS, self._finish, 1, "Error", message)
+        elif self._node.fault_message:
+            self._finish(1, "Error", self._node.fault_message)
         elif check := self._node.shared_check:
-            words = json.dumps({"unfit": f"{check}: timed out, {SHARED}", "check": check, "gpus": 0})
-            self._world.after(_PROBE_TIMEOUT if check == NETWORK else 0.0, self._finish, 1, "Error", words)
+            message = json.dumps({"unfit": f"{check}: timed out, {SHARED}", "check": check, "gpus": 0})
+            self._world.call_after(
+                _PROBE_TIMEOUT_SECONDS if check == NETWORK else 0.0, self._finish, 1, "Error", message
+            )
         else:
-            self._finish(0, "Completed", _FIGURES)
+            self._finish(0, "Completed", _PROBE_METRICS_JSON)
 
     def _finish(self, code: int, reason: str, message: str) -> None:
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._exited(code, reason, message)
 
     def terminate(self, grace: float) -> None:
-        self._world.after(min(grace, 0.1), self.kill)
+        self._world.call_after(min(grace, 0.1), self.kill)
 
-    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
+    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "Error") -> None:
         self._finish(code, reason, "")
 
     sidecar = None
@@ -93,10 +95,10 @@ class Probe:
         raise AssertionError("a probe has no sidecar")
 
 
-class Other:
-    """Somebody else's pod: it takes room, for as long as it is let."""
+class OtherContainers:
+    """A pod of another user. It takes resources until it is ended."""
 
-    def __init__(self, world: Surroundings, exited: Exited) -> None:
+    def __init__(self, world: ClusterWorld, exited: ExitCallback) -> None:
         self._world = world
         self._exited = exited
 
@@ -104,9 +106,9 @@ class Other:
         pass
 
     def terminate(self, grace: float) -> None:
-        self._world.after(min(grace, 0.5), self.kill)
+        self._world.call_after(min(grace, 0.5), self.kill)
 
-    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
+    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "Error") -> None:
         self._exited(code, reason)
 
     sidecar = None

@@ -1,5 +1,8 @@
-"""What the controller manager does about nodes and pods: it marks nodes that are not heard of, takes their pods away
-in time, and collects what belongs to nothing any more. The garbage collector of owned objects is the API server's."""
+"""The controller manager's node and pod controllers.
+
+They mark silent nodes, evict their pods, and delete orphaned pods. The garbage collector of owned objects belongs to
+the API server.
+"""
 
 from __future__ import annotations
 
@@ -9,146 +12,162 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .conditions import disrupt, status_of, with_condition
-from .objects import KINDS, Object, timestamp
-from .placement import toleration_seconds
-from .pod_status import ENDED
+from .api.objects import KINDS, Object, format_timestamp
+from .conditions import disrupt_pod, get_condition_status, with_condition
+from .placement import compute_toleration_seconds
+from .pod_status import ENDED_PHASES
 
 if TYPE_CHECKING:
-    from .api_server import Change
-    from .nodes import Fleet
-    from .surroundings import Surroundings
+    from .api.api_server import ObjectChange
+    from .cluster_world import ClusterWorld
+    from .nodes import NodePool
 
-LOOKS = 5.0
-"""Seconds between two looks at the heartbeats of all nodes."""
-SILENT = 40.0
-"""Seconds without a heartbeat after which a node is not taken for ready."""
-RUNTIME_SILENT = 180.0
-"""Seconds after which a kubelet says that its container runtime hangs."""
-ORPHANED = (40.0, 60.0)
-"""Seconds from the end of a node's object to that of its pods."""
-REACTS = (0.02, 0.3)
-TRIES_AGAIN = 1.0
-"""Seconds until an API server that is away is tried again."""
+NODE_CHECK_INTERVAL_SECONDS = 5.0
+"""Seconds between two checks of all nodes' heartbeats."""
+NODE_SILENCE_SECONDS = 40.0
+"""Seconds without a heartbeat after which a node is not Ready."""
+RUNTIME_SILENCE_SECONDS = 180.0
+"""Seconds after which a kubelet reports that its container runtime hangs."""
+ORPHANED_POD_SECONDS = (40.0, 60.0)
+"""Seconds from the deletion of a Node to that of its pods."""
+CONTROLLER_REACTION_SECONDS = (0.02, 0.3)
+CONTROLLER_RETRY_SECONDS = 1.0
+"""Seconds until an unavailable API server is tried again."""
 _DISRUPTED_SHARE, _DISRUPTED_NODES = 0.55, 3
-"""When so large a share of the nodes, and as many, are silent, the fault is taken for the network's."""
+"""If at least this share and this number of nodes are silent, the network counts as the cause."""
 
-_NOT_READY, _UNREACHABLE = "node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"
-_CORDONED = "node.kubernetes.io/unschedulable"
-_OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
-_PRESSURES = {
+_NOT_READY_TAINT, _UNREACHABLE_TAINT = "node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"
+_UNSCHEDULABLE_TAINT = "node.kubernetes.io/unschedulable"
+_OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
+_PRESSURE_TAINTS = {
     "MemoryPressure": "node.kubernetes.io/memory-pressure",
     "DiskPressure": "node.kubernetes.io/disk-pressure",
     "PIDPressure": "node.kubernetes.io/pid-pressure",
 }
-_OURS = (_NOT_READY, _UNREACHABLE, _CORDONED, *_PRESSURES.values())
+_LIFECYCLE_TAINTS = (_NOT_READY_TAINT, _UNREACHABLE_TAINT, _UNSCHEDULABLE_TAINT, *_PRESSURE_TAINTS.values())
 
 
 class _Controller:
-    """Acts some time after a change, and not while there is no API server."""
+    """A controller that acts some time after a change, and not while the API server is unavailable."""
 
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: ClusterWorld) -> None:
         self._world = world
-        self._random = world.random(type(self).__name__)
-        world.api.subscribe(self._heard)
+        self._random = world.create_random(type(self).__name__)
+        world.api.subscribe(self._on_change)
 
-    def _heard(self, change: Change) -> None:
+    def _on_change(self, change: ObjectChange) -> None:
         raise NotImplementedError
 
-    def _soon(self, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
-        return self._later(self._random.uniform(*REACTS), call, *arguments)
+    def _call_soon(self, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
+        return self._call_later(self._random.uniform(*CONTROLLER_REACTION_SECONDS), call, *arguments)
 
-    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
-        return self._world.after(seconds, self._act, call, arguments)
+    def _call_later(self, seconds: float, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
+        return self._world.call_after(seconds, self._call_when_available, call, arguments)
 
-    def _act(self, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
-        if self._world.api.faults.away:
-            self._later(TRIES_AGAIN, call, *arguments)
+    def _call_when_available(self, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        if self._world.api.faults.is_unavailable:
+            self._call_later(CONTROLLER_RETRY_SECONDS, call, *arguments)
         else:
             call(*arguments)
 
 
 class NodeLifecycle(_Controller):
-    """Conditions and taints of nodes, from their heartbeats."""
+    """Maintains conditions and taints of nodes from their heartbeats."""
 
-    def __init__(self, world: Surroundings, fleet: Fleet) -> None:
+    def __init__(self, world: ClusterWorld, node_pool: NodePool) -> None:
         super().__init__(world)
-        self._fleet = fleet
-        self._heard_at: dict[str, float] = {}  # by name; of the last heartbeat
-        self._due: dict[str, None] = {}  # nodes whose taints are looked at in a moment
-        self._later(LOOKS, self._look)
+        self._node_pool = node_pool
+        self._heartbeat_at: dict[str, float] = {}  # by name: time of the last heartbeat
+        self._due: dict[str, None] = {}  # nodes whose taints will be updated soon
+        self._call_later(NODE_CHECK_INTERVAL_SECONDS, self._check_nodes)
 
-    def _look(self) -> None:
+    def _check_nodes(self) -> None:
         world, now = self._world, self._world.now()
-        self._later(LOOKS, self._look)
-        for node in self._fleet.nodes.values():
-            if node.kubelet.in_touch:
-                self._heard_at[node.name] = now
-        for stored in world.api.all("nodes"):
-            self._judge(stored, now)
+        self._call_later(NODE_CHECK_INTERVAL_SECONDS, self._check_nodes)
+        for node in self._node_pool.nodes.values():
+            if node.kubelet.is_connected:
+                self._heartbeat_at[node.name] = now
+        for stored in world.api.list_all("nodes"):
+            self._update_conditions(stored, now)
 
-    def _judge(self, stored: Object, now: float) -> None:
-        name, before = stored["metadata"]["name"], status_of(stored["status"].get("conditions", ()), "Ready")
-        node, wall = self._fleet.nodes.get(name), self._world.wall()
-        silent = now - self._heard_at.setdefault(name, now) >= SILENT
-        stuck = node is not None and node.stuck_since is not None and now - node.stuck_since >= RUNTIME_SILENT
+    def _update_conditions(self, stored: Object, now: float) -> None:
+        name, old_status = (
+            stored["metadata"]["name"],
+            get_condition_status(stored["status"].get("conditions", ()), "Ready"),
+        )
+        node, wall = self._node_pool.nodes.get(name), self._world.wall_time()
+        silent = now - self._heartbeat_at.setdefault(name, now) >= NODE_SILENCE_SECONDS
+        stuck = node is not None and node.stuck_since is not None and now - node.stuck_since >= RUNTIME_SILENCE_SECONDS
         if silent:
             ready, reason, message = "Unknown", "NodeStatusUnknown", "Kubelet stopped posting node status."
         elif stuck:
             ready, reason, message = "False", "KubeletNotReady", "container runtime is down"
         else:
             ready, reason, message = "True", "KubeletReady", "kubelet is posting ready status"
-        if ready != before:
+        if ready != old_status:
             conditions = with_condition(stored["status"].get("conditions", ()), "Ready", ready, wall, reason, message)
-            self._world.story.tell(name, {"True": "is ready", "False": "is not ready"}.get(ready, "is not heard of"))
+            self._world.log.record(name, {"True": "is ready", "False": "is not ready"}.get(ready, "is not heard of"))
             patch = {"status": {"conditions": conditions}}
             self._world.api.patch("nodes", name, "", patch, subresource="status", manager="node-controller")
         elif ready != "True":
-            self._mark(name)  # what was held back while most were silent
+            self._update_taints(name)  # applies taints that were withheld while most nodes were silent
 
-    def _heard(self, change: Change) -> None:
+    def _on_change(self, change: ObjectChange) -> None:
         if change.plural != "nodes":
             return
         name = change.object["metadata"]["name"]
         if change.type != "MODIFIED":
-            self._heard_at.pop(name, None)
-        if change.type != "DELETED" and name not in self._due and _taints(change.object) != self._wanted(change.object):
+            self._heartbeat_at.pop(name, None)
+        if (
+            change.type != "DELETED"
+            and name not in self._due
+            and _get_taints(change.object) != self._compute_taints(change.object)
+        ):
             self._due[name] = None
-            self._soon(self._mark, name)
+            self._call_soon(self._update_taints, name)
 
-    def _mark(self, name: str) -> None:
+    def _update_taints(self, name: str) -> None:
         self._due.pop(name, None)
         stored = self._world.api.get("nodes", name)
         if stored is None:
             return
-        wanted = self._wanted(stored)
-        if wanted != _taints(stored):
+        wanted = self._compute_taints(stored)
+        if wanted != _get_taints(stored):
             patch = {"spec": {"taints": wanted or None}}
             self._world.api.patch("nodes", name, "", patch, manager="node-controller")
 
-    def _wanted(self, stored: Object) -> list[Object]:
-        """All taints that the node should have; others' stay as they are."""
-        conditions, kept = stored["status"].get("conditions", ()), _taints(stored)
+    def _compute_taints(self, stored: Object) -> list[Object]:
+        """Return all taints that the node should have. Taints of others stay."""
+        conditions, current = stored["status"].get("conditions", ()), _get_taints(stored)
         wanted: list[tuple[str, str]] = []
         if stored["spec"].get("unschedulable"):
-            wanted.append((_CORDONED, "NoSchedule"))
-        wanted += [(key, "NoSchedule") for type_, key in _PRESSURES.items() if status_of(conditions, type_) == "True"]
-        ready = status_of(conditions, "Ready")
+            wanted.append((_UNSCHEDULABLE_TAINT, "NoSchedule"))
+        wanted += [
+            (key, "NoSchedule")
+            for type_, key in _PRESSURE_TAINTS.items()
+            if get_condition_status(conditions, type_) == "True"
+        ]
+        ready = get_condition_status(conditions, "Ready")
         if ready != "True":
-            key = _NOT_READY if ready == "False" else _UNREACHABLE
+            key = _NOT_READY_TAINT if ready == "False" else _UNREACHABLE_TAINT
             wanted.append((key, "NoSchedule"))
-            if not self._most_are_silent() or any((t["key"], t["effect"]) == (key, "NoExecute") for t in kept):
+            if not self._are_most_silent() or any((t["key"], t["effect"]) == (key, "NoExecute") for t in current):
                 wanted.append((key, "NoExecute"))
-        taints = [taint for taint in kept if taint["key"] not in _OURS or (taint["key"], taint["effect"]) in wanted]
-        there = [(taint["key"], taint["effect"]) for taint in taints]
-        added = timestamp(int(self._world.wall()))
-        new = [item for item in wanted if item not in there]
+        taints = [
+            taint
+            for taint in current
+            if taint["key"] not in _LIFECYCLE_TAINTS or (taint["key"], taint["effect"]) in wanted
+        ]
+        present = [(taint["key"], taint["effect"]) for taint in taints]
+        added = format_timestamp(int(self._world.wall_time()))
+        new = [item for item in wanted if item not in present]
         return [*taints, *({"key": key, "effect": effect, "timeAdded": added} for key, effect in new)]
 
-    def _most_are_silent(self) -> bool:
-        """Then nobody's pods are taken away."""
+    def _are_most_silent(self) -> bool:
+        """Return whether most nodes are silent: then no pods are evicted."""
         ready = [
-            status_of(node["status"].get("conditions", ()), "Ready") == "True" for node in self._world.api.all("nodes")
+            get_condition_status(node["status"].get("conditions", ()), "Ready") == "True"
+            for node in self._world.api.list_all("nodes")
         ]
         silent = len(ready) - sum(ready)
         return silent >= _DISRUPTED_NODES and silent / len(ready) > _DISRUPTED_SHARE
@@ -156,7 +175,7 @@ class NodeLifecycle(_Controller):
 
 @dataclass(frozen=True)
 class _Eviction:
-    """Of a pod; virtual seconds."""
+    """A scheduled eviction of a pod; virtual seconds."""
 
     decided: float
     due: float
@@ -164,91 +183,95 @@ class _Eviction:
 
 
 class TaintEviction(_Controller):
-    """Pods leave nodes with a NoExecute taint, as soon as they no longer tolerate it."""
+    """Evicts pods from nodes with a NoExecute taint when they no longer tolerate it."""
 
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: ClusterWorld) -> None:
         super().__init__(world)
-        self._evictions: dict[str, _Eviction] = {}  # by the pod's uid
+        self._evictions: dict[str, _Eviction] = {}  # by the pod's UID
 
-    def _heard(self, change: Change) -> None:
+    def _on_change(self, change: ObjectChange) -> None:
         if change.plural == "nodes":
-            taints = [] if change.type == "DELETED" else _evicting(change.object)
-            if taints != (_evicting(change.before) if change.before is not None else []):
-                for pod in self._world.api.all("pods"):
+            taints = [] if change.type == "DELETED" else _select_no_execute_taints(change.object)
+            if taints != (_select_no_execute_taints(change.previous) if change.previous is not None else []):
+                for pod in self._world.api.list_all("pods"):
                     if pod["spec"].get("nodeName") == change.object["metadata"]["name"]:
-                        self._look_at(pod, taints)
+                        self._evaluate_pod(pod, taints)
         elif change.plural == "pods":
-            pod, before = change.object, change.before
-            if change.type == "DELETED" or pod["status"].get("phase") in ENDED:
-                self._call_off(pod["metadata"]["uid"])
-            elif pod["spec"].get("nodeName") and (before is None or not before["spec"].get("nodeName")):
+            pod, previous = change.object, change.previous
+            if change.type == "DELETED" or pod["status"].get("phase") in ENDED_PHASES:
+                self._cancel_eviction(pod["metadata"]["uid"])
+            elif pod["spec"].get("nodeName") and (previous is None or not previous["spec"].get("nodeName")):
                 node = self._world.api.get("nodes", pod["spec"]["nodeName"])
-                self._look_at(pod, [] if node is None else _evicting(node))
+                self._evaluate_pod(pod, [] if node is None else _select_no_execute_taints(node))
 
-    def _look_at(self, pod: Object, taints: list[Object]) -> None:
+    def _evaluate_pod(self, pod: Object, taints: list[Object]) -> None:
         uid, now = pod["metadata"]["uid"], self._world.now()
         tolerations = pod["spec"].get("tolerations", ())
-        tolerated = min((toleration_seconds(taint, tolerations) or 0.0 for taint in taints), default=math.inf)
-        known = self._evictions.get(uid)
-        decided = now if known is None else known.decided
+        tolerated = min((compute_toleration_seconds(taint, tolerations) or 0.0 for taint in taints), default=math.inf)
+        eviction = self._evictions.get(uid)
+        decided = now if eviction is None else eviction.decided
         due = decided + tolerated
-        if known is not None and known.due == due:
+        if eviction is not None and eviction.due == due:
             return
-        self._call_off(uid)
-        if due < math.inf and "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") not in ENDED:
-            wait = max(0.0, due - now) + self._random.uniform(*REACTS)
-            timer = self._later(wait, self._evict, uid, pod["metadata"]["name"], pod["metadata"]["namespace"])
+        self._cancel_eviction(uid)
+        if (
+            due < math.inf
+            and "deletionTimestamp" not in pod["metadata"]
+            and pod["status"].get("phase") not in ENDED_PHASES
+        ):
+            wait = max(0.0, due - now) + self._random.uniform(*CONTROLLER_REACTION_SECONDS)
+            timer = self._call_later(wait, self._evict_pod, uid, pod["metadata"]["name"], pod["metadata"]["namespace"])
             self._evictions[uid] = _Eviction(decided, due, timer)
 
-    def _call_off(self, uid: str) -> None:
+    def _cancel_eviction(self, uid: str) -> None:
         if uid in self._evictions:
             self._evictions.pop(uid).timer.cancel()
 
-    def _evict(self, uid: str, name: str, namespace: str) -> None:
+    def _evict_pod(self, uid: str, name: str, namespace: str) -> None:
         world = self._world
         self._evictions.pop(uid, None)
         pod = world.api.get("pods", name, namespace)
         if pod is not None and pod["metadata"]["uid"] == uid and "deletionTimestamp" not in pod["metadata"]:
-            world.story.tell("taint-eviction", f"takes pod {name} off {pod['spec']['nodeName']}")
+            world.log.record("taint-eviction", f"takes pod {name} off {pod['spec']['nodeName']}")
             message = "Taint manager: deleting due to NoExecute taint"
-            disrupt(world.api, pod, "DeletionByTaintManager", message, world.wall(), who="taint-eviction")
+            disrupt_pod(world.api, pod, "DeletionByTaintManager", message, world.wall_time(), manager="taint-eviction")
 
 
 class PodCollector(_Controller):
-    """Removes pods of nodes that are gone, and pods that wait for the end of a node that is out of service."""
+    """Deletes pods of deleted nodes, and terminating pods of nodes that are out of service."""
 
-    def _heard(self, change: Change) -> None:
+    def _on_change(self, change: ObjectChange) -> None:
         if change.plural == "nodes":
             name = change.object["metadata"]["name"]
             if change.type == "DELETED":
-                self._later(self._random.uniform(*ORPHANED), self._collect, name)
-            elif any(taint["key"] == _OUT_OF_SERVICE for taint in _taints(change.object)):
-                self._soon(self._collect, name)
+                self._call_later(self._random.uniform(*ORPHANED_POD_SECONDS), self._collect_pods, name)
+            elif any(taint["key"] == _OUT_OF_SERVICE_TAINT for taint in _get_taints(change.object)):
+                self._call_soon(self._collect_pods, name)
         elif change.plural == "pods" and change.type != "DELETED":
-            name, before = change.object["spec"].get("nodeName"), change.before
-            known = before is not None and before["spec"].get("nodeName")
-            if name and not known and self._world.api.get("nodes", name) is None:
-                self._later(self._random.uniform(*ORPHANED), self._collect, name)
+            name, previous = change.object["spec"].get("nodeName"), change.previous
+            was_bound = previous is not None and previous["spec"].get("nodeName")
+            if name and not was_bound and self._world.api.get("nodes", name) is None:
+                self._call_later(self._random.uniform(*ORPHANED_POD_SECONDS), self._collect_pods, name)
 
-    def _collect(self, name: str) -> None:
+    def _collect_pods(self, name: str) -> None:
         world = self._world
         node = world.api.get("nodes", name)
-        out = node is not None and any(taint["key"] == _OUT_OF_SERVICE for taint in _taints(node))
-        silent = node is not None and status_of(node["status"].get("conditions", ()), "Ready") != "True"
-        for pod in world.api.all("pods"):
+        out_of_service = node is not None and any(taint["key"] == _OUT_OF_SERVICE_TAINT for taint in _get_taints(node))
+        silent = node is not None and get_condition_status(node["status"].get("conditions", ()), "Ready") != "True"
+        for pod in world.api.list_all("pods"):
             if pod["spec"].get("nodeName") != name:
                 continue
-            if node is None or (out and silent and "deletionTimestamp" in pod["metadata"]):
-                self._remove(pod)
+            if node is None or (out_of_service and silent and "deletionTimestamp" in pod["metadata"]):
+                self._remove_pod(pod)
 
-    def _remove(self, pod: Object) -> None:
+    def _remove_pod(self, pod: Object) -> None:
         world, metadata, status = self._world, pod["metadata"], pod["status"]
         name, namespace = metadata["name"], metadata["namespace"]
-        world.story.tell("pod-collector", f"removes pod {name}: there is no node {pod['spec']['nodeName']}")
-        if status.get("phase") not in ENDED:
+        world.log.record("pod-collector", f"removes pod {name}: there is no node {pod['spec']['nodeName']}")
+        if status.get("phase") not in ENDED_PHASES:
             message = "PodGC: node no longer exists"
             conditions = with_condition(
-                status.get("conditions", ()), "DisruptionTarget", "True", world.wall(), "DeletionByPodGC", message
+                status.get("conditions", ()), "DisruptionTarget", "True", world.wall_time(), "DeletionByPodGC", message
             )
             patch = {"status": {"phase": "Failed", "conditions": conditions}}
             world.api.patch("pods", name, namespace, patch, subresource="status", manager="pod-collector")
@@ -256,43 +279,43 @@ class PodCollector(_Controller):
 
 
 class NamespaceCollector(_Controller):
-    """Empties namespaces that are deleted, and lets them go when they are empty."""
+    """Empties deleted namespaces, and removes them when they are empty."""
 
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: ClusterWorld) -> None:
         super().__init__(world)
         self._ending: dict[str, None] = {}
 
-    def _heard(self, change: Change) -> None:
+    def _on_change(self, change: ObjectChange) -> None:
         metadata = change.object["metadata"]
         if change.plural == "namespaces":
             if change.type == "DELETED":
                 self._ending.pop(metadata["name"], None)
             elif "deletionTimestamp" in metadata and metadata["name"] not in self._ending:
                 self._ending[metadata["name"]] = None
-                self._world.story.tell("namespace-collector", f"empties namespace {metadata['name']}")
+                self._world.log.record("namespace-collector", f"empties namespace {metadata['name']}")
                 kinds = [kind.plural for kind in KINDS.values() if kind.namespaced]
                 self._random.shuffle(kinds)
                 for plural in kinds:
-                    self._soon(self._empty, plural, metadata["name"])
+                    self._call_soon(self._delete_kind, plural, metadata["name"])
         elif change.type == "DELETED" and metadata.get("namespace") in self._ending:
-            self._soon(self._let_go, metadata["namespace"])
+            self._call_soon(self._finish_deletion, metadata["namespace"])
 
-    def _empty(self, plural: str, namespace: str) -> None:
-        for body in self._world.api.all(plural, namespace):
+    def _delete_kind(self, plural: str, namespace: str) -> None:
+        for body in self._world.api.list_all(plural, namespace):
             self._world.api.delete(plural, body["metadata"]["name"], namespace, uid=body["metadata"]["uid"])
-        self._let_go(namespace)
+        self._finish_deletion(namespace)
 
-    def _let_go(self, namespace: str) -> None:
+    def _finish_deletion(self, namespace: str) -> None:
         api = self._world.api
         kinds = [kind.plural for kind in KINDS.values() if kind.namespaced]
-        if namespace in self._ending and not any(api.all(plural, namespace) for plural in kinds):
+        if namespace in self._ending and not any(api.list_all(plural, namespace) for plural in kinds):
             api.patch("namespaces", namespace, "", {"spec": {"finalizers": None}}, subresource="finalize")
 
 
-def _taints(node: Object) -> list[Object]:
+def _get_taints(node: Object) -> list[Object]:
     taints: list[Object] = node["spec"].get("taints") or []
     return taints
 
 
-def _evicting(node: Object) -> list[Object]:
-    return [taint for taint in _taints(node) if taint["effect"] == "NoExecute"]
+def _select_no_execute_taints(node: Object) -> list[Object]:
+    return [taint for taint in _get_taints(node) if taint["effect"] == "NoExecute"]

@@ -1,6 +1,6 @@
-"""Whether a pod may be put on a node, as the scheduler sees it. Pure.
+"""Whether a pod fits on a node, as the scheduler decides it. Pure.
 
-What is not here is not simulated: topology spread constraints, preferred node affinity, volumes, priorities.
+Not simulated: topology spread constraints, preferred node affinity, volumes, priorities.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 Object = Mapping[str, Any]
 
-_UNITS = {
+_QUANTITY_UNITS = {
     "m": 1e-3,
     "k": 1e3,
     "M": 1e6,
@@ -22,41 +22,42 @@ _UNITS = {
     "Gi": 2.0**30,
     "Ti": 2.0**40,
 }
-_KEEPS_AWAY = ("NoSchedule", "NoExecute")
+_REPELLING_EFFECTS = ("NoSchedule", "NoExecute")
 
 
-def obstacle(pod: Needs, node: Offer, nodes: Mapping[str, Offer]) -> str:
-    """Why the pod cannot be put on the node, in the scheduler's words; "": it can."""
-    if node.unschedulable and not _tolerated(_CORDON, pod.tolerations):
+def find_obstacle(pod: PodNeeds, node: NodeOffer, nodes: Mapping[str, NodeOffer]) -> str:
+    """Return why the pod cannot be placed on the node, in the scheduler's words; "": it can."""
+    if node.unschedulable and not _is_tolerated(_CORDON_TAINT, pod.tolerations):
         return "node(s) were unschedulable"
     for taint in node.taints:
-        if taint["effect"] in _KEEPS_AWAY and not _tolerated(taint, pod.tolerations):
+        if taint["effect"] in _REPELLING_EFFECTS and not _is_tolerated(taint, pod.tolerations):
             return f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"
-    if not _selected(pod, node):
+    if not _is_selected(pod, node):
         return "node(s) didn't match Pod's node affinity/selector"
-    if lacking := refused_resource(pod, node):
-        return f"Insufficient {lacking}" if lacking != "pods" else "Too many pods"
-    if any(pod.ports & other.ports for other in node.pods.values()):
+    if resource := find_short_resource(pod, node):
+        return f"Insufficient {resource}" if resource != "pods" else "Too many pods"
+    if any(pod.ports & placed.ports for placed in node.pods.values()):
         return "node(s) didn't have free ports for the requested pod ports"
-    if not all(any(term.means(other) for other in _around(node, term, nodes)) for term in pod.close):
+    if not all(any(term.matches(placed) for placed in _list_domain_pods(node, term, nodes)) for term in pod.affinity):
         return "node(s) didn't match pod affinity rules"
-    if any(term.means(other) for term in pod.apart for other in _around(node, term, nodes)):
+    if any(term.matches(placed) for term in pod.anti_affinity for placed in _list_domain_pods(node, term, nodes)):
         return "node(s) didn't match pod anti-affinity rules"
-    # What keeps others away once it is there keeps them away for as long as it is there.
-    if any(term.means(pod) for place in nodes.values() for term in place.kept_free_of(node)):
+    # Anti-affinity of pods that run on nodes also keeps new pods away.
+    if any(term.matches(pod) for offer in nodes.values() for term in offer.list_conflicting_pods(node)):
         return "node(s) didn't satisfy existing pods anti-affinity rules"
     return ""
 
 
-def liking(pod: Needs, node: Offer, nodes: Mapping[str, Offer]) -> float:
-    """How well the node meets the pod's preferences; more is better."""
+def score_preferences(pod: PodNeeds, node: NodeOffer, nodes: Mapping[str, NodeOffer]) -> float:
+    """Return how well the node meets the pod's preferences. Higher is better."""
     return sum(
-        weight * sum(term.means(other) for other in _around(node, term, nodes)) for weight, term in pod.preferences
+        weight * sum(term.matches(placed) for placed in _list_domain_pods(node, term, nodes))
+        for weight, term in pod.preferences
     )
 
 
-def refused_resource(pod: Needs, node: Offer) -> str:
-    """What of its resources the node has too little of; "": nothing."""
+def find_short_resource(pod: PodNeeds, node: NodeOffer) -> str:
+    """Return the resource of which the node has too little; "": none."""
     if len(node.pods) >= node.capacity.get("pods", float("inf")):
         return "pods"
     for name, amount in pod.resources.items():
@@ -65,22 +66,22 @@ def refused_resource(pod: Needs, node: Offer) -> str:
     return ""
 
 
-def toleration_seconds(taint: Object, tolerations: Sequence[Object]) -> float | None:
-    """For how long the taint is tolerated: for ever is math.inf; None: it is not."""
-    found = [item.get("tolerationSeconds") for item in tolerations if _tolerates(item, taint)]
-    if not found:
+def compute_toleration_seconds(taint: Object, tolerations: Sequence[Object]) -> float | None:
+    """Return for how long the taint is tolerated: math.inf is permanently; None: it is not."""
+    limits = [item.get("tolerationSeconds") for item in tolerations if _matches_taint(item, taint)]
+    if not limits:
         return None
-    return min((float(seconds) for seconds in found if seconds is not None), default=float("inf"))
+    return min((float(seconds) for seconds in limits if seconds is not None), default=float("inf"))
 
 
 @dataclass(frozen=True, eq=False)
 class PodTerm:
-    """Pods with these labels in one of these namespaces, as far as the topology's domain goes."""
+    """Pods with these labels, in these namespaces, within a topology domain."""
 
     labels: Mapping[str, str]
     expressions: Sequence[Object]
     namespaces: Sequence[str]
-    topology: str  # a label of nodes
+    topology: str  # a node label
 
     @classmethod
     def parse(cls, term: Object, namespace: str) -> PodTerm:
@@ -92,104 +93,107 @@ class PodTerm:
             term["topologyKey"],
         )
 
-    def means(self, pod: Needs) -> bool:
+    def matches(self, pod: PodNeeds) -> bool:
         return (
             pod.namespace in self.namespaces
             and all(pod.labels.get(key) == value for key, value in self.labels.items())
-            and all(_matches(item, pod.labels) for item in self.expressions)
+            and all(_matches_expression(item, pod.labels) for item in self.expressions)
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
-    """What a pod asks of its place; read once."""
+class PodNeeds:
+    """A pod's scheduling requirements, parsed once."""
 
     uid: str
     namespace: str
     labels: Mapping[str, str]
     resources: Mapping[str, float]
-    ports: frozenset[int]  # of the node's own network
+    ports: frozenset[int]  # on the node's own network
     tolerations: Sequence[Object]
     selector: Mapping[str, str]
-    node_terms: Sequence[Object] | None  # alternatives; None: any node will do
-    close: tuple[PodTerm, ...]
-    apart: tuple[PodTerm, ...]
-    preferences: tuple[tuple[float, PodTerm], ...]  # less than 0: rather not there
+    node_terms: Sequence[Object] | None  # alternatives; None: any node
+    affinity: tuple[PodTerm, ...]
+    anti_affinity: tuple[PodTerm, ...]
+    preferences: tuple[tuple[float, PodTerm], ...]  # negative weight: avoid
 
     @classmethod
-    def parse(cls, pod: Object) -> Needs:
+    def parse(cls, pod: Object) -> PodNeeds:
         metadata, spec = pod["metadata"], pod["spec"]
         namespace, affinity = metadata["namespace"], spec.get("affinity") or {}
-        close, apart = affinity.get("podAffinity") or {}, affinity.get("podAntiAffinity") or {}
+        pod_affinity, pod_anti_affinity = affinity.get("podAffinity") or {}, affinity.get("podAntiAffinity") or {}
         required = "requiredDuringSchedulingIgnoredDuringExecution"
         terms = ((affinity.get("nodeAffinity") or {}).get(required) or {}).get("nodeSelectorTerms")
         return cls(
             uid=metadata["uid"],
             namespace=namespace,
             labels=metadata.get("labels") or {},
-            resources=_requests(spec),
-            ports=frozenset(_ports(spec)),
+            resources=_sum_requests(spec),
+            ports=frozenset(_iterate_host_ports(spec)),
             tolerations=spec.get("tolerations") or (),
             selector=spec.get("nodeSelector") or {},
             node_terms=terms,
-            close=tuple(PodTerm.parse(term, namespace) for term in close.get(required) or ()),
-            apart=tuple(PodTerm.parse(term, namespace) for term in apart.get(required) or ()),
-            preferences=(*_preferences(close, 1.0, namespace), *_preferences(apart, -1.0, namespace)),
+            affinity=tuple(PodTerm.parse(term, namespace) for term in pod_affinity.get(required) or ()),
+            anti_affinity=tuple(PodTerm.parse(term, namespace) for term in pod_anti_affinity.get(required) or ()),
+            preferences=(
+                *_iterate_preferences(pod_affinity, 1.0, namespace),
+                *_iterate_preferences(pod_anti_affinity, -1.0, namespace),
+            ),
         )
 
 
-class Offer:
-    """What a node has to give, and who is on it."""
+class NodeOffer:
+    """A node's resources and properties, and the pods on it."""
 
-    def __init__(self, node: Object, pods: Mapping[str, Needs] | None = None) -> None:
+    def __init__(self, node: Object, pods: Mapping[str, PodNeeds] | None = None) -> None:
         metadata, spec = node["metadata"], node.get("spec") or {}
         self.name: str = metadata["name"]
         self.labels: Mapping[str, str] = metadata.get("labels") or {}
         self.unschedulable = bool(spec.get("unschedulable"))
         self.taints: Sequence[Object] = spec.get("taints") or ()
         allocatable = (node.get("status") or {}).get("allocatable") or {}
-        self.capacity = {name: quantity(value) for name, value in allocatable.items()}
+        self.capacity = {name: parse_quantity(value) for name, value in allocatable.items()}
         self.used: dict[str, float] = {}
-        self.pods: dict[str, Needs] = {}
+        self.pods: dict[str, PodNeeds] = {}
         for pod in (pods or {}).values():
             self.add(pod)
 
-    def add(self, pod: Needs) -> None:
+    def add(self, pod: PodNeeds) -> None:
         if pod.uid not in self.pods:
             self.pods[pod.uid] = pod
             for name, amount in pod.resources.items():
                 self.used[name] = self.used.get(name, 0.0) + amount
 
     def remove(self, uid: str) -> bool:
-        """Whether it was there."""
+        """Remove a pod. Return whether it was there."""
         pod = self.pods.pop(uid, None)
         for name, amount in pod.resources.items() if pod is not None else ():
             self.used[name] -= amount
         return pod is not None
 
-    def kept_free_of(self, place: Offer) -> Iterator[PodTerm]:
-        """Pods that the pods here do not suffer at `place`."""
+    def list_conflicting_pods(self, node: NodeOffer) -> Iterator[PodTerm]:
+        """Yield the terms with which pods here exclude other pods at `node`."""
         for pod in self.pods.values():
-            for term in pod.apart:
-                if _one_domain(self, place, term.topology):
+            for term in pod.anti_affinity:
+                if _is_same_domain(self, node, term.topology):
                     yield term
 
 
-def quantity(value: object) -> float:
-    """Kubernetes' quantities: 250m, 64Mi, 8."""
+def parse_quantity(value: object) -> float:
+    """Parse a Kubernetes quantity: 250m, 64Mi, 8."""
     text = str(value)
     unit = text.lstrip("0123456789.+-")
-    return float(text.removesuffix(unit)) * (_UNITS[unit] if unit else 1.0)
+    return float(text.removesuffix(unit)) * (_QUANTITY_UNITS[unit] if unit else 1.0)
 
 
-_CORDON = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+_CORDON_TAINT = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
 
-def _tolerated(taint: Object, tolerations: Sequence[Object]) -> bool:
-    return any(_tolerates(item, taint) for item in tolerations)
+def _is_tolerated(taint: Object, tolerations: Sequence[Object]) -> bool:
+    return any(_matches_taint(item, taint) for item in tolerations)
 
 
-def _tolerates(toleration: Object, taint: Object) -> bool:
+def _matches_taint(toleration: Object, taint: Object) -> bool:
     if toleration.get("effect") and toleration["effect"] != taint["effect"]:
         return False
     if toleration.get("key") and toleration["key"] != taint["key"]:
@@ -199,77 +203,81 @@ def _tolerates(toleration: Object, taint: Object) -> bool:
     return bool(toleration.get("key")) and toleration.get("value", "") == taint.get("value", "")
 
 
-def _selected(pod: Needs, node: Offer) -> bool:
+def _is_selected(pod: PodNeeds, node: NodeOffer) -> bool:
     if any(node.labels.get(key) != value for key, value in pod.selector.items()):
         return False
-    return pod.node_terms is None or any(_term_selects(term, node) for term in pod.node_terms)
+    return pod.node_terms is None or any(_matches_term(term, node) for term in pod.node_terms)
 
 
-def _term_selects(term: Object, node: Offer) -> bool:
+def _matches_term(term: Object, node: NodeOffer) -> bool:
     labels, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
     if not labels and not fields:
         return False  # an empty term selects nothing
-    return all(_matches(item, node.labels) for item in labels) and all(
-        _matches(item, {"metadata.name": node.name}) for item in fields
+    return all(_matches_expression(item, node.labels) for item in labels) and all(
+        _matches_expression(item, {"metadata.name": node.name}) for item in fields
     )
 
 
-def _matches(expression: Object, values: Mapping[str, str]) -> bool:
+def _matches_expression(expression: Object, values: Mapping[str, str]) -> bool:
     key: str = expression["key"]
-    wanted: Sequence[str] = expression.get("values") or ()
+    expected: Sequence[str] = expression.get("values") or ()
     match expression["operator"]:
         case "In":
-            return values.get(key) in wanted
+            return values.get(key) in expected
         case "NotIn":
-            return values.get(key) not in wanted
+            return values.get(key) not in expected
         case "Exists":
             return key in values
         case "DoesNotExist":
             return key not in values
         case "Gt":
-            return key in values and int(values[key]) > int(wanted[0])
+            return key in values and int(values[key]) > int(expected[0])
         case "Lt":
-            return key in values and int(values[key]) < int(wanted[0])
+            return key in values and int(values[key]) < int(expected[0])
         case operator:
             raise ValueError(f"a selector's operator {operator!r} is unknown")
 
 
-def _around(node: Offer, term: PodTerm, nodes: Mapping[str, Offer]) -> Iterable[Needs]:
-    """The pods in the node's domain."""
+def _list_domain_pods(node: NodeOffer, term: PodTerm, nodes: Mapping[str, NodeOffer]) -> Iterable[PodNeeds]:
+    """Return the pods in the node's topology domain."""
     if term.topology == "kubernetes.io/hostname":
         return node.pods.values()
-    return (pod for other in nodes.values() if _one_domain(node, other, term.topology) for pod in other.pods.values())
+    return (
+        pod for offer in nodes.values() if _is_same_domain(node, offer, term.topology) for pod in offer.pods.values()
+    )
 
 
-def _one_domain(one: Offer, other: Offer, topology: str) -> bool:
-    return one is other or (topology in one.labels and one.labels[topology] == other.labels.get(topology))
+def _is_same_domain(node: NodeOffer, other: NodeOffer, topology: str) -> bool:
+    return node is other or (topology in node.labels and node.labels[topology] == other.labels.get(topology))
 
 
-def _preferences(affinity: Object, sign: float, namespace: str) -> Iterator[tuple[float, PodTerm]]:
-    for wish in affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or ():
-        yield sign * wish["weight"], PodTerm.parse(wish["podAffinityTerm"], namespace)
+def _iterate_preferences(affinity: Object, sign: float, namespace: str) -> Iterator[tuple[float, PodTerm]]:
+    for preference in affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or ():
+        yield sign * preference["weight"], PodTerm.parse(preference["podAffinityTerm"], namespace)
 
 
-def _requests(spec: Object) -> dict[str, float]:
-    """Of all containers that run together; what runs before them may need more."""
-    first: Sequence[Object] = spec.get("initContainers") or ()
-    beside = [container for container in first if container.get("restartPolicy") == "Always"]
+def _sum_requests(spec: Object) -> dict[str, float]:
+    """Sum the requests of all containers that run together. Earlier init containers may need more."""
+    init_containers: Sequence[Object] = spec.get("initContainers") or ()
+    sidecars = [container for container in init_containers if container.get("restartPolicy") == "Always"]
     total: dict[str, float] = {}
-    for container in [*spec["containers"], *beside]:
-        for name, amount in _request(container).items():
+    for container in [*spec["containers"], *sidecars]:
+        for name, amount in _read_requests(container).items():
             total[name] = total.get(name, 0.0) + amount
-    for container in first:
-        for name, amount in _request(container).items():
+    for container in init_containers:
+        for name, amount in _read_requests(container).items():
             total[name] = max(total.get(name, 0.0), amount)
     return total
 
 
-def _request(container: Object) -> dict[str, float]:
+def _read_requests(container: Object) -> dict[str, float]:
     resources = container.get("resources") or {}
-    return {name: quantity(v) for name, v in {**resources.get("limits", {}), **resources.get("requests", {})}.items()}
+    return {
+        name: parse_quantity(v) for name, v in {**resources.get("limits", {}), **resources.get("requests", {})}.items()
+    }
 
 
-def _ports(spec: Object) -> Iterator[int]:
+def _iterate_host_ports(spec: Object) -> Iterator[int]:
     for container in [*spec["containers"], *spec.get("initContainers", ())]:
         for port in container.get("ports") or ():
             if spec.get("hostNetwork") or port.get("hostPort"):

@@ -1,4 +1,4 @@
-"""A pod as its kubelet knows it, and the status that follows from that. Pure."""
+"""A kubelet's state of a pod, and the status that follows from it. Pure."""
 
 from __future__ import annotations
 
@@ -7,90 +7,94 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from .api.objects import Object, format_timestamp
 from .conditions import with_condition
 from .containers import Containers
-from .objects import Object, timestamp
 
-ENDED = ("Succeeded", "Failed")
-"""Phases."""
-DEFAULT_GRACE = 30.0
+ENDED_PHASES = ("Succeeded", "Failed")
+"""Pod phases."""
+DEFAULT_POD_GRACE_SECONDS = 30.0
 """Seconds."""
-_SANDBOX = "PodReadyToStartContainers"
+_SANDBOX_CONDITION = "PodReadyToStartContainers"
 
 
-def pod_status(pod: LocalPod, conditions: Sequence[Object], node_address: str, now: float, wall: float) -> Object:
-    """`conditions`: those that stand in its status; others' stay. `now`: virtual seconds, `wall`: the node's clock."""
-    running, ended = pod.stage is Stage.RUNNING, pod.stage is Stage.ENDED
-    facts = {
-        _SANDBOX: pod.stage is not Stage.CREATING and not ended,
-        "Initialized": running or pod.stage is Stage.EXITED,
+def build_pod_status(pod: LocalPod, conditions: Sequence[Object], node_address: str, now: float, wall: float) -> Object:
+    """Build a pod's status. `conditions`: the present ones, of which others' stay. `wall`: the node's clock."""
+    running, ended = pod.stage is PodStage.RUNNING, pod.stage is PodStage.ENDED
+    flags = {
+        _SANDBOX_CONDITION: pod.stage is not PodStage.CREATING and not ended,
+        "Initialized": running or pod.stage is PodStage.EXITED,
         "Ready": running,
         "ContainersReady": running,
     }
-    for type_, holds in facts.items():
-        conditions = with_condition(conditions, type_, str(holds), wall)
+    for type_, value in flags.items():
+        conditions = with_condition(conditions, type_, str(value), wall)
     if pod.disrupted and ended:
         conditions = with_condition(conditions, "DisruptionTarget", "True", wall, "TerminationByKubelet", pod.message)
-    status: Object = {"phase": _phase(pod), "conditions": list(conditions)}
+    status: Object = {"phase": _compute_phase(pod), "conditions": list(conditions)}
     if pod.reason and ended:
         status |= {"reason": pod.reason, "message": pod.message}
     if ended and pod.containers is None and pod.exit is None:
-        return status  # refused, or taken back before anything ran
-    spec, since = pod.body["spec"], wall - now
-    status |= {"hostIP": node_address, "startTime": timestamp(int(since + pod.began))}
+        return status  # rejected, or deleted before anything ran
+    spec, epoch = pod.body["spec"], wall - now
+    status |= {"hostIP": node_address, "startTime": format_timestamp(int(epoch + pod.admitted_at))}
     if pod.address:
         status |= {"podIP": pod.address, "podIPs": [{"ip": pod.address}]}
-    first = spec.get("initContainers") or ()
-    if first:
-        status["initContainerStatuses"] = [_container(pod, item, since, sidecar=True) for item in first]
-    status["containerStatuses"] = [_container(pod, item, since, behind=bool(first)) for item in spec["containers"]]
+    init_containers = spec.get("initContainers") or ()
+    if init_containers:
+        status["initContainerStatuses"] = [
+            _build_container_status(pod, item, epoch, sidecar=True) for item in init_containers
+        ]
+    status["containerStatuses"] = [
+        _build_container_status(pod, item, epoch, after_init=bool(init_containers)) for item in spec["containers"]
+    ]
     return status
 
 
 def has_run(status: Object) -> bool:
-    """Whether a status says that containers have been started."""
+    """Return whether a status shows that containers have been started."""
     return any("running" in container.get("state", {}) for container in status.get("containerStatuses", ()))
 
 
-class Stage(Enum):
+class PodStage(Enum):
     CREATING = auto()
-    PULLING = auto()  # there is a sandbox, and an image that does not come
+    PULLING = auto()  # the sandbox exists, and the image pull hangs
     PULL_FAILED = auto()
     RUNNING = auto()
-    EXITED = auto()  # the main container; the sidecar is still there
+    EXITED = auto()  # the main container has exited; the sidecar still runs
     ENDED = auto()
 
 
 @dataclass(eq=False)
 class LocalPod:
-    """A pod as its kubelet knows it. Times are virtual seconds."""
+    """A kubelet's state of a pod. Times are virtual seconds."""
 
-    body: Object  # as it came
-    stage: Stage = Stage.CREATING
-    began: float = 0.0
+    body: Object  # as it was received
+    stage: PodStage = PodStage.CREATING
+    admitted_at: float = 0.0
     containers: Containers | None = None
     address: str = ""
-    started: float = 0.0
+    started_at: float = 0.0
     restarts: int = 0  # of the sidecar
     exit: tuple[int, str, str] | None = None  # code, reason, message
-    exited: float = 0.0
-    grace: float = math.inf  # seconds that it was given to end
-    reason: str = ""  # why the kubelet itself has ended or refused it
+    exited_at: float = 0.0
+    grace: float = math.inf  # the shortest grace period so far, in seconds
+    reason: str = ""  # why the kubelet has ended or rejected it
     message: str = ""
     disrupted: bool = False  # by the kubelet
-    forgotten: bool = False  # its object is gone
-    told: bool = True  # the API server knows all this
-    tells: bool = False  # it is about to be told
+    deleted_by_force: bool = False  # its object is deleted
+    reported: bool = True  # the API server has the present state
+    report_pending: bool = False  # a report is scheduled
 
     @property
-    def over(self) -> bool:
-        """Whether nothing of it runs any more, or ever will."""
-        return self.stage is Stage.ENDED
+    def is_over(self) -> bool:
+        """Whether all of its containers have ended, permanently."""
+        return self.stage is PodStage.ENDED
 
     @property
-    def wanted_grace(self) -> float:
-        """Seconds to end in, by its spec."""
-        return float(self.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE))
+    def spec_grace(self) -> float:
+        """The grace period in its spec, in seconds."""
+        return float(self.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_POD_GRACE_SECONDS))
 
     @property
     def uid(self) -> str:
@@ -105,32 +109,37 @@ class LocalPod:
         return str(self.body["metadata"]["namespace"])
 
 
-def _phase(pod: LocalPod) -> str:
-    if pod.stage in (Stage.RUNNING, Stage.EXITED):
+def _compute_phase(pod: LocalPod) -> str:
+    if pod.stage in (PodStage.RUNNING, PodStage.EXITED):
         return "Running"
-    if pod.stage is not Stage.ENDED:
+    if pod.stage is not PodStage.ENDED:
         return "Pending"
-    well = pod.exit is not None and pod.exit[0] == 0 and not pod.reason
-    return "Succeeded" if well else "Failed"
+    succeeded = pod.exit is not None and pod.exit[0] == 0 and not pod.reason
+    return "Succeeded" if succeeded else "Failed"
 
 
-def _container(pod: LocalPod, spec: Object, since: float, *, sidecar: bool = False, behind: bool = False) -> Object:
-    """`since`: the wall clock of virtual second 0. `behind`: others have to start first."""
-    waits: dict[str, str] = {"reason": "ContainerCreating"}
-    if behind:
-        waits = {"reason": "PodInitializing"}
-    elif pod.stage is Stage.PULL_FAILED:
-        waits = {"reason": "ErrImagePull", "message": f"failed to pull image {spec.get('image', '')!r}: not found"}
-    started = timestamp(int(since + pod.started))
-    state: Object = {"waiting": waits}
-    if pod.stage is Stage.RUNNING or (sidecar and pod.stage is Stage.EXITED):
+def _build_container_status(
+    pod: LocalPod, spec: Object, epoch: float, *, sidecar: bool = False, after_init: bool = False
+) -> Object:
+    """Build a container's status.
+
+    `epoch`: wall clock at virtual second 0. `after_init`: other containers start first.
+    """
+    waiting: dict[str, str] = {"reason": "ContainerCreating"}
+    if after_init:
+        waiting = {"reason": "PodInitializing"}
+    elif pod.stage is PodStage.PULL_FAILED:
+        waiting = {"reason": "ErrImagePull", "message": f"failed to pull image {spec.get('image', '')!r}: not found"}
+    started = format_timestamp(int(epoch + pod.started_at))
+    state: Object = {"waiting": waiting}
+    if pod.stage is PodStage.RUNNING or (sidecar and pod.stage is PodStage.EXITED):
         state = {"running": {"startedAt": started}}
     elif pod.exit is not None:
         code, reason, message = pod.exit if not sidecar else (0, "Completed", "")
         state = {"terminated": {"exitCode": code, "reason": reason or ("Error" if code else "Completed")}}
-        state["terminated"] |= {"startedAt": started, "finishedAt": timestamp(int(since + pod.exited))}
+        state["terminated"] |= {"startedAt": started, "finishedAt": format_timestamp(int(epoch + pod.exited_at))}
         if message:
             state["terminated"]["message"] = message
-    up = "running" in state
+    is_up = "running" in state
     restarts = pod.restarts if sidecar else 0
-    return {"name": spec["name"], "state": state, "ready": up, "started": up, "restartCount": restarts}
+    return {"name": spec["name"], "state": state, "ready": is_up, "started": is_up, "restartCount": restarts}

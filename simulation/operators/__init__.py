@@ -1,1 +1,1 @@
-"""The operator's pods: the real process, on edges that lead into the simulation."""
+"""The operator's pods: the real process, with I/O that leads into the simulation."""

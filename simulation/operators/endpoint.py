@@ -1,6 +1,6 @@
-"""The Service in front of the operator's endpoint: requests of sidecars, into the real server's application in memory.
+"""The Service in front of the operator's endpoint: sidecars' requests to the real server's application, in memory.
 
-Left out are TLS and the reading of sockets; their rules have tests of their own, with real ones.
+TLS and socket reads are left out. Separate tests cover them with real sockets.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..loop import Process
 if TYPE_CHECKING:
     from ..world import World
 
-Reply = tuple[int, Any]
-"""Status, and the body, parsed; None: there is none."""
+EndpointReply = tuple[int, Any]
+"""Status, and the parsed body; None: there is none."""
 
 
-def forget_applications() -> None:
-    """The server's library remembers a thousand of them, and with each all of its world."""
+def clear_application_cache() -> None:
+    """Clear aiohttp's cache: it keeps a thousand applications, and with each its world."""
     web_app._cached_build_middleware.cache_clear()
 
 
 @dataclass
-class Listener:
-    """A pod that serves."""
+class EndpointListener:
+    """A pod that serves the endpoint."""
 
     place: str
     process: Process
@@ -43,88 +43,91 @@ class Listener:
     address: str  # address:port
 
 
-class Endpoint:
-    """Of all operator pods together."""
+class OperatorService:
+    """The Service of all operator pods."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._random = world.random("service")
-        self._listeners: dict[str, Listener] = {}  # by pod
+        self._random = world.create_random("service")
+        self._listeners: dict[str, EndpointListener] = {}  # by pod
 
-    def open(self, listener: Listener) -> None:
+    def open(self, listener: EndpointListener) -> None:
         self._listeners[listener.process.name] = listener
-        listener.process.on_death(lambda: self.close(listener))
+        listener.process.add_death_callback(lambda: self.close(listener))
 
-    def close(self, listener: Listener) -> None:
+    def close(self, listener: EndpointListener) -> None:
         if self._listeners.get(listener.process.name) is listener:
             del self._listeners[listener.process.name]
 
-    def forget(self, pod: str) -> None:
-        """The Service leads there no more."""
+    def remove_pod(self, pod: str) -> None:
+        """Remove a pod from the Service's endpoints."""
         self._listeners.pop(pod, None)
 
-    def line(self, place: str, source: str) -> Line:
-        """A client's kept connection, from a place, and from an address there."""
-        return Line(self._world, self, place, source)
+    def open_client(self, place: str, source: str) -> EndpointClient:
+        """Create a client with a persistent connection, at a place and from an address there."""
+        return EndpointClient(self._world, self, place, source)
 
-    def choose(self) -> Listener | None:
-        """One of those that the Service leads to."""
-        there = list(self._listeners.values())
-        return self._random.choice(there) if there else None
+    def choose_listener(self) -> EndpointListener | None:
+        """Return one of the Service's endpoints; None: there is none."""
+        listeners = list(self._listeners.values())
+        return self._random.choice(listeners) if listeners else None
 
-    def at(self, address: str) -> Listener | None:
-        """Whoever serves there, whether or not the Service leads there."""
-        return next((one for one in self._listeners.values() if one.address == address), None)
+    def find_listener(self, address: str) -> EndpointListener | None:
+        """Return the listener at an address, which must be one of the Service's endpoints; None: there is none."""
+        return next((listener for listener in self._listeners.values() if listener.address == address), None)
 
-    def leads_to(self, listener: Listener) -> bool:
+    def routes_to(self, listener: EndpointListener) -> bool:
         return self._listeners.get(listener.process.name) is listener
 
 
 @dataclass
-class Line:
-    """Calls of one client. It stays with the pod that it has found until a call breaks, or is answered by one that does
-    not lead."""
+class EndpointClient:
+    """The calls of one client. It stays with a pod until a call fails, or a pod without the lead answers."""
 
     world: World
-    endpoint: Endpoint
+    endpoint: OperatorService
     place: str
     source: str
-    _found: Listener | None = field(default=None, init=False)
+    _listener: EndpointListener | None = field(default=None, init=False)
 
     async def call(
         self, method: str, path: str, query: Mapping[str, str], body: Any, token: str, leader: str = ""
-    ) -> Reply:
-        """`leader`: where to call, address:port; "": whoever the Service leads to. Raises ConnectionError, or never
-        returns: the caller has a time-out of its own."""
+    ) -> EndpointReply:
+        """Call an operator. `leader`: address:port to call; "": the Service.
+
+        Raises ConnectionError, or never returns: the caller has its own timeout.
+        """
         if leader:
-            return await self._call(self.endpoint.at(leader), _request(method, path, query, body, token, self.source))
-        if self._found is None or not self.endpoint.leads_to(self._found):
-            self._found = self.endpoint.choose()
+            return await self._call(
+                self.endpoint.find_listener(leader), _build_request(method, path, query, body, token, self.source)
+            )
+        if self._listener is None or not self.endpoint.routes_to(self._listener):
+            self._listener = self.endpoint.choose_listener()
         try:
-            reply = await self._call(self._found, _request(method, path, query, body, token, self.source))
+            reply = await self._call(self._listener, _build_request(method, path, query, body, token, self.source))
         except BaseException:
-            self._found = None
+            self._listener = None
             raise
         if reply[0] == HTTPStatus.SERVICE_UNAVAILABLE and "leader" in (reply[1] or ()):
-            self._found = None  # it has closed the connection
+            self._listener = None  # that pod has closed the connection
         return reply
 
-    async def _call(self, listener: Listener | None, request: web.Request) -> Reply:
+    async def _call(self, listener: EndpointListener | None, request: web.Request) -> EndpointReply:
         if listener is None:
-            raise ConnectionRefusedError("nobody serves")
-        await self._travel(listener)
-        reply = await self._answered(listener, request)
-        await self._travel(listener)
+            raise ConnectionRefusedError("no operator serves")
+        await self._cross_network(listener)
+        reply = await self._handle_request(listener, request)
+        await self._cross_network(listener)
         return reply
 
-    async def _travel(self, listener: Listener) -> None:
-        await asyncio.sleep(self.world.network.delay(self.place, listener.place))
-        if not self.world.network.reaches(self.place, listener.place):
+    async def _cross_network(self, listener: EndpointListener) -> None:
+        await asyncio.sleep(self.world.network.draw_delay(self.place, listener.place))
+        if not self.world.network.can_reach(self.place, listener.place):
             await asyncio.get_running_loop().create_future()  # silence
 
-    async def _answered(self, listener: Listener, request: web.Request) -> Reply:
-        """The request runs in the operator's process, and ends with the call."""
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    async def _handle_request(self, listener: EndpointListener, request: web.Request) -> EndpointReply:
+        """Handle the request in the operator's process. It ends with the call."""
+        reply: asyncio.Future[EndpointReply] = asyncio.get_running_loop().create_future()
 
         async def serve() -> None:
             response = cast(web.Response, await listener.application._handle(request))
@@ -134,41 +137,41 @@ class Line:
 
         def broken() -> None:
             if not reply.done():
-                reply.set_exception(ConnectionResetError("the operator has died"))
+                reply.set_exception(ConnectionResetError("the operator was killed"))
 
         task = listener.process.spawn(serve(), name=f"request of {self.source}")
-        listener.process.on_death(broken)
+        listener.process.add_death_callback(broken)
         try:
             return await reply
         finally:
             task.cancel()
-            listener.process.forget(broken)
+            listener.process.remove_death_callback(broken)
 
 
-class _Transport(asyncio.Transport):
+class _AddressTransport(asyncio.Transport):
     def __init__(self, source: str) -> None:
         super().__init__({"peername": (source, 0)})
 
 
-class _Protocol(BaseProtocol):
-    """What a request asks of its connection."""
+class _RequestProtocol(BaseProtocol):
+    """What a request needs of its connection."""
 
     def __init__(self, source: str) -> None:
         super().__init__(asyncio.get_running_loop())
-        self.transport = _Transport(source)
+        self.transport = _AddressTransport(source)
         self.ssl_context = None
         self.peername = (source, 0)
         self.sockname = ("operator", 0)
 
 
-def _request(method: str, path: str, query: Mapping[str, str], body: Any, token: str, source: str) -> web.Request:
+def _build_request(method: str, path: str, query: Mapping[str, str], body: Any, token: str, source: str) -> web.Request:
     data = json.dumps(body).encode()
     headers = CIMultiDict({"Host": "operator", "Content-Length": str(len(data)), "Authorization": f"Bearer {token}"})
     url = URL(f"{path}?{urlencode(query)}" if query else path, encoded=True)
     message = RawRequestMessage(
         method, str(url), HttpVersion11, CIMultiDictProxy(headers), (), False, None, False, False, url
     )
-    loop, protocol = asyncio.get_running_loop(), _Protocol(source)
+    loop, protocol = asyncio.get_running_loop(), _RequestProtocol(source)
     payload = StreamReader(protocol, 2**16, loop=loop)
     payload.feed_data(data)
     payload.feed_eof()

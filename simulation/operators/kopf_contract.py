@@ -1,15 +1,14 @@
-"""What kopf promises to handlers, as far as the operator's rely on it. A stand-in for kopf itself, nothing more.
+"""kopf's contract with handlers, as far as the operator's handlers rely on it. A stand-in for kopf.
 
-Read off kopf 1.45 (reactor/queueing.py, reactor/processing.py, engines/daemons.py, clients/watching.py):
-- a kind's objects are listed (events of type None), then watched; a watch that ends goes on from where it was, one
-  whose past is lost (410) begins with a new list, which tells of nothing that has gone meanwhile;
-- one object's events are processed one after the other, different objects' at once; errors of event handlers are
-  logged, and forgotten;
-- an object with daemons gets a finalizer; its daemon sees a body that is always the newest; once the object is being
-  deleted the daemon is asked to stop and the handlers of its deletion run, in whichever process sees it; when all have
-  ended, and a second has passed, the finalizer is taken off;
-- kopf writes with a client of its own: it does not ask whether the operator leads;
-- a daemon or a handler of a deletion that raises is run again a minute later.
+It follows kopf 1.45 (reactor/queueing.py, reactor/processing.py, engines/daemons.py, clients/watching.py):
+- A kind's objects are listed (events of type None), then watched. A watch that ends resumes from where it was. One
+whose history is lost (410) starts with a new list, which does not report objects that were deleted in the meantime. -
+Events of one object are processed one after the other, those of different objects concurrently. Errors of event
+handlers are logged and otherwise ignored. - An object with daemons gets a finalizer. Its daemon sees a body that is
+always the newest. When the object is being deleted, the daemon is requested to stop, and the deletion handlers run, in
+whichever process sees it. When all have ended and a second has passed, the finalizer is removed. - kopf writes with its
+own client, and does not check whether the operator leads. - A daemon or a deletion handler that raises runs again a
+minute later.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from typing import Any
 import aiohttp
 import kopf
 
-from pacekeeper_operator.cluster import JSON, MERGE_PATCH, Answer, Connection, Object
 from pacekeeper_operator.handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # registers them
+from pacekeeper_operator.kube.client import JSON_CONTENT_TYPE, MERGE_PATCH, ApiConnection, ApiResponse, Object
 from pacekeeper_operator.services.operator import Operator
 
-from ..kubernetes.errors import ApiError
-from ..kubernetes.watch import Watch
+from ..kubernetes.api.errors import ApiError
+from ..kubernetes.api.watch import WatchStream
 
 RECONNECT_SECONDS = 0.1
 INACTIVITY_SECONDS = 70.0
-"""A watch that says nothing for so long is begun anew; bookmarks are words, too."""
-RETRY_SECONDS = 60.0
+"""A watch without an event for this duration is restarted. Bookmarks count as events."""
+HANDLER_RETRY_SECONDS = 60.0
 log = logging.getLogger(__name__)
-_BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+_CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Body(dict[str, Any]):
-    """Always the newest that was seen."""
+    """An object, updated to the newest version that was seen."""
 
 
-class Stopped:
-    """kopf's DaemonStopped."""
+class DaemonStopped:
+    """Stand-in for kopf's DaemonStopped."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -61,7 +60,7 @@ class Stopped:
 @dataclass
 class _Daemon:
     body: Body
-    stopped: Stopped
+    stopped: DaemonStopped
     task: asyncio.Task[None] | None = None
 
 
@@ -80,11 +79,11 @@ class Resource:
 
 @dataclass
 class Kopf:
-    """Of one operator process. `watch`: (plural, from version, labels)."""
+    """kopf of one operator process. `watch`: opens a watch of (plural, start version, labels)."""
 
     operator: Operator
-    connection: Connection
-    watch: Callable[[str, str, str], Watch]
+    connection: ApiConnection
+    watch: Callable[[str, str, str], WatchStream]
     memo: kopf.Memo = field(init=False)
     settings: kopf.OperatorSettings = field(default_factory=kopf.OperatorSettings)
     _queues: dict[str, asyncio.Queue[tuple[str | None, Object]]] = field(default_factory=dict)  # by uid
@@ -96,11 +95,11 @@ class Kopf:
         self._registry = kopf.get_default_registry()
 
     async def run(self, stopped: asyncio.Event) -> None:
-        """Until `stopped`; then watches end, then daemons, then what is to be cleaned up is."""
-        await self._activities("startup")
+        """Run until `stopped` is set. Then end the watches, then the daemons, then run the cleanup handlers."""
+        await self._run_activities("startup")
         tasks = [
-            asyncio.create_task(self._follow(resource), name=f"watch {resource.plural}")
-            for resource in self._resources()
+            asyncio.create_task(self._follow_resource(resource), name=f"watch {resource.plural}")
+            for resource in self._list_resources()
         ]
         try:
             await stopped.wait()
@@ -116,191 +115,199 @@ class Kopf:
                 await asyncio.wait(running, timeout=self.settings.background.instant_exit_timeout)
             for task in running:
                 task.cancel()
-            await self._activities("cleanup")
+            await self._run_activities("cleanup")
 
-    async def _activities(self, name: str) -> None:
+    async def _run_activities(self, name: str) -> None:
         for handler in self._registry._activities._handlers:
             if handler.activity is not None and handler.activity.value == name:
                 call: Callable[..., Any] = handler.fn
                 await call(memo=self.memo, settings=self.settings)
 
-    def _resources(self) -> list[Resource]:
+    def _list_resources(self) -> list[Resource]:
         handlers = [*self._registry._watching._handlers, *self._registry._spawning._handlers]
-        named = [_resource(handler.selector) for handler in handlers]
-        return list(dict.fromkeys(named))
+        resources = [_build_resource(handler.selector) for handler in handlers]
+        return list(dict.fromkeys(resources))
 
-    async def _follow(self, resource: Resource) -> None:
+    async def _follow_resource(self, resource: Resource) -> None:
         labels = ",".join(
             labels
             for selector, labels in self.settings.watching.label_selectors.items()
-            if _resource(selector) == resource
+            if _build_resource(selector) == resource
         )
         while True:
             try:
-                version = await self._list(resource, labels)
+                version = await self._list_objects(resource, labels)
                 while True:
-                    version = await self._watch(resource, version, labels)
-            except (*_BROKEN, ApiError) as error:
-                log.debug("watching %s begins anew: %r", resource.plural, error)
+                    version = await self._watch_objects(resource, version, labels)
+            except (*_CONNECTION_ERRORS, ApiError) as error:
+                log.debug("watching %s restarts: %r", resource.plural, error)
             await asyncio.sleep(RECONNECT_SECONDS)
 
-    async def _list(self, resource: Resource, labels: str) -> str:
-        """Tries as often as kopf does. Raises what _BROKEN lists."""
+    async def _list_objects(self, resource: Resource, labels: str) -> str:
+        """List with kopf's retries. Raises what _CONNECTION_ERRORS lists."""
         query = {"labelSelector": labels} if labels else {}
-        answer = await self._ask("GET", f"{resource.path}/{resource.plural}", query, None, JSON)
+        answer = await self._send_with_retries(
+            "GET", f"{resource.path}/{resource.plural}", query, None, JSON_CONTENT_TYPE
+        )
         if answer.status >= 300:
             raise aiohttp.ClientConnectionError(f"status {answer.status}")
         for item in answer.body["items"]:
-            self._take(resource, None, item)
+            self._queue_event(resource, None, item)
         version: str = answer.body["metadata"]["resourceVersion"]
         return version
 
-    async def _watch(self, resource: Resource, version: str, labels: str) -> str:
-        """One stream's length. Raises ApiError: Gone, say."""
+    async def _watch_objects(self, resource: Resource, version: str, labels: str) -> str:
+        """Watch until the stream ends. Raises ApiError, for example Gone."""
         stream = self.watch(resource.plural, version, labels)
         try:
             async with asyncio.timeout(self.settings.watching.connect_timeout):
                 await stream.open()
             while True:
                 async with asyncio.timeout(INACTIVITY_SECONDS):
-                    type_, found = await anext(stream)
-                version = found["metadata"]["resourceVersion"]
+                    type_, body = await anext(stream)
+                version = body["metadata"]["resourceVersion"]
                 if type_ != "BOOKMARK":
-                    self._take(resource, type_, found)
-        except (StopAsyncIteration, *_BROKEN):
-            await asyncio.sleep(0)  # an answer that ends at once must not be asked for without end
+                    self._queue_event(resource, type_, body)
+        except (StopAsyncIteration, *_CONNECTION_ERRORS):
+            await asyncio.sleep(0)  # avoids an endless loop if each answer ends at once
         finally:
             stream.close()
         return version
 
-    def _take(self, resource: Resource, type_: str | None, found: Object) -> None:
-        uid = found["metadata"]["uid"]
+    def _queue_event(self, resource: Resource, type_: str | None, body: Object) -> None:
+        uid = body["metadata"]["uid"]
         queue = self._queues.get(uid)
         if queue is None:
             queue = self._queues[uid] = asyncio.Queue()
-            worker = asyncio.create_task(self._work(resource, uid, queue), name=f"worker for {resource.plural}")
+            worker = asyncio.create_task(
+                self._process_queue(resource, uid, queue), name=f"worker for {resource.plural}"
+            )
             self._workers.add(worker)
             worker.add_done_callback(self._workers.discard)
-        queue.put_nowait((type_, found))
+        queue.put_nowait((type_, body))
 
-    async def _work(self, resource: Resource, uid: str, queue: asyncio.Queue[tuple[str | None, Object]]) -> None:
+    async def _process_queue(
+        self, resource: Resource, uid: str, queue: asyncio.Queue[tuple[str | None, Object]]
+    ) -> None:
         while not queue.empty():
-            type_, found = queue.get_nowait()
-            await self._process(resource, type_, found)
+            type_, body = queue.get_nowait()
+            await self._process_event(resource, type_, body)
         del self._queues[uid]
 
-    async def _process(self, resource: Resource, type_: str | None, found: Object) -> None:
-        metadata = found["metadata"]
+    async def _process_event(self, resource: Resource, type_: str | None, body: Object) -> None:
+        metadata = body["metadata"]
         daemon = self._daemons.get(metadata["uid"])
         if daemon is not None:
             daemon.body.clear()
-            daemon.body.update(found)
-        for handler in self._concerned(self._registry._watching._handlers, resource, found):
+            daemon.body.update(body)
+        for handler in self._select_handlers(self._registry._watching._handlers, resource, body):
             try:
                 await handler.fn(
-                    memo=self.memo, body=found, type=type_, namespace=metadata.get("namespace"), name=metadata["name"]
+                    memo=self.memo, body=body, type=type_, namespace=metadata.get("namespace"), name=metadata["name"]
                 )
             except Exception as error:
                 log.exception("a handler of %s failed: %r", resource.plural, error)
-        for handler in self._concerned(self._registry._spawning._handlers, resource, found):
-            await self._accompany(handler, resource, type_, found, daemon)
+        for handler in self._select_handlers(self._registry._spawning._handlers, resource, body):
+            await self._supervise_daemon(handler, resource, type_, body, daemon)
 
-    async def _accompany(
-        self, handler: Any, resource: Resource, type_: str | None, found: Object, daemon: _Daemon | None
+    async def _supervise_daemon(
+        self, handler: Any, resource: Resource, type_: str | None, body: Object, daemon: _Daemon | None
     ) -> None:
-        metadata, finalizer = found["metadata"], self.settings.persistence.finalizer
+        metadata, finalizer = body["metadata"], self.settings.persistence.finalizer
         if type_ == "DELETED":
             return
         if "deletionTimestamp" not in metadata:
             if daemon is None:
-                self._spawn(handler, resource, found)
+                self._spawn_daemon(handler, resource, body)
             if finalizer not in metadata.get("finalizers", ()):
-                await self._patch_finalizers(resource, found, [*metadata.get("finalizers", ()), finalizer])
+                await self._patch_finalizers(resource, body, [*metadata.get("finalizers", ()), finalizer])
             return
         if daemon is not None:
             daemon.stopped.set()
         if finalizer in metadata.get("finalizers", ()):
-            await self._release(resource, found, daemon)
+            await self._run_deletion_handlers(resource, body, daemon)
 
-    async def _release(self, resource: Resource, found: Object, daemon: _Daemon | None) -> None:
-        for handler in self._concerned(self._registry._changing._handlers, resource, found):
+    async def _run_deletion_handlers(self, resource: Resource, body: Object, daemon: _Daemon | None) -> None:
+        for handler in self._select_handlers(self._registry._changing._handlers, resource, body):
             while True:
                 try:
-                    await handler.fn(memo=self.memo, body=found)
+                    await handler.fn(memo=self.memo, body=body)
                     break
                 except Exception as error:
                     log.exception("a deletion of %s failed: %r", resource.plural, error)
-                    await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(HANDLER_RETRY_SECONDS)
         if daemon is not None and daemon.task is not None:
             await asyncio.wait([daemon.task])
         while True:
             await asyncio.sleep(self.settings.background.cancellation_polling)
-            queue = self._queues[found["metadata"]["uid"]]
-            while not queue.empty():  # what has come meanwhile
-                type_, found = queue.get_nowait()
+            queue = self._queues[body["metadata"]["uid"]]
+            while not queue.empty():  # events that have arrived in the meantime
+                type_, body = queue.get_nowait()
                 if type_ == "DELETED":
                     return
-            ours = self.settings.persistence.finalizer
-            others = [name for name in found["metadata"].get("finalizers", ()) if name != ours]
-            if await self._patch_finalizers(resource, found, others):
+            finalizer = self.settings.persistence.finalizer
+            remaining = [name for name in body["metadata"].get("finalizers", ()) if name != finalizer]
+            if await self._patch_finalizers(resource, body, remaining):
                 return
 
-    def _spawn(self, handler: Any, resource: Resource, found: Object) -> None:
-        daemon = self._daemons[found["metadata"]["uid"]] = _Daemon(Body(found), Stopped())
+    def _spawn_daemon(self, handler: Any, resource: Resource, body: Object) -> None:
+        daemon = self._daemons[body["metadata"]["uid"]] = _Daemon(Body(body), DaemonStopped())
         daemon.task = asyncio.create_task(
-            self._keep(handler, resource, daemon), name=f"daemon {found['metadata']['name']}"
+            self._run_daemon(handler, resource, daemon), name=f"daemon {body['metadata']['name']}"
         )
 
-    async def _keep(self, handler: Any, resource: Resource, daemon: _Daemon) -> None:
+    async def _run_daemon(self, handler: Any, resource: Resource, daemon: _Daemon) -> None:
         while True:
             try:
                 await handler.fn(memo=self.memo, body=daemon.body, stopped=daemon.stopped)
             except Exception as error:
                 log.exception("a daemon of %s failed: %r", resource.plural, error)
                 if not daemon.stopped:
-                    await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(HANDLER_RETRY_SECONDS)
                     continue
             break
 
-    async def _patch_finalizers(self, resource: Resource, found: Object, finalizers: list[str]) -> bool:
-        """Whether there is nothing left to be done about it."""
-        metadata = found["metadata"]
-        place = f"/namespaces/{metadata['namespace']}" if metadata.get("namespace") else ""
-        path = f"{resource.path}{place}/{resource.plural}/{metadata['name']}"
-        known = {name: metadata[name] for name in ("uid", "resourceVersion")}
-        body = {"metadata": {**known, "finalizers": finalizers}}
+    async def _patch_finalizers(self, resource: Resource, body: Object, finalizers: list[str]) -> bool:
+        """Patch the finalizers. Return whether nothing is left to do."""
+        metadata = body["metadata"]
+        namespace = f"/namespaces/{metadata['namespace']}" if metadata.get("namespace") else ""
+        path = f"{resource.path}{namespace}/{resource.plural}/{metadata['name']}"
+        identity = {name: metadata[name] for name in ("uid", "resourceVersion")}
+        patch = {"metadata": {**identity, "finalizers": finalizers}}
         try:
-            answer = await self._ask("PATCH", path, {"fieldManager": "kopf"}, body, MERGE_PATCH)
-        except _BROKEN:
+            answer = await self._send_with_retries("PATCH", path, {"fieldManager": "kopf"}, patch, MERGE_PATCH)
+        except _CONNECTION_ERRORS:
             return False
         return answer.status < 300 or answer.status == 404
 
-    async def _ask(self, method: str, path: str, query: dict[str, str], body: Object | None, style: str) -> Answer:
-        """Tried again where nobody answers, as often as kopf does. Raises what _BROKEN lists."""
+    async def _send_with_retries(
+        self, method: str, path: str, query: dict[str, str], body: Object | None, style: str
+    ) -> ApiResponse:
+        """Send a request with kopf's retries. Raises what _CONNECTION_ERRORS lists."""
         backoffs = self.settings.networking.error_backoffs
         for pause in [*(backoffs if isinstance(backoffs, Iterable) else ()), None]:
             try:
                 answer = await self.connection.request(method, path, query, body, style)
                 if pause is None or (answer.status < 500 and answer.status != 429):
                     return answer
-            except _BROKEN:
+            except _CONNECTION_ERRORS:
                 if pause is None:
                     raise
             await asyncio.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def _concerned(self, handlers: Any, resource: Resource, found: Object) -> Iterator[Any]:
+    def _select_handlers(self, handlers: Any, resource: Resource, body: Object) -> Iterator[Any]:
         for handler in handlers:
-            if _resource(handler.selector) != resource or not _has_labels(handler.labels, found):
+            if _build_resource(handler.selector) != resource or not _has_labels(handler.labels, body):
                 continue
-            if handler.when is None or handler.when(spec=found.get("spec", {}), status=found.get("status", {})):
+            if handler.when is None or handler.when(spec=body.get("spec", {}), status=body.get("status", {})):
                 yield handler
 
 
-def _resource(selector: Any) -> Resource:
+def _build_resource(selector: Any) -> Resource:
     return Resource(selector.group, selector.version, selector.any_name)
 
 
-def _has_labels(wanted: Mapping[str, object] | None, found: Object) -> bool:
-    """As far as the operator asks: that they are there."""
-    return all(name in found["metadata"].get("labels", {}) for name in wanted or ())
+def _has_labels(labels: Mapping[str, object] | None, body: Object) -> bool:
+    """Return whether an object has the labels. The operator only requires that they exist."""
+    return all(name in body["metadata"].get("labels", {}) for name in labels or ())

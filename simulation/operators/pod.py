@@ -1,4 +1,4 @@
-"""One pod of the operator, and the Deployment that keeps as many as there shall be."""
+"""One pod of the operator, and the Deployment that keeps the number of replicas."""
 
 from __future__ import annotations
 
@@ -11,246 +11,257 @@ from typing import TYPE_CHECKING
 from requests.exceptions import ConnectionError as NobodyThere
 from requests.exceptions import ConnectTimeout
 
-from pacekeeper_operator import process, server
-from pacekeeper_operator.certificates import Told
-from pacekeeper_operator.cluster import Cluster
-from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.observe.prometheus_access import Rows, Slow
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.leadership import Lease
+from pacekeeper_operator.async_runtime import OperatorRuntime
+from pacekeeper_operator.endpoint import server
+from pacekeeper_operator.endpoint.certificates import TrustCallback
+from pacekeeper_operator.endpoint.sidecars import SidecarService
+from pacekeeper_operator.kube.client import Cluster
+from pacekeeper_operator.kube.leader_election import LeaderElector
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.observe.prometheus_access import QueryRows, QueryTimedOut
+from pacekeeper_operator.runtime import process
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.sidecars import Sidecars
 from pacekeeper_operator.settings import Settings
 
-from ..kubernetes.watch import Watch
+from ..kubernetes.api.watch import WatchStream
 from ..loop import Process
-from ..network import PROMETHEUS
-from .endpoint import Listener
+from ..network import PROMETHEUS_PLACE
+from .endpoint import EndpointListener
 from .kopf_contract import Kopf
 from .runtime import SimulatedRuntime
 
 if TYPE_CHECKING:
     from ..world import World
 
-START_SECONDS = 0.8
+OPERATOR_START_SECONDS = 0.8
 """From the container's start to the operator's first call."""
-RESTART_SECONDS = 1.0
-"""Between a container's end and its next start: doubles up to the longest while it ends again and again."""
-LONGEST_RESTART_SECONDS = 20.0
-GRACE_SECONDS = 30.0
+OPERATOR_RESTART_SECONDS = 1.0
+"""Delay between a container's exit and its next start. It doubles up to the maximum while the container keeps
+exiting."""
+MAX_OPERATOR_RESTART_SECONDS = 20.0
+OPERATOR_GRACE_SECONDS = 30.0
 """Between SIGTERM and SIGKILL."""
-LOST_SECONDS = 60.0
-"""Until the kubelet of a pod that was deleted by force hears of it."""
-STEADY_SECONDS = 60.0
-"""A container that has run for so long begins anew with short pauses."""
+LOST_POD_RUNTIME_SECONDS = 60.0
+"""Until the kubelet of a force-deleted pod learns of it."""
+OPERATOR_STEADY_SECONDS = 60.0
+"""A container that has run for this duration restarts with short delays again."""
 
 
 class OperatorPod:
-    """A pod, whose container runs the operator's process again and again."""
+    """A pod whose container restarts the operator's process."""
 
     def __init__(self, world: World, name: str, address: str) -> None:
         self.name = name
         self.address = address
         self.operator: Operator | None = None
-        """Of the process that runs now, once it leads."""
-        self.runtime: Runtime | None = None
+        """The operator in the present process, once it leads."""
+        self.runtime: OperatorRuntime | None = None
         self.process = Process(world.loop, name)
-        self.gone = False
+        self.is_removed = False
         self._world = world
         self._starts = 0
-        self._pause = RESTART_SECONDS
-        self._told_to_end: asyncio.Event | None = None
+        self._pause = OPERATOR_RESTART_SECONDS
+        self._stop_requested: asyncio.Event | None = None
 
     def start(self) -> None:
-        """The container."""
-        if self.gone:
+        """Start the container."""
+        if self.is_removed:
             return
         self._starts += 1
-        self.process, self.operator, self._told_to_end = Process(self._world.loop, self.name), None, None
-        self.process.spawn(self._run(self.process), name=self.name)
+        self.process, self.operator, self._stop_requested = Process(self._world.loop, self.name), None, None
+        self.process.spawn(self._run_container(self.process), name=self.name)
 
     def kill(self) -> None:
-        """SIGKILL to the container's process: the kubelet starts it again."""
-        self._world.story.tell(self.name, "is killed")
-        self._ended(self.process)
+        """Send SIGKILL to the container's process. The kubelet restarts it."""
+        self._world.log.record(self.name, "is killed")
+        self._on_container_end(self.process)
 
     def remove(self) -> None:
-        """The pod is deleted by force; the Deployment makes another."""
-        self._world.story.tell(self.name, "is removed")
-        self.gone = True
-        self._ended(self.process)
+        """Force-delete the pod. The Deployment creates another one."""
+        self._world.log.record(self.name, "is removed")
+        self.is_removed = True
+        self._on_container_end(self.process)
 
-    def lose(self) -> None:
-        """The pod is deleted by force while nobody reaches its kubelet: its process runs on for a while."""
-        self._world.story.tell(self.name, "is removed, and runs on")
-        self.gone = True
-        self._world.endpoint.forget(self.name)
-        self._world.after(LOST_SECONDS, self._ended, self.process)
+    def remove_unnoticed(self) -> None:
+        """Force-delete the pod while its kubelet is unreachable: the process keeps running for a while."""
+        self._world.log.record(self.name, "is removed, and runs on")
+        self.is_removed = True
+        self._world.endpoint.remove_pod(self.name)
+        self._world.call_after(LOST_POD_RUNTIME_SECONDS, self._on_container_end, self.process)
 
     def end(self) -> None:
-        """SIGTERM: it leaves in order, and the Deployment makes another."""
-        self._world.story.tell(self.name, "is asked to leave")
-        self.gone = True
-        if self._told_to_end is None:  # nothing listens to the signal yet
-            self._ended(self.process)
+        """Send SIGTERM: the operator leaves in order, and the Deployment creates another pod."""
+        self._world.log.record(self.name, "is asked to leave")
+        self.is_removed = True
+        if self._stop_requested is None:  # no handler is installed yet
+            self._on_container_end(self.process)
         else:
-            self.process.spawn(self._leave(self._told_to_end), name="SIGTERM")
-            self._world.after(GRACE_SECONDS, self._ended, self.process)
+            self.process.spawn(self._request_stop(self._stop_requested), name="SIGTERM")
+            self._world.call_after(OPERATOR_GRACE_SECONDS, self._on_container_end, self.process)
 
-    async def _leave(self, told_to_end: asyncio.Event) -> None:
-        told_to_end.set()
+    async def _request_stop(self, stop_requested: asyncio.Event) -> None:
+        stop_requested.set()
 
     def pause(self) -> None:
-        self._world.story.tell(self.name, "is frozen")
+        self._world.log.record(self.name, "is frozen")
         self.process.pause()
 
     def resume(self) -> None:
-        self._world.story.tell(self.name, "runs on")
+        self._world.log.record(self.name, "runs on")
         self.process.resume()
 
-    async def _run(self, own: Process) -> None:
+    async def _run_container(self, own_process: Process) -> None:
         world, name = self._world, f"{self.name}/{self._starts}"
-        began = world.now()
-        await asyncio.sleep(START_SECONDS)
+        started_at = world.now()
+        await asyncio.sleep(OPERATOR_START_SECONDS)
         runtime = self.runtime = SimulatedRuntime(world, self.name, name)
-        told_to_end = self._told_to_end = asyncio.Event()
+        stop_requested = self._stop_requested = asyncio.Event()
         settings = Settings(
             identity=self.name, pod_ip=self.address, prometheus_url="http://prometheus", **world.settings.operator
         )
-        in_order = await process.run(settings, runtime, _Edges(world, self, own, told_to_end))
-        world.story.tell(self.name, "has left in order" if in_order else f"has ended: {runtime.failure!r}")
-        if world.now() - began > STEADY_SECONDS:
-            self._pause = RESTART_SECONDS
-        self._ended(own)
+        in_order = await process.run_operator(
+            settings, runtime, _SimulatedEnvironment(world, self, own_process, stop_requested)
+        )
+        world.log.record(self.name, "has left in order" if in_order else f"has ended: {runtime.failure!r}")
+        if world.now() - started_at > OPERATOR_STEADY_SECONDS:
+            self._pause = OPERATOR_RESTART_SECONDS
+        self._on_container_end(own_process)
 
-    def _ended(self, ended: Process) -> None:
+    def _on_container_end(self, ended: Process) -> None:
         if ended.dead:
             return
         ended.kill()
         self.operator = None
-        if not self.gone:
-            self._world.after(self._pause, self.start)
-            self._pause = min(LONGEST_RESTART_SECONDS, 2 * self._pause)
+        if not self.is_removed:
+            self._world.call_after(self._pause, self.start)
+            self._pause = min(MAX_OPERATOR_RESTART_SECONDS, 2 * self._pause)
 
 
 class Deployment:
-    """Keeps so many pods."""
+    """Keeps the number of pods."""
 
     def __init__(self, world: World, replicas: int) -> None:
         self.pods: list[OperatorPod] = []
         self._world = world
         self._replicas = replicas
-        self._made = 0
-        self._grow()
+        self._created = 0
+        self._add_missing_pods()
 
     @property
     def leader(self) -> OperatorPod | None:
-        """Whose process serves, if any does; of a frozen one and its successor, the successor."""
+        """The pod whose process leads, if any. A paused one and its successor may both: then the successor."""
         leading = [pod for pod in self.pods if pod.operator is not None and not pod.process.dead]
         return max(
             leading,
-            key=lambda pod: (not pod.process.paused, pod.operator is not None and pod.operator.leads()),
+            key=lambda pod: (not pod.process.paused, pod.operator is not None and pod.operator.is_leader()),
             default=None,
         )
 
     def replace(self, pod: OperatorPod, how: Callable[[OperatorPod], None]) -> None:
-        """By another; `how` it goes: OperatorPod.end, .remove or .lose."""
+        """Replace a pod. `how`: OperatorPod.end, .remove, or .remove_unnoticed."""
         how(pod)
         if pod in self.pods:
             self.pods.remove(pod)
-        self._world.after(RESTART_SECONDS, self._grow)
+        self._world.call_after(OPERATOR_RESTART_SECONDS, self._add_missing_pods)
 
     def scale(self, replicas: int) -> None:
-        """The pods that are too many end in order."""
+        """Set the number of replicas. Surplus pods end in order."""
         self._replicas = replicas
         while len(self.pods) > replicas:
             self.pods.pop().end()
-        self._grow()
+        self._add_missing_pods()
 
-    def _grow(self) -> None:
+    def _add_missing_pods(self) -> None:
         while len(self.pods) < self._replicas:
-            pod = OperatorPod(self._world, f"operator-{self._made}", f"192.0.2.{self._made % 256}")
-            self._made += 1
+            pod = OperatorPod(self._world, f"operator-{self._created}", f"192.0.2.{self._created % 256}")
+            self._created += 1
             self.pods.append(pod)
             pod.start()
 
 
-class _Edges:
-    """Of a simulated process."""
+class _SimulatedEnvironment:
+    """The environment of a simulated operator process."""
 
-    def __init__(self, world: World, pod: OperatorPod, own: Process, told_to_end: asyncio.Event) -> None:
+    def __init__(self, world: World, pod: OperatorPod, own_process: Process, stop_requested: asyncio.Event) -> None:
         self._world = world
         self._pod = pod
-        self._process = own
-        self.told_to_end = told_to_end
-        self._connection = world.api.connection(pod.name, own)
+        self._process = own_process
+        self.stop_requested = stop_requested
+        self._connection = world.api.open_connection(pod.name, own_process)
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Cluster]:
         yield Cluster(self._connection)
 
-    def certificates(self, _api: Cluster, _settings: Settings, _runtime: Runtime) -> process.Certificates:
-        return _Trusted()
+    def create_certificates(
+        self, _api: Cluster, _settings: Settings, _runtime: OperatorRuntime
+    ) -> process.CertificateProvider:
+        return _StaticCertificates()
 
-    def prometheus(self, settings: Settings) -> Prometheus:
+    def create_prometheus(self, settings: Settings) -> PrometheusClient:
         dcgm = settings.dcgm_namespace, settings.dcgm_node_label
-        return Prometheus(settings.prometheus_url, *dcgm, self._ask, settings.prometheus_matchers)
+        return PrometheusClient(settings.prometheus_url, *dcgm, self._query_prometheus, settings.prometheus_matchers)
 
-    async def _ask(self, query: str, seconds: float) -> Rows:
+    async def _query_prometheus(self, query: str, seconds: float) -> QueryRows:
         world, place = self._world, self._pod.name
         try:
             async with asyncio.timeout(seconds):
                 for _ in range(2):
-                    await asyncio.sleep(world.network.delay(place, PROMETHEUS))
-                    if not world.network.reaches(place, PROMETHEUS):
+                    await asyncio.sleep(world.network.draw_delay(place, PROMETHEUS_PLACE))
+                    if not world.network.can_reach(place, PROMETHEUS_PLACE):
                         await asyncio.get_running_loop().create_future()
-                rows: Rows = world.prometheus.rows(query)
+                rows: QueryRows = world.prometheus.run_query(query)
                 return rows
         except TimeoutError as error:
-            away = not world.network.reaches(place, PROMETHEUS)
-            raise ConnectTimeout("no answer") if away else Slow("no answer") from error
+            unreachable = not world.network.can_reach(place, PROMETHEUS_PLACE)
+            raise ConnectTimeout("no answer") if unreachable else QueryTimedOut("no answer") from error
         except ConnectionRefusedError as error:
             raise NobodyThere("refused") from error
 
-    def webhook(self, _settings: Settings, _runtime: Runtime) -> None:
+    def create_webhook(self, _settings: Settings, _runtime: OperatorRuntime) -> None:
         return None
 
-    def answer_probes(self, _operator: Operator, _lease: Lease) -> AbstractAsyncContextManager[None]:
+    def serve_liveness(self, _operator: Operator, _lease: LeaderElector) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     @asynccontextmanager
-    async def listen(
-        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, _context: ssl.SSLContext, lease: Lease
+    async def serve_sidecars(
+        self,
+        sidecars: SidecarService,
+        runtime: OperatorRuntime,
+        settings: Settings,
+        _context: ssl.SSLContext,
+        lease: LeaderElector,
     ) -> AsyncIterator[None]:
-        application = server.application(sidecars, runtime, leadership=lease)
+        application = server.create_application(sidecars, runtime, leadership=lease)
         application.freeze()
-        listener = Listener(self._pod.name, self._process, application, settings.pod_endpoint)
+        listener = EndpointListener(self._pod.name, self._process, application, settings.pod_endpoint)
         self._world.endpoint.open(listener)
         try:
             yield
         finally:
             self._world.endpoint.close(listener)
 
-    async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
+    async def run_handlers(self, operator: Operator, stopped: asyncio.Event) -> None:
         self._pod.operator = operator
-        self._world.story.tell(self._pod.name, "leads")
-        await Kopf(operator, self._connection, self._watch).run(stopped)
+        self._world.log.record(self._pod.name, "leads")
+        await Kopf(operator, self._connection, self._open_watch).run(stopped)
 
-    def _watch(self, plural: str, version: str, labels: str) -> Watch:
+    def _open_watch(self, plural: str, version: str, labels: str) -> WatchStream:
         return self._world.api.watch(self._pod.name, self._process, plural, version, labels=labels)
 
 
-class _Trusted:
-    """Instead of certificates, which OpenSSL would judge by this machine's clock."""
+class _StaticCertificates:
+    """Replaces certificates, whose validity OpenSSL would check with the real clock."""
 
     trusted = "an authority"
 
     def __init__(self) -> None:
-        self.told: Told = lambda _: None
+        self.on_trust_changed: TrustCallback = lambda _: None
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         return None
 
-    async def keep(self) -> None:
+    async def renew_periodically(self) -> None:
         await asyncio.get_running_loop().create_future()

@@ -1,37 +1,37 @@
-"""The operator's one seam to time and chance, in a simulation."""
+"""The operator's interface to time and randomness, in a simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pacekeeper_operator.runtime import Result, Runtime
+from pacekeeper_operator.async_runtime import OperatorRuntime, Result
 
 if TYPE_CHECKING:
     from ..world import World
 
 
-class SimulatedRuntime(Runtime):
-    """Of one process at a place, whose clock may be off. Sleeping is the loop's business."""
+class SimulatedRuntime(OperatorRuntime):
+    """The runtime of one process at a place, whose clock may be wrong. The loop implements sleeping."""
 
     def __init__(self, world: World, place: str, purpose: str) -> None:
         super().__init__()
         self._world = world
         self._place = place
-        self._random = world.random(purpose)
+        self._random = world.create_random(purpose)
         self._booted = self._random.uniform(1e3, 1e6)
 
     def now(self) -> float:
-        return self._world.wall(self._place)
+        return self._world.wall_time(self._place)
 
     def monotonic(self) -> float:
         return self._booted + self._world.now()
 
-    def worked(self) -> float:
+    def thread_seconds(self) -> float:
         return 0.0
 
-    async def compute(self, work: Callable[[], Result]) -> Result:
+    async def compute_in_thread(self, work: Callable[[], Result]) -> Result:
         return work()
 
-    def identifier(self) -> str:
+    def create_identifier(self) -> str:
         return f"{self._random.getrandbits(128):032x}"

@@ -1,1 +1,1 @@
-"""Directed scenarios: what went wrong once, and does not any more."""
+"""Directed scenarios: defects that were fixed."""

@@ -1,27 +1,27 @@
-"""A pod's runtime folder: what launcher, sidecar and ranks leave there for each other. It outlives all of them."""
+"""A pod's runtime folder: the data that launcher, sidecar, and ranks exchange. It outlives all of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pacekeeper.keep.news import NO_NEWS, CheckpointNews
-from pacekeeper_analysis.plan import WorkerPlan
-from pacekeeper_analysis.reports import Fault, Heartbeat
+from pacekeeper.checkpointing.storage.checkpoint_status import NO_CHECKPOINT_STATUS, CheckpointStatus
+from pacekeeper_analysis.protocol.plan import WorkerPlan
+from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat
 
-from .volume import Kept
+from .volume import SavedState
 
 
 @dataclass
-class Folder:
+class PodFolder:
     heartbeat: Heartbeat
     plan: WorkerPlan | None = None
-    contact: float = float("-inf")
+    operator_contact_at: float = float("-inf")
     """Virtual seconds of the operator's last answer."""
-    sign: float | None = None
-    """Virtual seconds of the launcher's last sign of life; None: none is expected."""
-    refused: str = ""
-    checkpoints: CheckpointNews = NO_NEWS
-    faults: dict[str, Fault] = field(default_factory=dict)
-    """By name; the sidecar takes away what is delivered."""
-    snapshot: Kept | None = None
-    """In the pod's memory."""
+    launcher_alive_at: float | None = None
+    """Virtual seconds at which the launcher was last alive; None: it is not expected to be."""
+    refusal: str = ""
+    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS
+    faults: dict[str, FaultReport] = field(default_factory=dict)
+    """By name. The sidecar removes delivered ones."""
+    snapshot: SavedState | None = None
+    """The snapshot in the pod's memory."""

@@ -1,4 +1,4 @@
-"""A launcher's edge, simulated: it sees, asks the real `rounds.decide`, and carries out the commands."""
+"""The simulated I/O of a launcher: it observes, calls the real `rounds.decide_commands`, and executes the commands."""
 
 from __future__ import annotations
 
@@ -9,68 +9,68 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pacekeeper.launcher.gpu import GpuEvent, Timing
-from pacekeeper.launcher.heartbeat import next_beat
-from pacekeeper.launcher.launcher import gpu_fault
-from pacekeeper.launcher.rounds import (
-    Command,
-    Exit,
-    Kill,
-    Notify,
+from pacekeeper.launcher.health.fault_formatting import describe_fault
+from pacekeeper.launcher.health.gpu_monitor import GpuEvent, NvmlTiming
+from pacekeeper.launcher.health.heartbeat import build_next_heartbeat
+from pacekeeper.launcher.health.stall_detector import PROCESS_SAMPLE_INTERVAL_SECONDS, ProcessSample, StallDetector
+from pacekeeper.launcher.launcher import build_gpu_fault
+from pacekeeper.launcher.rendezvous.rounds import (
+    ExitLauncher,
+    KillRanks,
+    LauncherCommand,
+    LauncherObservation,
+    NotifyFault,
     RoundState,
-    Seen,
-    Start,
-    Terminate,
-    decide,
-    report,
+    StartRound,
+    TerminateRanks,
+    build_participant_report,
+    decide_commands,
 )
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.watch import BETWEEN_LOOKS, Look, Watch
-from pacekeeper.launcher.words import describe
-from pacekeeper.observe.windows import RankHistory
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import FINISHED_MESSAGE, Fault, GpuHealth, LauncherState
+from pacekeeper.observe.rank_history import RankHistory
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultReport, GpuHealth, LauncherState
 
 from ..loop import Process
-from .meeting import Guest, Host
-from .rank import LEFT, MISTAKE, SIGKILL, Rank, Stand
+from .rank import MISTAKE, SIGKILL_EXIT_CODE, TERMINATED_EXIT_CODE, SimulatedRank, StallReason
+from .rendezvous import SimulatedRendezvousClient, SimulatedRendezvousServer
 
 if TYPE_CHECKING:
     from ..world import World
-    from .worker import Worker
+    from .worker import SimulatedWorker
 
-SAFETY = 5.0
-"""Seconds between two looks where nothing says that there is something to be seen."""
-CLOSELY = 0.25
-"""The same while ranks stand still. The real launcher looks every 0.05 s."""
-_SIGTERM = -15
-_IMPORTS = (1.0, 3.0)
+IDLE_POLL_SECONDS = 5.0
+"""Seconds between two ticks without an event."""
+STALLED_POLL_SECONDS = 0.25
+"""The same while ranks are stalled. The real launcher's tick is 0.05 s."""
+_SIGTERM_EXIT_CODE = -15
+_IMPORT_SECONDS = (1.0, 3.0)
 """Seconds from the container's start until the launcher follows the plan."""
-_READS = (0.0, 0.05)
+_PLAN_READ_SECONDS = (0.0, 0.05)
 """Seconds until it sees a new plan."""
-_SCRIPT_STARTS = (0.3, 1.2)
-_KILLS = (0.01, 0.08)
-_COMES_AGAIN = 1.0
-_STORE_TIMEOUT = 300.0
+_SCRIPT_START_SECONDS = (0.3, 1.2)
+_KILL_SECONDS = (0.01, 0.08)
+_STORE_RETRY_SECONDS = 1.0
+_STORE_TIMEOUT_SECONDS = 300.0
 """Seconds until a rank that cannot reach the store of its round gives up."""
-_PROBES = (0.1, 1.0)
-"""Seconds that probes of neighbours take: with an answer of all, and without."""
-_PHASE_DEADLINE = 150.0
-"""Seconds that a rank may take for what its steps say nothing of, such as the first of them. By itself it is half an
-hour, whose end no run would live to see."""
-_GPU_PERIOD = 1.0
-_GPU_LOOKS = Timing().check
-_LINGER, _LOOKS_AROUND = 5.0, 0.1
+_PEER_PROBE_SECONDS = (0.1, 1.0)
+"""Seconds that probes of peers take: if all answer, and otherwise."""
+_PHASE_DEADLINE_SECONDS = 150.0
+"""Deadline of a rank's phases other than training, such as its first step. The default is half an hour, which no run
+would reach."""
+_GPU_ERROR_NOTICE_SECONDS = 1.0
+_GPU_CHECK_INTERVAL_SECONDS = NvmlTiming().check_interval
+_LINGER_SECONDS, _LINGER_POLL_SECONDS = 5.0, 0.1
 
 
-class Launcher(Process):
-    """Of one worker, from its container's start to its end."""
+class SimulatedLauncher(Process):
+    """The launcher of one worker, from its container's start to its end."""
 
-    def __init__(self, world: World, worker: Worker) -> None:
+    def __init__(self, world: World, worker: SimulatedWorker) -> None:
         super().__init__(world.loop, f"{worker.name}/launcher")
         self.state = RoundState()
-        self.ranks: list[Rank] = []
-        """Of the newest round here, in local order; gone ones included."""
+        self.ranks: list[SimulatedRank] = []
+        """Ranks of the newest round here, by local rank, including exited ones."""
         self.settings = LauncherSettings.from_environment(
             {**worker.environment, "PACEKEEPER_WORKER": worker.name, "PACEKEEPER_POD_IP": worker.address}
         )
@@ -78,63 +78,63 @@ class Launcher(Process):
         self._world = world
         self._worker = worker
         self._folder = worker.folder
-        self._random = world.random(f"launcher {worker.name}")
-        self._follows = False
+        self._random = world.create_random(f"launcher {worker.name}")
+        self._is_following = False
         self._silent_since = 0.0
-        self._told_to_end = False
+        self._end_requested = False
         self._woken = False
         self._tick_at = math.inf
-        self._guest = Guest(world, self, worker.node, worker.name, self.wake)
-        self._host: Host | None = None
-        self._stores = 0
-        self._watch: Watch | None = None
+        self._rendezvous_client = SimulatedRendezvousClient(world, self, worker.node, worker.name, self.wake)
+        self._rendezvous_server: SimulatedRendezvousServer | None = None
+        self._stores_opened = 0
+        self._stall_detector: StallDetector | None = None
         self._inspection = 0
         self._inspecting = False
         self._gpu_faults: dict[str, None] = {}
         self._gpus: tuple[GpuHealth, ...] = ()
-        self._exit: Exit | None = None
+        self._exit_command: ExitLauncher | None = None
 
     def start(self) -> None:
-        self.after(self._random.uniform(*_IMPORTS), self._begin)
+        self.call_after(self._random.uniform(*_IMPORT_SECONDS), self._start_following)
 
-    def _begin(self) -> None:
+    def _start_following(self) -> None:
         trainings = self._world.trainings
         if trainings.outage and trainings.outage_at_import:
             self._worker.training.outage_at = self._world.now()
-            self._worker.trainer_ends(1, trainings.outage)
+            self._worker.on_trainer_end(1, trainings.outage)
             return
-        incarnation = f"{int(1000 * self._world.wall(self._worker.node)):x}"
-        self.settings = replace(self.settings, incarnation=incarnation, phase_deadline=_PHASE_DEADLINE)
-        meeting_port = self._random.randint(32768, 60999)
-        self._folder.heartbeat = replace(self._folder.heartbeat, meeting_port=meeting_port)
-        self._follows = True
-        self._turn()
+        incarnation = f"{int(1000 * self._world.wall_time(self._worker.node)):x}"
+        self.settings = replace(self.settings, incarnation=incarnation, phase_deadline=_PHASE_DEADLINE_SECONDS)
+        rendezvous_port = self._random.randint(32768, 60999)
+        self._folder.heartbeat = replace(self._folder.heartbeat, rendezvous_port=rendezvous_port)
+        self._is_following = True
+        self._run_tick()
 
-    # What others do to it.
+    # Events from outside.
 
     def wake(self) -> None:
-        """There may be something to be seen."""
-        if self._follows and not self._woken and not self.over:
+        """Run a tick soon: there may be something to observe."""
+        if self._is_following and not self._woken and not self.over:
             self._woken = True
-            self.after(0.0, self._turn)
+            self.call_after(0.0, self._run_tick)
 
     def read_plan(self) -> None:
-        """There is a new one."""
-        self.after(self._random.uniform(*_READS), self.wake)
+        """Observe a new plan soon."""
+        self.call_after(self._random.uniform(*_PLAN_READ_SECONDS), self.wake)
 
     def end(self) -> None:
-        """SIGTERM."""
-        self.after(0.0, self._end)
+        """Handle SIGTERM."""
+        self.call_after(0.0, self._handle_end_signal)
 
-    def _end(self) -> None:
-        self._told_to_end = True
-        if self._follows:
+    def _handle_end_signal(self) -> None:
+        self._end_requested = True
+        if self._is_following:
             self.wake()
         else:
-            self._worker.trainer_ends(LEFT)
+            self._worker.on_trainer_end(TERMINATED_EXIT_CODE)
 
     def pause(self) -> None:
-        self.refresh()
+        self.refresh_heartbeat()
         self._silent_since = self._world.now()
         super().pause()
 
@@ -143,142 +143,147 @@ class Launcher(Process):
             self._silent_since = self._world.now()
         super().kill()
 
-    def gpu_error(self, event: GpuEvent) -> None:
-        self.after(self._random.uniform(0.0, _GPU_PERIOD), self._take_gpu_error, event)
+    def report_gpu_error(self, event: GpuEvent) -> None:
+        self.call_after(self._random.uniform(0.0, _GPU_ERROR_NOTICE_SECONDS), self._take_gpu_error, event)
 
-    def gpu_health(self, gpus: tuple[GpuHealth, ...]) -> None:
-        """As NVML says from now on, whenever it is asked."""
+    def set_gpu_health(self, gpus: tuple[GpuHealth, ...]) -> None:
+        """Set what NVML reports from now on."""
         self._gpus = gpus
-        self.after(self._random.uniform(0.0, _GPU_LOOKS), self._look_at_gpus)
+        self.call_after(self._random.uniform(0.0, _GPU_CHECK_INTERVAL_SECONDS), self._check_gpus)
 
-    def sign(self) -> float | None:
-        """When it has given its last sign of life (virtual seconds); None: none is expected."""
-        if not self._follows or self.over:
+    def get_last_alive_at(self) -> float | None:
+        """Return when it was last alive (virtual seconds); None: it is not expected to be."""
+        if not self._is_following or self.over:
             return None
         return self._silent_since if self.paused or self.dead else self._world.now()
 
-    def refresh(self) -> None:
-        """The heartbeat as it is written by now."""
-        if self._follows and not self.over and not self.paused and not self.dead:
+    def refresh_heartbeat(self) -> None:
+        """Write the present heartbeat."""
+        if self._is_following and not self.over and not self.paused and not self.dead:
             self._write_heartbeat(self._world.now())
 
-    # A turn.
+    # A tick.
 
-    def _turn(self) -> None:
+    def _run_tick(self) -> None:
         self._woken = False
         if self.over:
             return
         now, plan = self._world.now(), self._folder.plan
-        self.state, commands = decide(self.state, self._see(plan, now), now, self.settings)
+        self.state, commands = decide_commands(self.state, self._gather_observation(plan, now), now, self.settings)
         for command in commands:
-            self._do(command)
-        self._meet(plan)
-        self._look_at_ranks(self._write_heartbeat(now), now)
-        if self._exit is not None:
-            self._part(self._exit)
+            self._execute(command)
+        self._update_rendezvous(plan)
+        self._check_for_stalls(self._write_heartbeat(now), now)
+        if self._exit_command is not None:
+            self._close_rendezvous(self._exit_command)
         elif commands:
             self.wake()
         else:
-            self._plan_tick(now)
+            self._plan_next_tick(now)
 
-    def _see(self, plan: WorkerPlan | None, now: float) -> Seen:
-        return Seen(
-            wall=self._world.wall(self._worker.node),
+    def _gather_observation(self, plan: WorkerPlan | None, now: float) -> LauncherObservation:
+        return LauncherObservation(
+            wall_time=self._world.wall_time(self._worker.node),
             plan=plan,
-            view=self._guest.view,
-            ranks=[rank.seen() for rank in self.ranks],
-            told_to_end=self._told_to_end,
-            operator_age=now - self._folder.contact,
-            peers_age=now - self._peers_heard_at(plan),
+            view=self._rendezvous_client.view,
+            ranks=[rank.observe() for rank in self.ranks],
+            end_requested=self._end_requested,
+            operator_age=now - self._folder.operator_contact_at,
+            peers_age=now - self._get_last_peer_report_time(plan),
         )
 
-    def _peers_heard_at(self, plan: WorkerPlan | None) -> float:
+    def _get_last_peer_report_time(self, plan: WorkerPlan | None) -> float:
         if plan is None or plan.workers <= 1:
             return self._world.now()
-        if self._host is not None and plan.serves_store:
-            return self._host.heard_others_at(self._worker.name)
-        return self._guest.heard_at
+        if self._rendezvous_server is not None and plan.serves_store:
+            return self._rendezvous_server.get_last_peer_report_time(self._worker.name)
+        return self._rendezvous_client.view_received_at
 
-    def _plan_tick(self, now: float) -> None:
-        """The next look where nothing happens until then."""
-        at = min(at for at in self._times(now) if at > now)
+    def _plan_next_tick(self, now: float) -> None:
+        """Schedule the next tick in case nothing happens until then."""
+        at = min(at for at in self._iterate_deadlines(now) if at > now)
         if at < self._tick_at:
             self._tick_at = at
-            self.after(at - now, self._tick, at)
+            self.call_after(at - now, self._tick, at)
 
     def _tick(self, at: float) -> None:
         if at == self._tick_at:
             self._tick_at = math.inf
             self.wake()
 
-    def _times(self, now: float) -> list[float]:
-        """At which `decide` may do something else, and looks at ranks."""
+    def _iterate_deadlines(self, now: float) -> list[float]:
+        """Return the times at which `decide_commands` may change its decision, or ranks are to be polled."""
         state, settings = self.state, self.settings
-        times = [now + SAFETY, state.gathering_since + settings.gather_timeout]
-        if any(rank.alive and (rank.still or rank.run is None or rank.run.stands) for rank in self.ranks):
-            times.append(now + CLOSELY)
+        times = [now + IDLE_POLL_SECONDS, state.gathering_since + settings.gather_timeout]
+        if any(
+            rank.is_alive and (rank.stalls or rank.training_round is None or rank.training_round.is_stalled)
+            for rank in self.ranks
+        ):
+            times.append(now + STALLED_POLL_SECONDS)
         if state.failure is not None:
-            times.append(state.failed_at + settings.settle)
+            times.append(state.failed_at + settings.settle_timeout)
         if state.running and state.leaving_since is not None:
             times.append(state.leaving_since + settings.grace)
         if state.running and state.ending_since is not None:
             times.append(state.kill_at if state.killed_at is None else state.killed_at + settings.kill_timeout + 0.01)
         if state.running or state.stage is LauncherState.LOST:
-            heard = max(self._folder.contact, self._peers_heard_at(self._folder.plan))
-            times.append(heard + settings.contact_timeout + 0.01)
+            last_contact_at = max(self._folder.operator_contact_at, self._get_last_peer_report_time(self._folder.plan))
+            times.append(last_contact_at + settings.contact_timeout + 0.01)
         return times
 
-    def _do(self, command: Command) -> None:
+    def _execute(self, command: LauncherCommand) -> None:
         world = self._world
         match command:
-            case Start():
+            case StartRound():
                 self._start_round(command)
-            case Terminate():
+            case TerminateRanks():
                 for rank in self.ranks:
                     rank.leaving = True
-                    if rank.run is None:  # nothing of the library is there yet that hears the signal
-                        world.after(self._random.uniform(*_KILLS), rank.end, _SIGTERM)
-            case Kill():
-                self._stop_watching()
+                    if rank.training_round is None:  # the library's signal handler is not installed yet
+                        world.call_after(self._random.uniform(*_KILL_SECONDS), rank.end, _SIGTERM_EXIT_CODE)
+            case KillRanks():
+                self._stop_stall_detector()
                 for rank in self.ranks:
-                    world.after(self._random.uniform(*_KILLS), rank.end, SIGKILL)
-            case Notify():
-                self._notify(command.fault)
-            case Exit():
-                self._exit = command
+                    world.call_after(self._random.uniform(*_KILL_SECONDS), rank.end, SIGKILL_EXIT_CODE)
+            case NotifyFault():
+                self._notify_fault(command.fault)
+            case ExitLauncher():
+                self._exit_command = command
 
-    def _notify(self, fault: Fault) -> None:
-        self._world.story.tell(self._worker.name, describe(fault))
+    def _notify_fault(self, fault: FaultReport) -> None:
+        self._world.log.record(self._worker.name, describe_fault(fault))
         self._folder.faults[fault.name] = fault
-        self._worker.sidecar.look_at_faults()
+        self._worker.sidecar.check_faults()
 
     # Rounds.
 
-    def _start_round(self, command: Start) -> None:
+    def _start_round(self, command: StartRound) -> None:
         plan, now = command.plan, self._world.now()
-        states = {rank.local: rank.state(now) for rank in self.ranks if rank.run is not None}
-        earlier = plan.step_seconds
-        if self._watch is not None:
-            earlier = self._watch.step_seconds(states) or earlier
-        self._stop_watching()
-        before = {rank.local: rank for rank in self.ranks}
+        states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
+        earlier_seconds = plan.step_seconds
+        if self._stall_detector is not None:
+            earlier_seconds = self._stall_detector.step_seconds(states) or earlier_seconds
+        self._stop_stall_detector()
+        earlier_ranks = {rank.local: rank for rank in self.ranks}
         self.ranks = []
         for local, number in enumerate(plan.ranks):
-            rank = Rank(self._worker, local, number, command.round, plan.membership, plan.world_size)
-            rank.history = _history(before.get(local), rank, self._worker.window_steps)
+            rank = SimulatedRank(self._worker, local, number, command.round, plan.membership, plan.world_size)
+            rank.history = _continue_history(earlier_ranks.get(local), rank, self._worker.window_steps)
             self.ranks.append(rank)
-            until = now + _STORE_TIMEOUT
-            self._world.after(self._random.uniform(*_SCRIPT_STARTS), self._come, rank, command, until)
-        self._watch = Watch(self.settings, self._longest_step, self._is_stopped, earlier)
+            until = now + _STORE_TIMEOUT_SECONDS
+            self._world.call_after(self._random.uniform(*_SCRIPT_START_SECONDS), self._join_store, rank, command, until)
+        self._stall_detector = StallDetector(
+            self.settings, self._measure_step_seconds, self._is_stopped, earlier_seconds
+        )
 
-    def _come(self, rank: Rank, command: Start, until: float) -> None:
-        """The rank's script has come to where it meets its peers."""
+    def _join_store(self, rank: SimulatedRank, command: StartRound, until: float) -> None:
+        """Join the round's store, from the rank's script."""
         world, plan = self._world, command.plan
-        if not rank.alive:
+        if not rank.is_alive:
             return
-        host = world.trainings.hosts.get(plan.store)
-        if rank.still:
-            world.after(_COMES_AGAIN, self._come, rank, command, until)
+        server = world.trainings.rendezvous_servers.get(plan.store)
+        if rank.stalls:
+            world.call_after(_STORE_RETRY_SECONDS, self._join_store, rank, command, until)
         elif world.trainings.outage:
             self._worker.training.outage_at = world.now()
             rank.end(1, world.trainings.outage)
@@ -287,126 +292,142 @@ class Launcher(Process):
             if self._worker.script_error == MISTAKE:
                 self._worker.training.mistakes_on[self._worker.name] = None
             rank.end(1, self._worker.script_error)
-        elif host is not None and not host.process.paused and world.network.reaches(self._worker.node, host.node):
-            world.trainings.run_at(plan.store.rpartition(":")[0], command.port, rank).join(rank)
+        elif (
+            server is not None and not server.process.paused and world.network.can_reach(self._worker.node, server.node)
+        ):
+            world.trainings.find_round(plan.store.rpartition(":")[0], command.port, rank).join(rank)
         elif world.now() > until:
             rank.end(1, "torch.distributed.DistStoreError: timed out")
         else:
-            world.after(_COMES_AGAIN, self._come, rank, command, until)
+            world.call_after(_STORE_RETRY_SECONDS, self._join_store, rank, command, until)
 
-    def _meet(self, plan: WorkerPlan | None) -> None:
-        """Sits in the meeting that the plan names, serves it where the plan says so, and says how things stand."""
-        guest = self._guest
-        if plan is None or plan.role is not Role.MEMBER or self.state.membership != plan.membership:
-            guest.leave()
+    def _update_rendezvous(self, plan: WorkerPlan | None) -> None:
+        """Join the plan's rendezvous, serve it if the plan assigns it here, and report this launcher's state."""
+        client = self._rendezvous_client
+        if plan is None or plan.role is not WorkerRole.MEMBER or self.state.membership != plan.membership:
+            client.leave()
             return
         if plan.serves_store:
-            if self._host is None or self._host.place != plan.store:
-                if self._host is not None:
-                    self._host.close()
-                self._host = Host(self._world, self, self._worker.node, plan.store, self._open_store)
-            self._host.admit(plan.membership, plan.secret)
-        guest.attend(plan.store, plan.membership, plan.secret)
-        guest.say(report(self.state, plan, self.settings))
+            if self._rendezvous_server is None or self._rendezvous_server.place != plan.store:
+                if self._rendezvous_server is not None:
+                    self._rendezvous_server.close()
+                self._rendezvous_server = SimulatedRendezvousServer(
+                    self._world, self, self._worker.node, plan.store, self._open_store
+                )
+            self._rendezvous_server.admit(plan.membership, plan.secret)
+        client.join(plan.store, plan.membership, plan.secret)
+        client.send_report(build_participant_report(self.state, plan, self.settings))
 
     def _open_store(self) -> int:
-        self._stores += 1
-        return 10_000 + self._stores
+        self._stores_opened += 1
+        return 10_000 + self._stores_opened
 
-    def _part(self, exit_: Exit) -> None:
-        """The host of a meeting that has finished stays until the others have heard so."""
+    def _close_rendezvous(self, exit_: ExitLauncher) -> None:
+        """Close the rendezvous. After success, the server first waits until the others have been informed."""
         self.over = True
-        self._stop_watching()
+        self._stop_stall_detector()
         for rank in self.ranks:
-            rank.end(SIGKILL)
-        self._world.story.tell(self._worker.name, f"ends with code {exit_.code}: {exit_.why}")
-        self._linger(exit_.code, self._world.now() + (_LINGER if exit_.code == 0 else 0.0))
+            rank.end(SIGKILL_EXIT_CODE)
+        self._world.log.record(self._worker.name, f"ends with code {exit_.code}: {exit_.reason}")
+        self._linger(exit_.code, self._world.now() + (_LINGER_SECONDS if exit_.code == 0 else 0.0))
 
     def _linger(self, code: int, until: float) -> None:
-        if self._host is not None and self._host.has_guests(self._worker.name) and self._world.now() < until:
-            self.after(_LOOKS_AROUND, self._linger, code, until)
+        if (
+            self._rendezvous_server is not None
+            and self._rendezvous_server.has_peers(self._worker.name)
+            and self._world.now() < until
+        ):
+            self.call_after(_LINGER_POLL_SECONDS, self._linger, code, until)
             return
-        if self._host is not None:
-            self._host.close()
-        self._guest.leave()
+        if self._rendezvous_server is not None:
+            self._rendezvous_server.close()
+        self._rendezvous_client.leave()
         finished = code == 0 and self.state.stage is LauncherState.FINISHED
-        self._worker.trainer_ends(code, FINISHED_MESSAGE if finished else "")
+        self._worker.on_trainer_end(code, FINISHED_MESSAGE if finished else "")
 
-    # What it tells.
+    # Reports.
 
     def _write_heartbeat(self, now: float) -> dict[int, np.void]:
-        """Its ranks' states, by which it is written."""
-        folder, wall = self._folder, self._world.wall(self._worker.node)
-        states = {rank.local: rank.state(now) for rank in self.ranks if rank.run is not None}
-        folder.heartbeat = next_beat(
-            folder.heartbeat, self.state, folder.plan, states.values(), wall, now, folder.refused, folder.checkpoints
+        """Write the heartbeat, and return the ranks' states that it contains."""
+        folder, wall = self._folder, self._world.wall_time(self._worker.node)
+        states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
+        folder.heartbeat = build_next_heartbeat(
+            folder.heartbeat, self.state, folder.plan, states.values(), wall, now, folder.refusal, folder.checkpoints
         )
-        self._worker.sidecar.look_at_heartbeat()
+        self._worker.sidecar.check_heartbeat()
         return states
 
-    def _look_at_ranks(self, states: dict[int, np.void], now: float) -> None:
-        watch = self._watch
-        if watch is None or not self.state.running or self.state.ending_since is not None:
+    def _check_for_stalls(self, states: dict[int, np.void], now: float) -> None:
+        detector = self._stall_detector
+        if detector is None or not self.state.running or self.state.ending_since is not None:
             return
-        if watch.look(states, now) and not self._inspecting:
-            watch.begin_report(now)
+        if detector.check(states, now) and not self._inspecting:
+            detector.begin_report(now)
             self._inspecting = True
             plan = self._folder.plan
-            neighbours = () if plan is None else plan.neighbours
-            unreachable = [address for address in neighbours if not self._reaches(address)]
-            seconds = max(BETWEEN_LOOKS, _PROBES[bool(unreachable)])
-            first = self._look(now)
-            self.after(seconds, self._report, self._inspection, watch, states, first, unreachable, self.state)
+            peers = () if plan is None else plan.peer_addresses
+            unreachable = [address for address in peers if not self._can_reach(address)]
+            seconds = max(PROCESS_SAMPLE_INTERVAL_SECONDS, _PEER_PROBE_SECONDS[bool(unreachable)])
+            first_samples = self._inspect_ranks(now)
+            self.call_after(
+                seconds, self._report_stall, self._inspection, detector, states, first_samples, unreachable, self.state
+            )
 
-    def _report(
+    def _report_stall(
         self,
         inspection: int,
-        watch: Watch,
+        detector: StallDetector,
         states: dict[int, np.void],
-        first: dict[int, Look],
+        first_samples: dict[int, ProcessSample],
         unreachable: list[str],
         state: RoundState,
     ) -> None:
         if inspection == self._inspection:
             self._inspecting = False
-            now, wall = self._world.now(), self._world.wall(self._worker.node)
-            self._notify(watch.report(state, states, (first, self._look(now)), unreachable, (), now, wall))
+            now, wall = self._world.now(), self._world.wall_time(self._worker.node)
+            self._notify_fault(
+                detector.build_fault(
+                    state, states, (first_samples, self._inspect_ranks(now)), unreachable, (), now, wall
+                )
+            )
 
-    def _stop_watching(self) -> None:
+    def _stop_stall_detector(self) -> None:
         self._inspection += 1
         self._inspecting = False
 
-    def _look(self, now: float) -> dict[int, Look]:
-        return {rank.local: rank.look(now) for rank in self.ranks if rank.alive}
+    def _inspect_ranks(self, now: float) -> dict[int, ProcessSample]:
+        return {rank.local: rank.inspect_process(now) for rank in self.ranks if rank.is_alive}
 
-    def _reaches(self, address: str) -> bool:
-        there = self._world.network.addresses.get(address)
-        return there is not None and self._world.network.reaches(self._worker.node, there)
+    def _can_reach(self, address: str) -> bool:
+        node = self._world.network.addresses.get(address)
+        return node is not None and self._world.network.can_reach(self._worker.node, node)
 
-    def _longest_step(self, local: int) -> float:
-        window = self.ranks[local].history.window(self.ranks[local].number)
-        return max((median(each) for each in (window.step_seconds, window.transfers) if each), default=0.0)
+    def _measure_step_seconds(self, local: int) -> float:
+        window = self.ranks[local].history.build_window(self.ranks[local].number)
+        return max(
+            (median(durations) for durations in (window.step_seconds, window.transfers) if durations), default=0.0
+        )
 
     def _is_stopped(self, local: int) -> bool:
-        return Stand.STOPPED in self.ranks[local].still
+        return StallReason.STOPPED in self.ranks[local].stalls
 
-    def _look_at_gpus(self) -> None:
-        if self._follows and not self.over:
+    def _check_gpus(self) -> None:
+        if self._is_following and not self.over:
             self._folder.heartbeat = replace(self._folder.heartbeat, gpus=self._gpus)
-            self._worker.sidecar.look_at_heartbeat()
+            self._worker.sidecar.check_heartbeat()
 
     def _take_gpu_error(self, event: GpuEvent) -> None:
-        if not self._follows or self.over:
+        if not self._is_following or self.over:
             return
-        fault = gpu_fault(event, self.state, self.settings, self._world.wall(self._worker.node))
+        fault = build_gpu_fault(event, self.state, self.settings, self._world.wall_time(self._worker.node))
         if fault.name not in self._gpu_faults:
             self._gpu_faults[fault.name] = None
-            self._notify(fault)
+            self._notify_fault(fault)
 
 
-def _history(before: Rank | None, rank: Rank, window_steps: int) -> RankHistory:
-    """As the sidecar keeps it: over all rounds in which the same rank is at this place."""
-    if before is None or before.number != rank.number or before.run is None:
+def _continue_history(previous: SimulatedRank | None, rank: SimulatedRank, window_steps: int) -> RankHistory:
+    """Return the rank's history as the sidecar keeps it: over all rounds with the same rank at this local rank."""
+    if previous is None or previous.number != rank.number or previous.training_round is None:
         return RankHistory(window_steps)
-    before.history.start_round()
-    return before.history
+    previous.history.start_round()
+    return previous.history

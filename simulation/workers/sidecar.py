@@ -1,6 +1,8 @@
-"""A sidecar's edge, simulated: the loops of `pacekeeper.sidecar.sidecar` between the runtime folder and the operator.
+"""The simulated I/O of a sidecar.
 
-They are woken by what has changed; the real ones look every 0.05 s.
+It has the loops of `pacekeeper.sidecar.sidecar` between the runtime folder and the operator.
+
+Changes wake them. The real ones poll every 0.05 s.
 """
 
 from __future__ import annotations
@@ -12,319 +14,324 @@ from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from pacekeeper.sidecar.client import ANSWER_SECONDS, Rejected, Unavailable
-from pacekeeper.sidecar.figures import FiguresTold, RankNow, seen
-from pacekeeper.sidecar.launcher import SILENT_FROM, Silence
-from pacekeeper.sidecar.leader import Leader, named_leader
+from pacekeeper.sidecar.launcher_monitor import MIN_SILENCE_SECONDS, LauncherSilence
+from pacekeeper.sidecar.leader_address import LeaderAddress, parse_named_leader
+from pacekeeper.sidecar.operator_client import OPERATOR_ANSWER_SECONDS, OperatorUnavailable, RequestRejected
+from pacekeeper.sidecar.rank_metrics import CurrentRankMetrics, MetricsReporter, measure_rank
 from pacekeeper.sidecar.settings import SidecarSettings
-from pacekeeper.sidecar.sidecar import PARTING_SECONDS, QUIET_FIELDS, RANKS_LOOK_SECONDS, _silence_to_tell
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat, LauncherState, RankFigures
+from pacekeeper.sidecar.sidecar import FINAL_REPORT_SECONDS, QUIET_FIELDS, RING_POLL_INTERVAL_SECONDS, _quantize_silence
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbeat, LauncherState, RankMetrics
 
 from ..loop import Process
-from ..operators.endpoint import Reply
+from ..operators.endpoint import EndpointReply
 
 if TYPE_CHECKING:
     from ..world import World
-    from .rank import Rank
-    from .worker import Worker
+    from .rank import SimulatedRank
+    from .worker import SimulatedWorker
 
-_STARTS = (0.3, 0.8)
+_SIDECAR_START_SECONDS = (0.3, 0.8)
 """Seconds from the container's start to the first call."""
-_LOOKS = (0.02, 0.1)
-"""Seconds until it sees what has changed."""
-_LISTENS = 0.5
-"""Seconds between two looks at a launcher that is silent."""
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.2, 5.0
+_CHANGE_NOTICE_SECONDS = (0.02, 0.1)
+"""Seconds until it notices a change."""
+_LAUNCHER_POLL_SECONDS = 0.5
+"""Seconds between two checks of a silent launcher."""
+_FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.2, 5.0
 _TOKEN_SECONDS = 2_880.0
 """Age at which the kubelet renews the token."""
-_loud_fields = attrgetter(*(name for name in Heartbeat.__dataclass_fields__ if name not in QUIET_FIELDS))
-_FINAL = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+_get_urgent_fields = attrgetter(*(name for name in Heartbeat.__dataclass_fields__ if name not in QUIET_FIELDS))
+_FINAL_STATUSES = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
-class Sidecar(Process):
+class SimulatedSidecar(Process):
     """One run of a worker's sidecar container."""
 
-    def __init__(self, world: World, worker: Worker, number: int) -> None:
+    def __init__(self, world: World, worker: SimulatedWorker, number: int) -> None:
         super().__init__(world.loop, f"{worker.name}/sidecar")
         self._world = world
         self._worker = worker
         self._folder = worker.folder
-        self._random = world.random(f"sidecar {worker.name} {number}")
-        self._lines = {
-            purpose: world.endpoint.line(worker.node, worker.address)
+        self._random = world.create_random(f"sidecar {worker.name} {number}")
+        self._clients = {
+            purpose: world.endpoint.open_client(worker.node, worker.address)
             for purpose in ("poll", "tell", "faults", "evidence")
         }
-        self._leader = Leader()
+        self._leader = LeaderAddress()
         self.serves = False
         """Whether its ports are open."""
         self._loops: list[asyncio.Task[None]] = []
-        self._figures = FiguresTold()
-        self._told: tuple[Any, ...] | None = None
+        self._metrics = MetricsReporter()
+        self._last_report: tuple[Any, ...] | None = None
         self._changed = asyncio.Event()
-        self._asked = asyncio.Event()
+        self._evidence_requested = asyncio.Event()
         self._delivering: dict[str, None] = {}
-        self._silence = Silence()
-        self._listening = False
+        self._silence = LauncherSilence()
+        self._polls_launcher = False
         self._token, self._token_until = "", -1.0
 
     def start(self) -> None:
-        self.after(self._random.uniform(*_STARTS), self._begin)
+        self.call_after(self._random.uniform(*_SIDECAR_START_SECONDS), self._start_loops)
 
-    def _begin(self) -> None:
+    def _start_loops(self) -> None:
         self.serves = True
-        work = {"poll": self._follow_plan(), "tell": self._tell_changes(), "evidence": self._answer_requests()}
-        self._loops = [self.spawn(loop, name=f"{self._worker.name}/{name}") for name, loop in work.items()]
-        self._look_at_ranks()
-        self.look_at_heartbeat()
-        self.look_at_faults()
-        self._see_request()
-        self.listen()
+        coroutines = {"poll": self._poll_plan(), "tell": self._send_changes(), "evidence": self._answer_requests()}
+        self._loops = [self.spawn(loop, name=f"{self._worker.name}/{name}") for name, loop in coroutines.items()]
+        self._poll_ranks()
+        self.check_heartbeat()
+        self.check_faults()
+        self._check_evidence_request()
+        self.check_launcher()
 
     def end(self) -> None:
-        """SIGTERM: it says what it has not said yet, and ends."""
-        self.after(0.0, self._end)
+        """Handle SIGTERM: send the final reports, and exit."""
+        self.call_after(0.0, self._handle_end_signal)
 
-    def _end(self) -> None:
+    def _handle_end_signal(self) -> None:
         for loop in self._loops:
             loop.cancel()
-        self.spawn(self._part(), name=f"{self._worker.name}/part")
+        self.spawn(self._send_final_reports(), name=f"{self._worker.name}/part")
 
-    # What it sees.
+    # Observations.
 
-    def look_at_heartbeat(self) -> None:
-        """It may have changed."""
-        if self.serves and not self._changed.is_set() and self._loud() != self._told:
+    def check_heartbeat(self) -> None:
+        """Wake the sender if the heartbeat has urgent changes."""
+        if self.serves and not self._changed.is_set() and self._select_urgent_fields() != self._last_report:
             self._changed.set()
 
-    def _look_at_ranks(self) -> None:
+    def _poll_ranks(self) -> None:
         plan = self._folder.plan
-        band = WorkerPlan.figures_band if plan is None else plan.figures_band
-        self._figures.look([_seen(rank) for rank in self._ranks()], band, self._world.now())
-        self.look_at_heartbeat()
-        self.after(RANKS_LOOK_SECONDS, self._look_at_ranks)
+        deadband = WorkerPlan.metrics_deadband if plan is None else plan.metrics_deadband
+        self._metrics.update([_measure_rank(rank) for rank in self._list_ranks()], deadband, self._world.now())
+        self.check_heartbeat()
+        self.call_after(RING_POLL_INTERVAL_SECONDS, self._poll_ranks)
 
-    def _ranks(self) -> list[Rank]:
-        return [rank for rank in self._worker.launcher.ranks if rank.run is not None]
+    def _list_ranks(self) -> list[SimulatedRank]:
+        return [rank for rank in self._worker.launcher.ranks if rank.training_round is not None]
 
-    def look_at_faults(self) -> None:
-        """There may be new ones."""
+    def check_faults(self) -> None:
+        """Start the delivery of new faults."""
         if not self.serves:
             return
         for name in self._folder.faults:
             if name not in self._delivering:
                 self._delivering[name] = None
-                self.after(self._random.uniform(*_LOOKS), self._begin_delivery, name)
+                self.call_after(self._random.uniform(*_CHANGE_NOTICE_SECONDS), self._start_delivery, name)
 
-    def listen(self) -> None:
-        """The launcher may have fallen silent."""
-        if self.serves and not self._listening:
-            self._listening = True
-            self._listen()
+    def check_launcher(self) -> None:
+        """Start polling the launcher, which may be silent."""
+        if self.serves and not self._polls_launcher:
+            self._polls_launcher = True
+            self._poll_launcher()
 
-    def _listen(self) -> None:
+    def _poll_launcher(self) -> None:
         launcher, now = self._worker.launcher, self._world.now()
-        sign = launcher.sign()
-        self._silence.listen(None if sign is None else int(1e9 * sign), now)
-        self.look_at_heartbeat()
-        self._listening = sign is not None and (launcher.paused or launcher.dead)
-        if self._listening:
-            self.after(_LISTENS, self._listen)
+        alive_at = launcher.get_last_alive_at()
+        self._silence.update(None if alive_at is None else int(1e9 * alive_at), now)
+        self.check_heartbeat()
+        self._polls_launcher = alive_at is not None and (launcher.paused or launcher.dead)
+        if self._polls_launcher:
+            self.call_after(_LAUNCHER_POLL_SECONDS, self._poll_launcher)
 
-    def _heartbeat(self) -> dict[str, Any]:
-        """As it is to be sent now."""
-        self._worker.launcher.refresh()
+    def _build_heartbeat(self) -> dict[str, Any]:
+        """Return the heartbeat to send now."""
+        self._worker.launcher.refresh_heartbeat()
         seconds = self._silence.seconds
         return {
             **vars(self._folder.heartbeat),
             "gpus": [vars(health) for health in self._folder.heartbeat.gpus],
-            "start": [vars(stage) for stage in self._folder.heartbeat.start],
-            "figures": [asdict(each) for each in self._as_told(self._figures.tell())],
-            "launcher_silent_seconds": round(seconds, 1) if seconds >= SILENT_FROM else 0.0,
-            "sent_at": self._world.wall(self._worker.node),
+            "start_stages": [vars(stage) for stage in self._folder.heartbeat.start_stages],
+            "rank_metrics": [asdict(metrics) for metrics in self._falsify_metrics(self._metrics.take_report())],
+            "launcher_silent_seconds": round(seconds, 1) if seconds >= MIN_SILENCE_SECONDS else 0.0,
+            "sent_at": self._world.wall_time(self._worker.node),
         }
 
-    def _as_told(self, figures: tuple[RankFigures, ...]) -> tuple[RankFigures, ...]:
-        match self._worker.figures_lie:
+    def _falsify_metrics(self, all_metrics: tuple[RankMetrics, ...]) -> tuple[RankMetrics, ...]:
+        match self._worker.wrong_metrics:
             case "huge":
-                return tuple(replace(each, compute_seconds=1e9, compute_seconds_per_sample=1e8) for each in figures)
+                return tuple(
+                    replace(metrics, compute_seconds=1e9, compute_seconds_per_sample=1e8) for metrics in all_metrics
+                )
             case "foreign":
-                return tuple(replace(each, rank=rank) for each in figures for rank in range(each.rank + 8))
-        return figures
+                return tuple(replace(metrics, rank=rank) for metrics in all_metrics for rank in range(metrics.rank + 8))
+        return all_metrics
 
-    def _loud(self) -> tuple[Any, ...]:
-        """The heartbeat without what can wait."""
-        beat, silence = self._folder.heartbeat, _silence_to_tell(self._silence.seconds)
-        return _loud_fields(beat), beat.gpu_signs, silence, self._figures.news
+    def _select_urgent_fields(self) -> tuple[Any, ...]:
+        """Return the heartbeat without the fields that can wait."""
+        heartbeat, silence = self._folder.heartbeat, _quantize_silence(self._silence.seconds)
+        return _get_urgent_fields(heartbeat), heartbeat.gpu_signs, silence, self._metrics.urgent_changes
 
-    # Its loops.
+    # Loops.
 
-    async def _follow_plan(self) -> None:
-        backoff = self._backoff()
+    async def _poll_plan(self) -> None:
+        backoff = self._create_backoff()
         while True:
             try:
                 await self._poll("poll", SidecarSettings.poll_seconds)
                 backoff.reset()
-            except (Unavailable, Rejected):
+            except (OperatorUnavailable, RequestRejected):
                 await backoff.sleep()
 
-    async def _tell_changes(self) -> None:
-        backoff = self._backoff()
+    async def _send_changes(self) -> None:
+        backoff = self._create_backoff()
         while True:
             await self._changed.wait()
-            await asyncio.sleep(self._random.uniform(*_LOOKS))
+            await asyncio.sleep(self._random.uniform(*_CHANGE_NOTICE_SECONDS))
             self._changed.clear()
-            while (now := self._loud()) != self._told:
+            while (fields := self._select_urgent_fields()) != self._last_report:
                 try:
                     await self._poll("tell", 0.0)
-                    self._told = now
+                    self._last_report = fields
                     backoff.reset()
-                except (Unavailable, Rejected):
+                except (OperatorUnavailable, RequestRejected):
                     await backoff.sleep()
 
-    def _begin_delivery(self, name: str) -> None:
-        self.spawn(self._deliver(name), name=f"{self._worker.name}/{name}")
+    def _start_delivery(self, name: str) -> None:
+        self.spawn(self._deliver_fault(name), name=f"{self._worker.name}/{name}")
 
-    async def _deliver(self, name: str) -> None:
-        backoff = self._backoff()
+    async def _deliver_fault(self, name: str) -> None:
+        backoff = self._create_backoff()
         fault = self._folder.faults.get(name)
         while fault is not None:
             try:
                 await self._send_fault(fault)
                 break
-            except Unavailable:
+            except OperatorUnavailable:
                 await backoff.sleep()
-            except Rejected as error:
-                self._world.story.tell(self._worker.name, f"fault {name} is dropped: {error}")
+            except RequestRejected as error:
+                self._world.log.record(self._worker.name, f"fault {name} dropped: {error}")
                 break
         self._folder.faults.pop(name, None)
         self._delivering.pop(name, None)
 
-    async def _send_fault(self, fault: Fault) -> None:
-        said = replace(fault, sent_at=self._world.wall(self._worker.node))
-        await self._post("faults", "/v1/faults", said.to_json(), {}, ANSWER_SECONDS)
-        self._in_contact()
+    async def _send_fault(self, fault: FaultReport) -> None:
+        report = replace(fault, sent_at=self._world.wall_time(self._worker.node))
+        await self._post_json("faults", "/v1/faults", report.to_json(), {}, OPERATOR_ANSWER_SECONDS)
 
     async def _answer_requests(self) -> None:
         answered = ""
-        backoff = self._backoff()
+        backoff = self._create_backoff()
         while True:
-            await self._asked.wait()
-            self._asked.clear()
-            while (request := self._request()) not in ("", answered):
-                await asyncio.sleep(self._random.uniform(*_LOOKS))
-                evidence = self._evidence(request)
+            await self._evidence_requested.wait()
+            self._evidence_requested.clear()
+            while (request := self._get_evidence_request()) not in ("", answered):
+                await asyncio.sleep(self._random.uniform(*_CHANGE_NOTICE_SECONDS))
+                evidence = self._build_evidence(request)
                 try:
-                    await self._post("evidence", f"/v1/evidence/{request}", evidence.to_json(), {}, ANSWER_SECONDS)
+                    await self._post_json(
+                        "evidence", f"/v1/evidence/{request}", evidence.to_json(), {}, OPERATOR_ANSWER_SECONDS
+                    )
                     answered = request
                     backoff.reset()
-                except Rejected:
+                except RequestRejected:
                     answered = request
-                except Unavailable:
+                except OperatorUnavailable:
                     await backoff.sleep()
 
-    def _request(self) -> str:
+    def _get_evidence_request(self) -> str:
         plan = self._folder.plan
-        return plan.evidence_request if plan is not None and plan.role is Role.MEMBER else ""
+        return plan.evidence_request if plan is not None and plan.role is WorkerRole.MEMBER else ""
 
-    def _see_request(self) -> None:
-        if self._request():
-            self._asked.set()
+    def _check_evidence_request(self) -> None:
+        if self._get_evidence_request():
+            self._evidence_requested.set()
 
-    def _evidence(self, request: str) -> Evidence:
-        windows = tuple(rank.window() for rank in self._ranks())
+    def _build_evidence(self, request: str) -> Evidence:
+        windows = tuple(rank.build_window() for rank in self._list_ranks())
         return Evidence(request, self._worker.name, self._folder.heartbeat.round, windows)
 
-    async def _part(self) -> None:
-        """The launcher ends before its sidecar is told to: its last words are there."""
-        backoff = self._backoff()
+    async def _send_final_reports(self) -> None:
+        """Send the last heartbeat and faults. The launcher exits before its sidecar is stopped, so they are final."""
+        backoff = self._create_backoff()
         try:
-            async with asyncio.timeout(PARTING_SECONDS):
-                while (now := self._loud()) != self._told:
+            async with asyncio.timeout(FINAL_REPORT_SECONDS):
+                while (fields := self._select_urgent_fields()) != self._last_report:
                     try:
                         await self._poll("tell", 0.0)
-                        self._told = now
-                    except (Unavailable, Rejected):
+                        self._last_report = fields
+                    except (OperatorUnavailable, RequestRejected):
                         await backoff.sleep()
-                await asyncio.gather(*(self._deliver(name) for name in list(self._folder.faults)))
+                await asyncio.gather(*(self._deliver_fault(name) for name in list(self._folder.faults)))
         except TimeoutError:
             pass
         self.kill()
 
     # Calls.
 
-    async def _poll(self, line: str, wait: float) -> None:
+    async def _poll(self, purpose: str, wait: float) -> None:
         folder = self._folder
         after = -1 if folder.plan is None else folder.plan.version
         query = {"after": str(after), "wait": f"{wait:g}"}
-        answer = await self._post(line, "/v1/plan", self._heartbeat(), query, wait + ANSWER_SECONDS)
-        self._in_contact()
-        if answer is None:
-            return
-        plan = WorkerPlan.from_json(answer)
-        if folder.plan is None or plan.version > folder.plan.version:
+        answer = await self._post_json(
+            purpose, "/v1/plan", self._build_heartbeat(), query, wait + OPERATOR_ANSWER_SECONDS
+        )
+        plan = None if answer is None else WorkerPlan.from_json(answer)
+        if plan is not None and (folder.plan is None or plan.version > folder.plan.version):
             folder.plan = plan
             self._worker.launcher.read_plan()
-            self._see_request()
+            self._check_evidence_request()
+        self._record_contact()
 
-    def _in_contact(self) -> None:
-        self._folder.contact = self._world.now()
+    def _record_contact(self) -> None:
+        self._folder.operator_contact_at = self._world.now()
         if self._folder.heartbeat.state is LauncherState.LOST:
             self._worker.launcher.wake()
 
-    async def _post(self, line: str, path: str, body: dict[str, Any], query: Mapping[str, str], seconds: float) -> Any:
-        """The parsed answer; None where there is none. Raises Unavailable or Rejected."""
-        called = self._leader.address
-        status, answer = await self._call(line, called, path, body, query, seconds)
-        named = named_leader(answer) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
-        if named is not None:
-            self._leader.hear(named, self._world.now())
-            if self._leader.address not in ("", called):
-                status, answer = await self._call(line, self._leader.address, path, body, query, seconds)
+    async def _post_json(
+        self, purpose: str, path: str, body: dict[str, Any], query: Mapping[str, str], seconds: float
+    ) -> Any:
+        """Return the parsed answer; None: it has no content. Raises OperatorUnavailable or RequestRejected."""
+        leader = self._leader.address
+        status, answer = await self._call_operator(purpose, leader, path, body, query, seconds)
+        named_leader = parse_named_leader(answer) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        if named_leader is not None:
+            self._leader.update(named_leader, self._world.now())
+            if self._leader.address not in ("", leader):
+                status, answer = await self._call_operator(purpose, self._leader.address, path, body, query, seconds)
         if status == HTTPStatus.OK:
             return answer
         if status < HTTPStatus.MULTIPLE_CHOICES:
             return None
-        if status in _FINAL:
-            raise Rejected(f"{path}: status {status}: {answer}")
-        raise Unavailable(f"{path}: status {status}: {answer}")
+        if status in _FINAL_STATUSES:
+            raise RequestRejected(f"{path}: status {status}: {answer}")
+        raise OperatorUnavailable(f"{path}: status {status}: {answer}")
 
-    async def _call(
-        self, line: str, leader: str, path: str, body: dict[str, Any], query: Mapping[str, str], seconds: float
-    ) -> Reply:
-        """Raises Unavailable."""
+    async def _call_operator(
+        self, purpose: str, leader: str, path: str, body: dict[str, Any], query: Mapping[str, str], seconds: float
+    ) -> EndpointReply:
+        """Call the operator at `leader` ("": the Service). Raises OperatorUnavailable."""
         try:
             async with asyncio.timeout(seconds):
-                return await self._lines[line].call("POST", path, query, body, self._proof(), leader)
+                return await self._clients[purpose].call("POST", path, query, body, self._get_token(), leader)
         except (TimeoutError, OSError) as error:
             if leader:
-                self._leader.gives_no_answer(leader, self._world.now())
-            raise Unavailable(f"{path}: {error!r}") from error
+                self._leader.mark_unreachable(leader, self._world.now())
+            raise OperatorUnavailable(f"{path}: {error!r}") from error
 
-    def _proof(self) -> str:
+    def _get_token(self) -> str:
         if self._world.now() >= self._token_until:
             self._token = self._world.api.mint_token(self._worker.pod)
             self._token_until = self._world.now() + _TOKEN_SECONDS
         return self._token
 
-    def _backoff(self) -> _Backoff:
-        return _Backoff(self._random.uniform)
+    def _create_backoff(self) -> _SimulatedBackoff:
+        return _SimulatedBackoff(self._random.uniform)
 
 
-def _seen(rank: Rank) -> RankNow:
-    return seen(rank.number, rank.history, 0 if rank.leg is None else rank.leg.share)
+def _measure_rank(rank: SimulatedRank) -> CurrentRankMetrics:
+    return measure_rank(rank.number, rank.history, 0 if rank.segment is None else rank.segment.share)
 
 
-class _Backoff:
-    """As the real one's."""
+class _SimulatedBackoff:
+    """The same delays as the real back-off."""
 
     def __init__(self, uniform: Callable[[float, float], float]) -> None:
         self._uniform = uniform
-        self._next = _FIRST_BACKOFF
+        self._next = _FIRST_BACKOFF_SECONDS
 
     def reset(self) -> None:
-        self._next = _FIRST_BACKOFF
+        self._next = _FIRST_BACKOFF_SECONDS
 
     async def sleep(self) -> None:
         await asyncio.sleep(self._next * self._uniform(0.5, 1.0))
-        self._next = min(2 * self._next, _LONGEST_BACKOFF)
+        self._next = min(2 * self._next, _MAX_BACKOFF_SECONDS)

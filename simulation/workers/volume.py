@@ -7,41 +7,41 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .training_round import TrainingRound
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A state of a job. `progress`: as `modes.progress.Progress` tells it."""
+class SavedState:
+    """A saved state of a job. `progress`: of `Progress.state_dict`."""
 
     step: int
     round: int
     progress: Mapping[str, Any] = field(repr=False)
 
 
-class Volume:
-    """A job's folder of checkpoints, as `keep.checkpoints` treats it: the newest round owns it."""
+class CheckpointVolume:
+    """A job's folder of checkpoints. As in the library, the newest round owns it."""
 
     def __init__(self, keep: int) -> None:
-        self.checkpoints: list[Kept] = []
-        """Published ones, oldest first."""
-        self.owner: Run | None = None
-        """The run that may publish."""
+        self.checkpoints: list[SavedState] = []
+        """Published checkpoints, oldest first."""
+        self.owner: TrainingRound | None = None
+        """The round that may publish."""
         self.fails = False
-        """Nothing can be written there."""
+        """Whether writes fail."""
         self.slow = 0.0
-        """Seconds that each checkpoint takes longer."""
-        self._keep = keep
+        """Additional seconds per checkpoint."""
+        self._max_checkpoints = keep
 
     @property
-    def newest(self) -> Kept | None:
+    def newest(self) -> SavedState | None:
         return self.checkpoints[-1] if self.checkpoints else None
 
-    def publish(self, kept: Kept) -> None:
-        """The owner does. Older ones beyond `keep` are forgotten."""
-        others = [older for older in self.checkpoints if older.step != kept.step]
-        self.checkpoints = sorted([*others, kept], key=lambda each: each.step)[-self._keep :]
+    def publish(self, saved: SavedState) -> None:
+        """Publish a checkpoint of the owner. Older ones beyond the limit are deleted."""
+        others = [checkpoint for checkpoint in self.checkpoints if checkpoint.step != saved.step]
+        self.checkpoints = sorted([*others, saved], key=lambda state: state.step)[-self._max_checkpoints :]
 
     def tear_newest(self) -> None:
-        """Its files no longer have their checksums, so that nobody restores it."""
+        """Corrupt the newest checkpoint, so that it is never restored."""
         del self.checkpoints[-1:]

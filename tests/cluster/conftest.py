@@ -7,10 +7,10 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.support.cluster import apart, cluster, namespace
-from tests.support.operator_process import operator_process
-from tests.support.operator_release import operator
-from tests.support.resources import resources
+from testing.kubernetes.cluster import apart, cluster, namespace
+from testing.kubernetes.resources import resources
+from testing.operators.operator_process import operator_process
+from testing.operators.operator_release import operator
 
 __all__ = ["apart", "cluster", "namespace", "operator", "operator_process", "resources"]
 

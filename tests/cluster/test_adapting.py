@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.jobs import Job, manifest
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace
+from testing.kubernetes.jobs import ClusterJob, build_job_manifest
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -19,41 +19,41 @@ SECONDS_A_SQUARE = 3e-8
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster) -> Iterator[Job]:
+def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
     """Two workers whose sequences cost as the square of their length, by which the script has its loader deal them."""
     with scratch_namespace(cluster) as namespace:
-        body = manifest(
+        body = build_job_manifest(
             "lengths",
-            ["pacekeeper", "run", "tests/support/scripts/lengths.py"],
+            ["pacekeeper", "run", "testing/scripts/lengths.py"],
             environment={"FOLDER": "/checkpoints", "UNTIL": "1000000", "SECONDS_A_SQUARE": str(SECONDS_A_SQUARE)},
             checkpoint={"everySteps": 200, "volumeClaimName": "lengths"},
             detection={"windowSteps": 16},
             remediation={"allow": ["RestartRanks", "BalanceLengths"]},
         )
-        job = Job.apply(cluster, namespace, body)
+        job = ClusterJob.apply(cluster, namespace, body)
         yield job
         job.delete()
 
 
-def test_sequences_are_balanced_by_what_they_cost(job: Job) -> None:
-    incident = job.until_over("uneven-lengths", known=(), timeout=180)
+def test_sequences_are_balanced_by_what_they_cost(job: ClusterJob) -> None:
+    incident = job.wait_until_incident_ended("uneven-lengths", known=(), timeout=180)
     status = incident["status"]
     assert (status["remedy"], status["stepsLost"]) == ("BalanceLengths", 0)
     assert status["outcome"] in ("Recovered", "Mitigated"), incident
     assert status["slowdownAfter"] < status["slowdownBefore"]
-    _, _, per_token_squared = job.plan()["sequence_cost"]
+    _, _, per_token_squared = job.read_plan()["sequence_cost"]
     assert per_token_squared == pytest.approx(SECONDS_A_SQUARE, rel=0.3)
     assert job.status["round"] == 1, "nobody was restarted"
 
 
-def test_the_mode_that_the_spec_wants_is_in_force_and_auto_takes_it_back(job: Job) -> None:
-    job.until_calm()
+def test_the_mode_that_the_spec_wants_is_in_force_and_auto_takes_it_back(job: ClusterJob) -> None:
+    job.wait_until_calm()
     for wanted, mode in (("EDiT", "EDiT"), ("Auto", "Sync")):
         job.patch(syncMode=wanted)
-        job.until(partial(trains_in, job, mode), 60, f"the ranks train in mode {mode}")
-        job.until_trained_on(20)
+        job.wait_until(partial(trains_in, job, mode), 60, f"the ranks train in mode {mode}")
+        job.wait_for_more_steps(20)
     assert job.status["round"] == 1, "nobody was restarted"
 
 
-def trains_in(job: Job, mode: str) -> bool:
+def trains_in(job: ClusterJob, mode: str) -> bool:
     return bool(job.status.get("syncMode") == mode)

@@ -13,18 +13,19 @@ import pytest
 from prometheus_client import start_http_server
 
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import ConditionStatus, JobPhase, JobStatus
-from testcluster.programs import promtool
-from tests.support.chart import CHART
-from tests.support.launchers import eventually
-from tests.support.prometheus import alertmanager, prometheus
+from pacekeeper_operator.api.conditions import ConditionStatus
+from pacekeeper_operator.api.training_job import JobPhase, JobStatus
+from testcluster.programs import find_promtool
+from testing.kubernetes.chart import CHART
+from testing.operators.prometheus import run_alertmanager, run_prometheus
+from testing.training.launchers import wait_until_true
 
 CASES = sorted(Path(__file__).with_name("alerts").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def tool() -> Path:
-    return promtool()
+    return find_promtool()
 
 
 def test_the_rules_are_well_formed(tool: Path) -> None:
@@ -72,15 +73,17 @@ def test_one_reaches_people_and_is_taken_back(tmp_path: Path, webhook: str) -> N
     exporter, _ = start_http_server(0, "127.0.0.1")
     failed = ConditionStatus("Failed", "True", "ScriptFailed")
     try:
-        with alertmanager(tmp_path, webhook) as manager:
+        with run_alertmanager(tmp_path, webhook) as manager:
             alerting = {"alertmanagers": [{"static_configs": [{"targets": [manager.removeprefix("http://")]}]}]}
             rules = [str(CHART / "files/alerts.yaml")]
             target = f"127.0.0.1:{exporter.server_port}"
-            with prometheus(tmp_path, target, rule_files=rules, alerting=alerting):
-                metrics.show_job("team-a", "gpt", JobStatus(phase=JobPhase.FAILED, conditions=(failed,)))
-                eventually(lambda: ("PacekeeperJobFailed", "gpt", "firing") in Told.alerts, "it fires", seconds=60)
-                metrics.show_job("team-a", "gpt", None)
-                eventually(lambda: ("PacekeeperJobFailed", "gpt", "resolved") in Told.alerts, "it ends", seconds=60)
+            with run_prometheus(tmp_path, target, rule_files=rules, alerting=alerting):
+                metrics.publish_job_metrics("team-a", "gpt", JobStatus(phase=JobPhase.FAILED, conditions=(failed,)))
+                wait_until_true(lambda: ("PacekeeperJobFailed", "gpt", "firing") in Told.alerts, "it fires", seconds=60)
+                metrics.publish_job_metrics("team-a", "gpt", None)
+                wait_until_true(
+                    lambda: ("PacekeeperJobFailed", "gpt", "resolved") in Told.alerts, "it ends", seconds=60
+                )
     finally:
-        metrics.show_job("team-a", "gpt", None)
+        metrics.publish_job_metrics("team-a", "gpt", None)
         exporter.shutdown()

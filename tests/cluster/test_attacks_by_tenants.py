@@ -9,14 +9,15 @@ import copy
 import json
 import subprocess
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from testcluster import release
-from tests.support.chart import RELEASE, SYSTEM
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
+from testing.kubernetes.chart import RELEASE, SYSTEM
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
 
 OPERATOR = f"system:serviceaccount:{SYSTEM}:{RELEASE}"
 API_VERSION = "pacekeeper.dev/v1alpha1"
@@ -27,7 +28,7 @@ DRY_RUN = "--dry-run=server"
 class Tenant:
     """A namespace with service accounts of different rights in it, and what stands in it."""
 
-    cluster: Cluster
+    cluster: KubectlCluster
     namespace: str
 
     def account(self, name: str) -> str:
@@ -80,7 +81,7 @@ def several(bodies: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG001  # the chart must be installed
+def tenant(cluster: KubectlCluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG001  # the chart must be installed
     with scratch_namespace(cluster) as namespace:
         found = Tenant(cluster, namespace)
         cluster.apply(JOB, namespace)
@@ -102,7 +103,7 @@ def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG00
         yield found
 
 
-def is_suspended(cluster: Cluster, namespace: str) -> bool:
+def is_suspended(cluster: KubectlCluster, namespace: str) -> bool:
     return bool(cluster.get("tj", "gpt", namespace).get("status", {}).get("phase") == "Suspended")
 
 
@@ -133,7 +134,7 @@ def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_o
     levels = 9_900
     body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
     text = json.dumps(body).replace('"x": "deep"', f'"x": {"[" * levels}{"]" * levels}')
-    before = wait_for(release.leading_pod, 30, "an operator leads, and is there to stay")["metadata"]["name"]
+    before = wait_for(release.find_leading_pod, 30, "an operator leads, and is there to stay")["metadata"]["name"]
     tenant.cluster.kubectl("create", "-f", "-", "-n", tenant.namespace, stdin=text)
     where = ("get", "tj", "deep", "-n", tenant.namespace, "-o")
     invalid = 'jsonpath={.status.conditions[?(@.type=="InvalidTemplate")].message}'
@@ -143,9 +144,45 @@ def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_o
             timeout=60,
             what="refusal of a template that is nested deeply",
         )
-        assert release.leader() == before
+        assert release.get_leader_name() == before
     finally:
         tenant.cluster.kubectl("delete", "tj", "deep", "-n", tenant.namespace, "--timeout=60s")
+
+
+def test_large_objects_of_one_tenant_end_no_operator(tenant: Tenant) -> None:
+    """200 MB of pods that carry the label of a job, under the memory limit of the chart: bodies are taken in by bytes.
+
+    Each operator begins again, and so lists them all."""
+    cluster = tenant.cluster
+    with scratch_namespace(cluster) as namespace, large_pods(cluster, namespace):
+        deployment = f"deployment/{RELEASE}"
+        cluster.kubectl("rollout", "restart", deployment, "-n", SYSTEM)
+        cluster.kubectl("rollout", "status", deployment, "-n", SYSTEM, "--timeout=120s", timeout=130)
+        cluster.apply(JOB, namespace)
+        wait_for(lambda: is_suspended(cluster, namespace), timeout=90, what="an operator has taken up a job")
+        statuses = [each for pod in release.list_operator_pods() for each in pod["status"]["containerStatuses"]]
+        assert [(each["name"], each["restartCount"]) for each in statuses] == [("operator", 0)] * len(statuses)
+
+
+@contextmanager
+def large_pods(cluster: KubectlCluster, namespace: str, count: int = 160, size: int = 5 * 2**18) -> Iterator[None]:
+    """`size`: bytes of each. The cluster makes and deletes them itself: kubectl waits between its requests."""
+    labels = {"pacekeeper.dev/job": "none"}
+    pod = {"schedulerName": "nobody", "containers": [{"name": "main", "image": "x", "args": ["x" * size]}]}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    spec = {"replicas": count, "selector": {"matchLabels": labels}, "template": template}
+    body = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": {"name": "large"}, "spec": spec}
+    cluster.kubectl("create", "-f", "-", "-n", namespace, stdin=json.dumps(body))
+
+    def all_there() -> bool:
+        return bool(cluster.get("replicaset", "large", namespace)["status"].get("replicas") == count)
+
+    try:
+        wait_for(all_there, timeout=60, what=f"{count} pods")
+        yield
+    finally:
+        cluster.kubectl("delete", "replicaset", "large", "-n", namespace, "--cascade=orphan")
+        cluster.kubectl("delete", "--raw", f"/api/v1/namespaces/{namespace}/pods", timeout=300)
 
 
 def owner(kind: str, name: str = "gpt", api_version: str = API_VERSION, uid: str = "u") -> dict[str, Any]:
@@ -350,7 +387,8 @@ def test_a_stolen_operator_deletes_nothing_of_others(tenant: Tenant) -> None:
 
 def test_a_stolen_operator_changes_no_job(tenant: Tenant) -> None:
     patch = json.dumps({"spec": {"template": {"spec": {"containers": [{"name": "trainer", "image": "evil"}]}}}})
-    assert "its users' to say" in tenant.refusal(OPERATOR, "patch", "tj", "gpt", "--type=merge", "-p", patch)
+    refused = tenant.refusal(OPERATOR, "patch", "tj", "gpt", "--type=merge", "-p", patch)
+    assert "neither create jobs nor change their spec" in refused
 
 
 def test_a_stolen_operator_makes_itself_no_lasting_token(tenant: Tenant) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import TAINT_QUARANTINE
-from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.api.names import TAINT_QUARANTINE
+from pacekeeper_operator.observe.prometheus import PrometheusClient
 from testcluster.images import DEV_IMAGE
 from testcluster.settings import PROMETHEUS_URL
-from tests.support.cluster import Cluster, wait_for
-from tests.support.jobs import Job, paced
-from tests.support.operator_process import OperatorProcess
-from tests.support.sidecar_calls import call, token
+from testing.kubernetes.cluster import KubectlCluster, wait_for
+from testing.kubernetes.jobs import ClusterJob, build_paced_job
+from testing.operators.operator_process import OperatorProcess
+from testing.operators.sidecar_calls import call_operator, create_sidecar_token
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -54,22 +54,22 @@ http.server.HTTPServer(("", 9464), Metrics).serve_forever()
 
 
 @pytest.fixture(autouse=True)
-def released(cluster: Cluster) -> Iterator[None]:
+def released(cluster: KubectlCluster) -> Iterator[None]:
     yield
     cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=120s", timeout=130)
 
 
-def untouched(cluster: Cluster, node: str) -> bool:
+def untouched(cluster: KubectlCluster, node: str) -> bool:
     spec = cluster.get("node", node)["spec"]
     return not spec.get("unschedulable") and all(t["key"] != TAINT_QUARANTINE for t in spec.get("taints", ()))
 
 
-def phase(cluster: Cluster, node: str) -> str:
+def phase(cluster: KubectlCluster, node: str) -> str:
     found = cluster.get("nodequarantine", node) or {}
     return str(found.get("status", {}).get("phase", ""))
 
 
-def lie(job: Job, worker: str, name: str) -> None:
+def lie(job: ClusterJob, worker: str, name: str) -> None:
     """The worker says that its GPU has failed; whether it is taken at once does not matter here."""
     fault = {
         "name": name,
@@ -79,24 +79,24 @@ def lie(job: Job, worker: str, name: str) -> None:
         "noticed_at": time.time(),
         "xid": FALLEN_OFF_THE_BUS,
     }
-    assert call(job, "/v1/faults", token(job, worker), fault)[0] in (202, 503)
+    assert call_operator(job, "/v1/faults", create_sidecar_token(job, worker), fault)[0] in (202, 503)
 
 
 def test_a_forged_gpu_error_takes_no_node_and_a_flood_of_them_brings_one_probe(
-    cluster: Cluster, namespace: str, operator_process: OperatorProcess
+    cluster: KubectlCluster, namespace: str, operator_process: OperatorProcess
 ) -> None:
-    assert operator_process.leads()
-    body = paced("liar", LONG, replicas=1, remediation={"allow": ["QuarantineNode"]})
+    assert operator_process.is_leading()
+    body = build_paced_job("liar", LONG, replicas=1, remediation={"allow": ["QuarantineNode"]})
     body["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": NODE}  # which it wants to see gone
-    job = Job.apply(cluster, namespace, body)
-    job.until_phase("Running", timeout=120)
-    worker = job.worker(0)
+    job = ClusterJob.apply(cluster, namespace, body)
+    job.wait_for_phase("Running", timeout=120)
+    worker = job.find_worker(0)
     for number in range(5):
         lie(job, worker, f"{worker}-lie-{number}")
     wait_for(lambda: phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
     for number in range(5, 10):
         lie(job, worker, f"{worker}-lie-{number}")
-    incidents = [i for i in job.incidents() if i["spec"]["cause"] == "gpu-error"]
+    incidents = [i for i in job.list_incidents() if i["spec"]["cause"] == "gpu-error"]
     assert len(incidents) == 1, "the lie was heard, and however often it is told it is one"
     assert untouched(cluster, NODE)
     assert len(cluster.get("nodequarantine", NODE)["status"]["probes"]) == 1
@@ -109,7 +109,7 @@ def query(text: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_forged_series_speak_for_nobody_but_their_pod(cluster: Cluster, namespace: str) -> None:
+async def test_forged_series_speak_for_nobody_but_their_pod(cluster: KubectlCluster, namespace: str) -> None:
     container = {
         "name": "main",
         "image": DEV_IMAGE,
@@ -125,15 +125,15 @@ async def test_forged_series_speak_for_nobody_but_their_pod(cluster: Cluster, na
     own = f'DCGM_FI_DEV_XID_ERRORS{{namespace="{namespace}"}}'
     wait_for(lambda: bool(query(own)), 60, "Prometheus has scraped the forged series")
 
-    sample = await Prometheus(PROMETHEUS_URL, "gpu-monitoring", "Hostname").sample(time.time())
-    assert not sample.unavailable
-    assert all(value.node != VICTIM for value in sample.gpu)
-    assert not sample.of("team-b", "victim").slowdown
+    sample = await PrometheusClient(PROMETHEUS_URL, "gpu-monitoring", "Hostname").sample(time.time())
+    assert not sample.error
+    assert all(value.node != VICTIM for value in sample.gpu_values)
+    assert not sample.get_metrics("team-b", "victim").slowdown
     assert not query('pacekeeper_rank_compute_seconds{trainingjob="victim"}')
 
 
 @pytest.mark.parametrize("resource", ["nodequarantines.pacekeeper.dev", "nodequarantines.pacekeeper.dev/status"])
-def test_no_tenant_writes_quarantines(cluster: Cluster, namespace: str, resource: str) -> None:
+def test_no_tenant_writes_quarantines(cluster: KubectlCluster, namespace: str, resource: str) -> None:
     account = f"{namespace}:default"
     binding = ["--clusterrole=edit", f"--serviceaccount={account}", "--namespace", namespace]
     cluster.kubectl("create", "rolebinding", "tenant", *binding)

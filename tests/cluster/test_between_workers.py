@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.jobs import Job, manifest, paced
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace
+from testing.kubernetes.jobs import ClusterJob, build_job_manifest, build_paced_job
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -40,65 +40,65 @@ print(said.hex())
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster) -> Iterator[Job]:
+def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
     """Two workers with four ranks each: 2 replicas × 2 stages × 2 parts of a layer."""
     with scratch_namespace(cluster) as namespace:
-        body = manifest(
+        body = build_job_manifest(
             "guarded",
-            ["pacekeeper", "run", "tests/support/scripts/nested.py"],
+            ["pacekeeper", "run", "testing/scripts/nested.py"],
             environment={"FOLDER": "/checkpoints", "STEPS": str(LONG), "SLEEP": "0.2"},
             nprocPerNode=4,
             checkpoint={"everySteps": LONG, "volumeClaimName": "guarded"},
             detection={"stragglerSlowdown": 10},
         )
-        job = Job.apply(cluster, namespace, body)
-        job.until_phase("Running", timeout=120)
+        job = ClusterJob.apply(cluster, namespace, body)
+        job.wait_for_phase("Running", timeout=120)
         yield job
         job.delete()
 
 
-def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(job: Job) -> None:
-    plan, first = job.plan(), job.plan()["members"][0]
+def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(job: ClusterJob) -> None:
+    plan, first = job.read_plan(), job.read_plan()["members"][0]
     assert plan["secret"]
     for content in HOSTILE:
-        said = knock(job, job.worker(1), first["address"], plan["store_port"], content)
+        said = knock(job, job.find_worker(1), first["address"], plan["store_port"], content)
         assert said == b"" or (said.startswith(b"pacekeeper ") and len(said) < 64), "no more than a nonce"
-    job.until_trained_on()
-    assert job.plan()["membership"] == plan["membership"]
-    assert job.incidents() == []
+    job.wait_for_more_steps()
+    assert job.read_plan()["membership"] == plan["membership"]
+    assert job.list_incidents() == []
     log = job.cluster.kubectl("logs", first["worker"], "-c", "trainer", "-n", job.namespace)
-    assert log.count("turned away") == 1, "said once, not for each of them"
+    assert log.count("were rejected") == 1, "said once, not for each of them"
     assert plan["secret"] not in log
 
 
-def test_a_rank_that_hangs_inside_one_tensor_group_is_named_among_all_that_wait(job: Job) -> None:
+def test_a_rank_that_hangs_inside_one_tensor_group_is_named_among_all_that_wait(job: ClusterJob) -> None:
     """Its partner waits for it in that group, the other stage to be sent something, and the other replica, on another
     worker, in the data groups. The round after it is met for as before the strangers came."""
-    job.until_trained_on()
-    (job.folder() / "fault-3").write_text("deadlock")
-    (incident,) = job.until_healed("hang")
-    assert (incident["spec"]["rank"], incident["spec"]["worker"]) == (3, job.worker(3))
+    job.wait_for_more_steps()
+    (job.find_checkpoint_folder() / "fault-3").write_text("deadlock")
+    (incident,) = job.wait_until_healed("hang")
+    assert (incident["spec"]["rank"], incident["spec"]["worker"]) == (3, job.find_worker(3))
     diagnosis = incident["status"]["diagnosis"]
     assert (diagnosis["fault"], diagnosis["culprit"]) == ("Code", "rank 3"), diagnosis
-    witnesses = {witness["kind"]: witness["words"] for witness in diagnosis["witnesses"]}
+    witnesses = {witness["kind"]: witness["message"] for witness in diagnosis["signals"]}
     assert re.search(r"rank 2 waits in ALL_REDUCE \d+ of group 'tensor' of ranks 2-3 for rank 3", witnesses["Waits"])
     assert "in begin" in witnesses["Stack"]
-    job.until_trained_on()
+    job.wait_for_more_steps()
 
 
-def test_no_other_container_has_what_is_the_sidecars(cluster: Cluster, namespace: str) -> None:
+def test_no_other_container_has_what_is_the_sidecars(cluster: KubectlCluster, namespace: str) -> None:
     """The condition says it in the operator's words, and no pod is made."""
     spy = {"name": "spy", "image": "spy", "volumeMounts": [{"name": "pacekeeper-token", "mountPath": "/token"}]}
-    body = paced("spying", LONG)
+    body = build_paced_job("spying", LONG)
     body["spec"]["template"]["spec"]["containers"].append(spy)
-    job = Job.apply(cluster, namespace, body)
-    job.until(lambda: job.condition("InvalidTemplate").get("status") == "True", 20, "the template is refused")
-    assert "containers[1].volumeMounts[0]: pacekeeper-token" in job.condition("InvalidTemplate")["message"]
-    assert job.pods() == []
+    job = ClusterJob.apply(cluster, namespace, body)
+    job.wait_until(lambda: job.get_condition("InvalidTemplate").get("status") == "True", 20, "the template is refused")
+    assert "containers[1].volumeMounts[0]: pacekeeper-token" in job.get_condition("InvalidTemplate")["message"]
+    assert job.list_pods() == []
     job.delete()
 
 
-def knock(job: Job, worker: str, address: str, port: int, content: bytes) -> bytes:
+def knock(job: ClusterJob, worker: str, address: str, port: int, content: bytes) -> bytes:
     """All that the host of the meeting says until it hangs up, to somebody in that worker's pod: the NetworkPolicy
     keeps out whoever is not of the job."""
     command = ["python", "-c", KNOCK, address, str(port), content.hex()]

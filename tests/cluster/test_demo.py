@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from demo import job, kube
-from demo.story import run
-from tests.support.dashboards import DASHBOARDS, asked
+from demo.fault_demo import run_fault_demo
+from testing.kubernetes.dashboards import DASHBOARDS, list_queries
 
 pytestmark = pytest.mark.usefixtures("operator")
 NOT_IN_THIS_STORY = {
@@ -26,7 +26,7 @@ STORY = ("rank crash", "slow link", "GPU error")
 
 def test_the_faults_of_a_short_story_are_healed_and_the_job_completes(tmp_path: Path) -> None:
     began = time.time()
-    report = run(tmp_path, STORY)
+    report = run_fault_demo(tmp_path, STORY)
     unhealed = [outcome for outcome in report.outcomes if not outcome.healed]
     assert not unhealed
     assert report.phase == "Complete"
@@ -43,6 +43,6 @@ def test_the_faults_of_a_short_story_are_healed_and_the_job_completes(tmp_path: 
 
 def unanswered(began: float, ended: float) -> list[str]:
     """Queries of the dashboards that nothing in the story has an answer to."""
-    queries = [q for name in DASHBOARDS for q in asked(name, namespace=job.NAMESPACE, trainingjob=job.NAME)]
+    queries = [q for name in DASHBOARDS for q in list_queries(name, namespace=job.NAMESPACE, trainingjob=job.NAME)]
     wanted = [query for query in queries if not any(series in query for series in NOT_IN_THIS_STORY)]
-    return [query for query in wanted if not kube.answers(query, began, ended)]
+    return [query for query in wanted if not kube.has_answers(query, began, ended)]

@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, utils
 
 from demo import kube
 from testcluster import credentials
-from tests.support.chart import SYSTEM
-from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.dashboards import DASHBOARDS, asked
-from tests.support.jobs import Job, manifest, paced
-from tests.support.sidecar_calls import call, token
+from testing.kubernetes.chart import SYSTEM
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace
+from testing.kubernetes.dashboards import DASHBOARDS, list_queries
+from testing.kubernetes.jobs import ClusterJob, build_job_manifest, build_paced_job
+from testing.operators.sidecar_calls import call_operator, create_sidecar_token
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -41,131 +41,139 @@ def script(source: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster) -> Iterator[Callable[[str], Job]]:
+def jobs(cluster: KubectlCluster) -> Iterator[Callable[[str], ClusterJob]]:
     """All of them start side by side: a job's start is most of what most of these tests need."""
     with scratch_namespace(cluster) as namespace:
         for body in manifests():
-            Job.apply(cluster, namespace, body)
-        yield lambda name: Job(cluster, namespace, name)
-        Job(cluster, namespace, "long").delete()
+            ClusterJob.apply(cluster, namespace, body)
+        yield lambda name: ClusterJob(cluster, namespace, name)
+        ClusterJob(cluster, namespace, "long").delete()
 
 
 def manifests() -> Iterator[dict[str, Any]]:
-    yield paced("long", LONG, runPolicy={"cleanPodPolicy": "None"})
-    yield manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
+    yield build_paced_job("long", LONG, runPolicy={"cleanPodPolicy": "None"})
+    yield build_job_manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
     for name in ("narrow", "beside"):  # on one claim
-        yield paced(name, 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
-    yield manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
+        yield build_paced_job(name, 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
+    yield build_job_manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
     unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
-    yield manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
+    yield build_job_manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
     mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
     volume = {"volumes": [{"name": "read-only", "emptyDir": {}}]}
-    yield manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
+    yield build_job_manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
     yield without_a_volume()
     policy = {"activeDeadlineSeconds": 12, "cleanPodPolicy": "All"}
-    yield manifest("deadline", script("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
+    yield build_job_manifest("deadline", script("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
 
 
 def without_a_volume(**pod: Any) -> dict[str, Any]:
     """The trainer mounts what the pod does not have, unless `pod` adds it."""
     mount = {"volumeMounts": [{"name": "scratch", "mountPath": "/checkpoints"}]}
-    return manifest("template", [*GPT, "--steps=5"], trainer=mount, pod=pod, replicas=1)
+    return build_job_manifest("template", [*GPT, "--steps=5"], trainer=mount, pod=pod, replicas=1)
 
 
 class TestMistakes:
     """Jobs that cannot train: each says why."""
 
-    def test_an_image_that_cannot_be_pulled(self, jobs: Callable[[str], Job]) -> None:
+    def test_an_image_that_cannot_be_pulled(self, jobs: Callable[[str], ClusterJob]) -> None:
         """First by the condition Running, then, when the time for placing is over, by its end."""
         job = jobs("image")
 
         def reason() -> dict[str, str] | None:
-            found = job.condition("Running")
+            found = job.get_condition("Running")
             return found if found.get("reason") == "ImagePullFailed" else None
 
-        assert "no/such-image:1" in job.until(reason, 30, "the condition says that the image is missing")["message"]
-        job.until_phase("Failed", timeout=60)
-        assert "no/such-image:1" in job.condition("Failed")["message"]
+        assert (
+            "no/such-image:1" in job.wait_until(reason, 30, "the condition says that the image is missing")["message"]
+        )
+        job.wait_for_phase("Failed", timeout=60)
+        assert "no/such-image:1" in job.get_condition("Failed")["message"]
 
-    def test_a_script_that_exits_at_once(self, jobs: Callable[[str], Job]) -> None:
+    def test_a_script_that_exits_at_once(self, jobs: Callable[[str], ClusterJob]) -> None:
         job = jobs("exits")
-        job.until_phase("Failed", timeout=START)
-        failed = job.condition("Failed")
+        job.wait_for_phase("Failed", timeout=START)
+        failed = job.get_condition("Failed")
         assert (failed["status"], failed["reason"]) == ("True", "ScriptFailed")
         assert "no corpus at /data/words" in failed["message"]
         assert job.status["round"] in (2, 3), "the second may go well; a third may begin before the operator has spoken"
 
         def closed() -> bool:
-            return {incident.get("status", {}).get("outcome") for incident in job.incidents()} == {"Failed"}
+            return {incident.get("status", {}).get("outcome") for incident in job.list_incidents()} == {"Failed"}
 
-        job.until(closed, 20, "its incidents are closed")
+        job.wait_until(closed, 20, "its incidents are closed")
 
-    def test_a_checkpoint_folder_that_is_not_writable(self, jobs: Callable[[str], Job]) -> None:
+    def test_a_checkpoint_folder_that_is_not_writable(self, jobs: Callable[[str], ClusterJob]) -> None:
         job = jobs("read-only")
-        job.until_phase("Failed", timeout=START)
-        assert "spec.checkpoint.path: /checkpoints is not writable" in job.condition("Failed")["message"]
+        job.wait_for_phase("Failed", timeout=START)
+        assert "spec.checkpoint.path: /checkpoints is not writable" in job.get_condition("Failed")["message"]
 
     def test_a_bad_template_is_refused_in_the_api_servers_words_and_can_be_mended(
-        self, jobs: Callable[[str], Job]
+        self, jobs: Callable[[str], ClusterJob]
     ) -> None:
         job = jobs("template")
-        job.until(lambda: job.condition("InvalidTemplate").get("status") == "True", 30, "the template is refused")
-        assert 'volumeMounts[0].name: Not found: "scratch"' in job.condition("InvalidTemplate")["message"]
-        assert not job.pods()
+        job.wait_until(
+            lambda: job.get_condition("InvalidTemplate").get("status") == "True", 30, "the template is refused"
+        )
+        assert 'volumeMounts[0].name: Not found: "scratch"' in job.get_condition("InvalidTemplate")["message"]
+        assert not job.list_pods()
         job.patch(suspend=True)
-        job.until_phase("Suspended", timeout=20)
+        job.wait_for_phase("Suspended", timeout=20)
         mended = without_a_volume(volumes=[{"name": "scratch", "emptyDir": {}}])
         job.patch(suspend=False, template=mended["spec"]["template"])
-        job.until_phase("Complete", timeout=60)
-        assert job.condition("InvalidTemplate")["status"] == "False"
+        job.wait_for_phase("Complete", timeout=60)
+        assert job.get_condition("InvalidTemplate")["status"] == "False"
 
-    def test_a_deadline(self, jobs: Callable[[str], Job]) -> None:
+    def test_a_deadline(self, jobs: Callable[[str], ClusterJob]) -> None:
         job = jobs("deadline")
-        job.until_phase("Failed", timeout=60)
-        assert job.condition("Failed")["reason"] == "DeadlineExceeded"
-        assert "spec.runPolicy.activeDeadlineSeconds = 12 s" in job.condition("Failed")["message"]
-        job.until(lambda: not job.pods(), 30, "cleanPodPolicy All leaves no pod")
+        job.wait_for_phase("Failed", timeout=60)
+        assert job.get_condition("Failed")["reason"] == "DeadlineExceeded"
+        assert "spec.runPolicy.activeDeadlineSeconds = 12 s" in job.get_condition("Failed")["message"]
+        job.wait_until(lambda: not job.list_pods(), 30, "cleanPodPolicy All leaves no pod")
 
-    def test_two_jobs_on_one_claim(self, cluster: Cluster, jobs: Callable[[str], Job]) -> None:
+    def test_two_jobs_on_one_claim(self, cluster: KubectlCluster, jobs: Callable[[str], ClusterJob]) -> None:
         """Each has its own folder. One that is pointed to the other's waits while that trains, and then is refused."""
         first = jobs("narrow")
         for job in (first, jobs("beside")):
-            job.until_phase("Complete", timeout=START)
+            job.wait_for_phase("Complete", timeout=START)
             assert job.status["checkpointSubPath"] == job.name
-            assert (first.claimed() / job.name / "step-00000005/manifest.json").exists()
-        assert first.began_behind() == [0]
+            assert (first.find_claim_folder() / job.name / "step-00000005/manifest.json").exists()
+        assert first.list_start_steps() == [0]
 
-        def pointed_to(name: str) -> Job:
+        def pointed_to(name: str) -> ClusterJob:
             checkpoint = {"everySteps": 5, "volumeClaimName": name, "subPath": name}
-            return Job.apply(cluster, first.namespace, paced(f"at-{name}", 9, replicas=1, checkpoint=checkpoint))
+            return ClusterJob.apply(
+                cluster, first.namespace, build_paced_job(f"at-{name}", 9, replicas=1, checkpoint=checkpoint)
+            )
 
         waits, refused = pointed_to("long"), pointed_to("narrow")
         in_use = "CheckpointFolderInUse"
-        waits.until(lambda: waits.condition("Running").get("reason") == in_use, 30, "it waits for the folder")
-        assert "job long writes its checkpoints to the same folder" in waits.condition("Running")["message"]
-        assert not waits.pods()
+        waits.wait_until(lambda: waits.get_condition("Running").get("reason") == in_use, 30, "it waits for the folder")
+        assert "job long writes its checkpoints to the same folder" in waits.get_condition("Running")["message"]
+        assert not waits.list_pods()
         waits.delete()
-        refused.until_phase("Failed", timeout=60)
-        message = refused.condition("Failed")["message"]
+        refused.wait_for_phase("Failed", timeout=60)
+        message = refused.get_condition("Failed")["message"]
         assert f"holds checkpoints of another job, {first.namespace}/narrow" in message
-        assert not (first.claimed() / "narrow/step-00000009").exists()
+        assert not (first.find_claim_folder() / "narrow/step-00000009").exists()
 
 
-def test_a_job_trains_completes_and_goes_when_its_time_is_over(jobs: Callable[[str], Job]) -> None:
+def test_a_job_trains_completes_and_goes_when_its_time_is_over(jobs: Callable[[str], ClusterJob]) -> None:
     job = jobs("gpt")
-    job.until_phase("Complete", timeout=START)
+    job.wait_for_phase("Complete", timeout=START)
 
     status = job.status
     assert (status["step"], status["lastCheckpointStep"], status["round"], status["restarts"]) == (40, 40, 1, 0)
-    assert job.condition("Complete")["status"] == "True"
-    job.until(lambda: {pod["status"]["phase"] for pod in job.pods()} == {"Succeeded"}, 10, "the sidecars end, too")
-    assert {pod["metadata"]["name"] for pod in job.pods()} == {"gpt-w0-0", "gpt-w1-0"}, "they stay for their logs"
+    assert job.get_condition("Complete")["status"] == "True"
+    job.wait_until(
+        lambda: {pod["status"]["phase"] for pod in job.list_pods()} == {"Succeeded"}, 10, "the sidecars end, too"
+    )
+    assert {pod["metadata"]["name"] for pod in job.list_pods()} == {"gpt-w0-0", "gpt-w1-0"}, "they stay for their logs"
     assert "done: 40 steps" in job.cluster.kubectl("logs", "gpt-w0-0", "-c", "trainer", "-n", job.namespace)
     assert "Complete" in job.cluster.kubectl("get", "tj", "gpt", "-n", job.namespace)
 
     job.patch(runPolicy={"ttlSecondsAfterFinished": 1})
-    job.until_gone(timeout=30)
-    assert not job.incidents()
+    job.wait_until_deleted(timeout=30)
+    assert not job.list_incidents()
 
 
 class TestLong:
@@ -173,72 +181,79 @@ class TestLong:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def job(cls, jobs: Callable[[str], Job]) -> Job:
+    def job(cls, jobs: Callable[[str], ClusterJob]) -> ClusterJob:
         job = jobs("long")
-        job.until_phase("Running", timeout=START)
-        job.until_step(10)
+        job.wait_for_phase("Running", timeout=START)
+        job.wait_for_step(10)
         return job
 
-    def test_tools_find_it_ready(self, job: Job) -> None:
+    def test_tools_find_it_ready(self, job: ClusterJob) -> None:
         job.cluster.kubectl("wait", "tj", job.name, "--for=condition=Ready", "--timeout=30s", "-n", job.namespace)
         assert job.status["observedGeneration"] == job.read()["metadata"]["generation"]
 
-    def test_a_person_on_call_sees_how_it_is(self, job: Job, tmp_path: Path) -> None:
-        assert "Running" in job.oncall("status")
-        assert "2 of 2 train" in job.oncall("status", job.name)
-        assert f"{job.name} in {job.namespace} is Running" in job.oncall("why", job.name)
-        assert "Slowdown" in job.oncall("whatif", job.name)
+    def test_a_person_on_call_sees_how_it_is(self, job: ClusterJob, tmp_path: Path) -> None:
+        assert "Running" in job.run_cli("status")
+        assert "2 of 2 train" in job.run_cli("status", job.name)
+        assert f"{job.name} in {job.namespace} is Running" in job.run_cli("why", job.name)
+        assert "Slowdown" in job.run_cli("whatif", job.name)
         page = tmp_path / "page.html"
-        assert job.oncall("report", job.name, f"--output={page}") == f"{page}\n"
+        assert job.run_cli("report", job.name, f"--output={page}") == f"{page}\n"
         assert f"{job.name} in {job.namespace}" in page.read_text()
         with pytest.raises(subprocess.CalledProcessError) as refused:
-            job.oncall("why", "no-such-job")
+            job.run_cli("why", "no-such-job")
         assert re.search(r"there are: .*\bdeadline\b", refused.value.stderr)
 
-    def test_and_chooses_its_mode(self, job: Job) -> None:
+    def test_and_chooses_its_mode(self, job: ClusterJob) -> None:
         for mode in ("Sync", "Auto"):
-            job.oncall("mode", job.name, mode)
+            job.run_cli("mode", job.name, mode)
             assert job.read()["spec"]["syncMode"] == mode
 
-    def test_and_gives_it_more_restarts(self, job: Job) -> None:
-        job.oncall("restarts", job.name, "30")
+    def test_and_gives_it_more_restarts(self, job: ClusterJob) -> None:
+        job.run_cli("restarts", job.name, "30")
         assert job.read()["spec"]["remediation"]["maxRestarts"] == 30
         with pytest.raises(subprocess.CalledProcessError) as refused:
-            job.oncall("restarts", job.name, "-1")
+            job.run_cli("restarts", job.name, "-1")
         assert "maxRestarts" in refused.value.stderr
 
-    def test_and_has_its_ranks_look_into_their_steps_which_names_what_is_slow_in_the_script(self, job: Job) -> None:
-        slow = job.folder() / "slow-1"
+    def test_and_has_its_ranks_look_into_their_steps_which_names_what_is_slow_in_the_script(
+        self, job: ClusterJob
+    ) -> None:
+        slow = job.find_checkpoint_folder() / "slow-1"
         slow.write_text("0.1")
         try:
-            said = " ".join(job.oncall("profile", job.name, timeout=240).split())
+            said = " ".join(job.run_cli("profile", job.name, timeout=240).split())
         finally:
             slow.unlink()
-        assert "in a behaviour window of 2 ranks a step took" in said
-        incident = next(found for found in job.incidents() if found["spec"]["cause"] == "slow-steps")
+        assert "in a profile window of 2 ranks a step took" in said
+        incident = next(found for found in job.list_incidents() if found["spec"]["cause"] == "slow-steps")
         diagnosis = incident["status"]["diagnosis"]
-        assert (diagnosis["fault"], diagnosis["culprit"].partition(":")[2]) == ("Code", "augment on rank 1"), diagnosis
+        assert (diagnosis["fault"], diagnosis["culprit"].partition(":")[2]) == ("Code", "sleep_if_slow on rank 1"), (
+            diagnosis
+        )
         assert diagnosis["culprit"] in said
-        assert len({witness["kind"] for witness in diagnosis["witnesses"]}) >= 2
+        assert len({witness["kind"] for witness in diagnosis["signals"]}) >= 2
 
-    def test_a_worker_speaks_for_itself(self, job: Job) -> None:
-        worker = job.worker(0)
-        status, answer = call(job, "/v1/plan", token(job, worker), {"worker": worker})
+    def test_a_worker_speaks_for_itself(self, job: ClusterJob) -> None:
+        worker = job.find_worker(0)
+        status, answer = call_operator(job, "/v1/plan", create_sidecar_token(job, worker), {"worker": worker})
         assert (status, answer["role"]) == (200, "Member")
 
-    def test_nobody_speaks_without_a_token(self, job: Job) -> None:
-        status, answer = call(job, "/v1/plan", "", {})
+    def test_nobody_speaks_without_a_token(self, job: ClusterJob) -> None:
+        status, answer = call_operator(job, "/v1/plan", "", {})
         assert status == 401
         assert "audience pacekeeper" in answer["error"]
 
-    def test_nor_with_one_of_another_audience(self, job: Job) -> None:
-        assert call(job, "/v1/plan", token(job, job.worker(0), audience="vault"), {})[0] == 401
+    def test_nor_with_one_of_another_audience(self, job: ClusterJob) -> None:
+        assert (
+            call_operator(job, "/v1/plan", create_sidecar_token(job, job.find_worker(0), audience="vault"), {})[0]
+            == 401
+        )
 
-    def test_nor_with_one_that_is_not_a_pods(self, job: Job) -> None:
+    def test_nor_with_one_that_is_not_a_pods(self, job: ClusterJob) -> None:
         plain = job.cluster.kubectl("create", "token", "default", "--audience=pacekeeper", "-n", job.namespace)
-        assert call(job, "/v1/plan", plain.strip(), {})[0] == 403
+        assert call_operator(job, "/v1/plan", plain.strip(), {})[0] == 403
 
-    def test_nor_with_that_of_a_pod_that_is_no_worker(self, job: Job) -> None:
+    def test_nor_with_that_of_a_pod_that_is_no_worker(self, job: ClusterJob) -> None:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -246,40 +261,40 @@ class TestLong:
             "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "none"}]},
         }
         job.cluster.apply(pod, job.namespace)
-        assert call(job, "/v1/plan", token(job, "long-w0-7"), {})[0] == 403
+        assert call_operator(job, "/v1/plan", create_sidecar_token(job, "long-w0-7"), {})[0] == 403
 
-    def test_nor_for_another_worker(self, job: Job) -> None:
-        mine, other = job.worker(0), job.worker(1)
+    def test_nor_for_another_worker(self, job: ClusterJob) -> None:
+        mine, other = job.find_worker(0), job.find_worker(1)
         fault = {"name": "lie", "kind": "Stalled", "worker": other, "round": 1, "noticed_at": time.time()}
-        assert call(job, "/v1/faults", token(job, mine), fault)[0] == 403
-        assert call(job, "/v1/plan", token(job, mine), {"worker": other})[0] == 403
+        assert call_operator(job, "/v1/faults", create_sidecar_token(job, mine), fault)[0] == 403
+        assert call_operator(job, "/v1/plan", create_sidecar_token(job, mine), {"worker": other})[0] == 403
 
-    def test_nor_with_an_expired_one(self, job: Job) -> None:
+    def test_nor_with_an_expired_one(self, job: ClusterJob) -> None:
         """The signature alone would be good: the same token with other times is let in."""
-        worker, now = job.worker(0), int(time.time())
-        good, me = token(job, worker), {"worker": worker}
-        assert call(job, "/v1/plan", resigned(good, now, now + 600), me)[0] == 200
-        assert call(job, "/v1/plan", resigned(good, now - 1200, now - 600), me)[0] == 401
+        worker, now = job.find_worker(0), int(time.time())
+        good, me = create_sidecar_token(job, worker), {"worker": worker}
+        assert call_operator(job, "/v1/plan", resigned(good, now, now + 600), me)[0] == 200
+        assert call_operator(job, "/v1/plan", resigned(good, now - 1200, now - 600), me)[0] == 401
 
-    def test_with_senseless_words(self, job: Job) -> None:
-        worker = job.worker(0)
-        mine, beat = token(job, worker), {"worker": worker}
+    def test_with_senseless_words(self, job: ClusterJob) -> None:
+        worker = job.find_worker(0)
+        mine, beat = create_sidecar_token(job, worker), {"worker": worker}
         for query in ("wait=nan", "wait=1e309", "wait=-1", "after=x"):
-            assert call(job, f"/v1/plan?{query}", mine, beat)[0] == 400, query
-        assert call(job, "/v1/plan", mine, beat | {"refused": "x" * 70_000})[0] == 413
-        lie = {"name": f"{job.worker(1)}-lie", "kind": "Stalled", "worker": worker, "round": 1, "noticed_at": 0.0}
-        assert call(job, "/v1/faults", mine, lie)[0] == 400
-        assert call(job, "/v1/plan", mine, beat)[0] == 200
+            assert call_operator(job, f"/v1/plan?{query}", mine, beat)[0] == 400, query
+        assert call_operator(job, "/v1/plan", mine, beat | {"refused": "x" * 70_000})[0] == 413
+        lie = {"name": f"{job.find_worker(1)}-lie", "kind": "Stalled", "worker": worker, "round": 1, "noticed_at": 0.0}
+        assert call_operator(job, "/v1/faults", mine, lie)[0] == 400
+        assert call_operator(job, "/v1/plan", mine, beat)[0] == 200
 
-    def test_by_the_same_authority_after_its_secret_was_deleted(self, job: Job) -> None:
-        worker, cluster = job.worker(0), job.cluster
+    def test_by_the_same_authority_after_its_secret_was_deleted(self, job: ClusterJob) -> None:
+        worker, cluster = job.find_worker(0), job.cluster
         before = cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"]
         cluster.kubectl("delete", "secret", "pacekeeper-ca", "-n", SYSTEM)
-        job.until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 60, "the operator writes it anew")
+        job.wait_until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 60, "the operator writes it anew")
         assert before.items() <= cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"].items()
-        assert call(job, "/v1/plan", token(job, worker), {"worker": worker})[0] == 200
+        assert call_operator(job, "/v1/plan", create_sidecar_token(job, worker), {"worker": worker})[0] == 200
 
-    def test_of_the_same_operator_after_its_lease_was_deleted(self, job: Job) -> None:
+    def test_of_the_same_operator_after_its_lease_was_deleted(self, job: ClusterJob) -> None:
         cluster = job.cluster
 
         def holder() -> str:
@@ -289,88 +304,97 @@ class TestLong:
         def lives(pod: str) -> int:
             return int(cluster.get("pod", pod, SYSTEM)["status"]["containerStatuses"][0]["restartCount"])
 
-        before = job.until(holder, 10, "one leads")
+        before = job.wait_until(holder, 10, "one leads")
         restarts = lives(before)
         cluster.kubectl("delete", "lease", "pacekeeper-operator", "-n", SYSTEM)
-        assert job.until(holder, 10, "there is one again") == before, "whoever made it, the one that leads goes on"
+        assert job.wait_until(holder, 10, "there is one again") == before, "whoever made it, the one that leads goes on"
         assert lives(before) == restarts
 
-    def test_with_forged_tokens_without_end(self, job: Job) -> None:
+    def test_with_forged_tokens_without_end(self, job: ClusterJob) -> None:
         """Of one address only so many are looked at; whoever is known is served meanwhile."""
-        worker = job.worker(0)
-        good, me = token(job, worker), {"worker": worker}
-        assert call(job, "/v1/plan", good, me)[0] == 200
+        worker = job.find_worker(0)
+        good, me = create_sidecar_token(job, worker), {"worker": worker}
+        assert call_operator(job, "/v1/plan", good, me)[0] == 200
         unsigned = good.rsplit(".", 1)[0]
         forged = [f"{unsigned}.{encoded(number.to_bytes(64))}" for number in range(200)]
         with ThreadPoolExecutor(8) as pool:  # however slow the machine is, faster than they may come
-            statuses = set(pool.map(lambda text: call(job, "/v1/plan", text, me)[0], forged))
+            statuses = set(pool.map(lambda text: call_operator(job, "/v1/plan", text, me)[0], forged))
         assert statuses == {401, 429}
-        assert call(job, "/v1/plan", good, me)[0] == 200
-        queries = [query for name in DASHBOARDS for query in asked(name, namespace=job.namespace, trainingjob=job.name)]
+        assert call_operator(job, "/v1/plan", good, me)[0] == 200
+        queries = [
+            query for name in DASHBOARDS for query in list_queries(name, namespace=job.namespace, trainingjob=job.name)
+        ]
         (refusals,) = [query for query in queries if "pacekeeper_refused_calls_total" in query]
-        job.until(lambda: kube.answers(refusals, time.time() - 10, time.time()), 30, "the dashboard shows it")
+        job.wait_until(lambda: kube.has_answers(refusals, time.time() - 10, time.time()), 30, "the dashboard shows it")
 
-    def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: Job) -> None:
+    def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: ClusterJob) -> None:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
-        job.oncall("pause", job.name)
-        job.until_seen()
-        membership, pods, known = job.plan()["membership"], uids(job), job.incident_names()
+        job.run_cli("pause", job.name)
+        job.wait_until_observed()
+        membership, pods, known = job.read_plan()["membership"], uids(job), job.list_incident_names()
 
-        job.crash(1)
-        incident = job.until_over("crash", known)
+        job.crash_rank(1)
+        incident = job.wait_until_incident_ended("crash", known)
         assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Act", "Recovered")
-        job.until_trained_on()
-        assert (job.plan()["membership"], uids(job)) == (membership, pods), "as torchrun restarts them"
-        round_, began = job.status["round"], job.began_behind()
+        job.wait_for_more_steps()
+        assert (job.read_plan()["membership"], uids(job)) == (membership, pods), "as torchrun restarts them"
+        round_, began = job.status["round"], job.list_start_steps()
 
-        job.hang(1)
-        incident = job.until_over("hang", known)
+        job.hang_rank(1)
+        incident = job.wait_until_incident_ended("hang", known)
         assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Recommend", "Recommended")
         assert incident["status"]["remedy"] == "RestartRanks"
         assert "applied" not in incident["status"]
-        assert (job.plan()["membership"], job.status["round"], uids(job)) == (membership, round_, pods)
-        assert job.began_behind() == began
+        assert (job.read_plan()["membership"], job.status["round"], uids(job)) == (membership, round_, pods)
+        assert job.list_start_steps() == began
 
-        assert "only recommended" in job.oncall("incidents", incident["metadata"]["name"])
-        job.oncall("resume", job.name)
-        job.until(lambda: len(job.began_behind()) > len(began), 30, "the ranks are restarted once that is allowed")
-        job.until_trained_on()
+        assert "only recommended" in job.run_cli("incidents", incident["metadata"]["name"])
+        job.run_cli("resume", job.name)
+        job.wait_until(
+            lambda: len(job.list_start_steps()) > len(began), 30, "the ranks are restarted once that is allowed"
+        )
+        job.wait_for_more_steps()
         assert uids(job) == pods
 
-    def test_suspended_resumed_and_scaled(self, job: Job) -> None:
-        job.until_phase("Running")
-        known, spent, rounds, worker = job.incident_names(), job.status["restarts"], job.began_behind(), job.worker(1)
-        late = token(job, worker)
+    def test_suspended_resumed_and_scaled(self, job: ClusterJob) -> None:
+        job.wait_for_phase("Running")
+        known, spent, rounds, worker = (
+            job.list_incident_names(),
+            job.status["restarts"],
+            job.list_start_steps(),
+            job.find_worker(1),
+        )
+        late = create_sidecar_token(job, worker)
 
         job.patch(suspend=True)
-        job.until(lambda: job.condition("Suspended")["status"] == "True", 40, "the job is suspended")
-        assert not job.pods()
+        job.wait_until(lambda: job.get_condition("Suspended")["status"] == "True", 40, "the job is suspended")
+        assert not job.list_pods()
         assert job.phase == "Suspended"
         first = steps_of(job)
         job.patch(suspend=False)
-        job.until_phase("Running", timeout=60)
-        assert job.began_behind() == [*rounds, first], "it goes on from the step at which it was suspended"
-        assert call(job, "/v1/plan", late, {"worker": worker})[0] == 401, "the token of a pod that is gone"
+        job.wait_for_phase("Running", timeout=60)
+        assert job.list_start_steps() == [*rounds, first], "it goes on from the step at which it was suspended"
+        assert call_operator(job, "/v1/plan", late, {"worker": worker})[0] == 401, "the token of a pod that is gone"
 
         job.cluster.kubectl("scale", "tj", job.name, "--replicas=3", "-n", job.namespace)
-        job.until(lambda: job.status["workers"]["ready"] == 3, 60, "three workers train")
-        job.until_phase("Running")
-        job.until_trained_on()
+        job.wait_until(lambda: job.status["workers"]["ready"] == 3, 60, "three workers train")
+        job.wait_for_phase("Running")
+        job.wait_for_more_steps()
         assert job.status["workers"]["desired"] == 3
-        third = job.began_behind()[len(rounds) + 1 :]
+        third = job.list_start_steps()[len(rounds) + 1 :]
         assert len(third) == 1, "a change of size is one round"
         assert third[0] > first
         assert job.status["restarts"] == spent, "no budget is burnt by what the user asks for"
-        assert job.incident_names() == known
+        assert job.list_incident_names() == known
 
 
-def steps_of(job: Job) -> int:
+def steps_of(job: ClusterJob) -> int:
     """Completed by rank 0."""
-    return int(job.diary()[-1]["step"])
+    return int(job.read_diary()[-1]["step"])
 
 
-def uids(job: Job) -> set[str]:
-    return {pod["metadata"]["uid"] for pod in job.pods()}
+def uids(job: ClusterJob) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in job.list_pods()}
 
 
 def resigned(good: str, begin: int, end: int) -> str:

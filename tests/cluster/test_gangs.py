@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 
 import testcluster.cluster
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
-from tests.support.jobs import Job, paced
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
+from testing.kubernetes.jobs import ClusterJob, build_paced_job
 
 THREE = ["node-2", "node-3", "node-4"]
 
 
 @pytest.fixture(scope="module")
-def gangs(cluster: Cluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it goes on through both restarts
+def gangs(cluster: KubectlCluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it goes on through both restarts
     """The cluster's second profile: API server and scheduler start anew, with the features on."""
-    testcluster.cluster.up(gangs=True)
+    testcluster.cluster.bring_up(gangs=True)
     yield
-    testcluster.cluster.up(gangs=False)
+    testcluster.cluster.bring_up(gangs=False)
 
 
 def tight(name: str, steps: int, replicas: int) -> dict[str, Any]:
     """On three nodes with room for one worker each."""
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-    return paced(name, steps, replicas=replicas, cpu="1300m", pod={"affinity": {"nodeAffinity": required}})
+    return build_paced_job(name, steps, replicas=replicas, cpu="1300m", pod={"affinity": {"nodeAffinity": required}})
 
 
 def unplaced(pod: dict[str, Any]) -> bool:
@@ -36,28 +36,30 @@ def unplaced(pod: dict[str, Any]) -> bool:
 
 
 @pytest.mark.usefixtures("gangs")
-def test_none_takes_room_before_all_have_it(cluster: Cluster) -> None:
+def test_none_takes_room_before_all_have_it(cluster: KubectlCluster) -> None:
     with scratch_namespace(cluster) as namespace:
-        older = Job.apply(cluster, namespace, tight("older", 100_000, replicas=2))
-        older.until_phase("Running", timeout=120)
+        older = ClusterJob.apply(cluster, namespace, tight("older", 100_000, replicas=2))
+        older.wait_for_phase("Running", timeout=120)
         older.delete_worker(0)
-        older.until_healed("worker-lost")
-        assert [pod["spec"].get("schedulingGroup") for pod in older.pods()].count(None) == 1, "it is placed alone"
+        older.wait_until_healed("worker-lost")
+        assert [pod["spec"].get("schedulingGroup") for pod in older.list_pods()].count(None) == 1, "it is placed alone"
 
-        younger = Job.apply(cluster, namespace, tight("younger", 20, replicas=2))
-        younger.until(
-            lambda: len(younger.pods()) == 2 and all(map(unplaced, younger.pods())), 40, "none of both is placed"
+        younger = ClusterJob.apply(cluster, namespace, tight("younger", 20, replicas=2))
+        younger.wait_until(
+            lambda: len(younger.list_pods()) == 2 and all(map(unplaced, younger.list_pods())),
+            40,
+            "none of both is placed",
         )
-        named = {pod["spec"]["schedulingGroup"]["podGroupName"] for pod in younger.pods()}
+        named = {pod["spec"]["schedulingGroup"]["podGroupName"] for pod in younger.list_pods()}
         assert named == {"younger"}
 
-        small = Job.apply(cluster, namespace, tight("small", 5, replicas=1))
-        small.until_phase("Complete", timeout=90)  # on the node that half of the younger would have taken
-        assert all(map(unplaced, younger.pods()))
+        small = ClusterJob.apply(cluster, namespace, tight("small", 5, replicas=1))
+        small.wait_for_phase("Complete", timeout=90)  # on the node that half of the younger would have taken
+        assert all(map(unplaced, younger.list_pods()))
 
         older.delete()
-        younger.until_phase("Complete", timeout=120)
-        assert not younger.incidents()
+        younger.wait_for_phase("Complete", timeout=120)
+        assert not younger.list_incidents()
         younger.delete()
         kept = ["get", "podgroups.scheduling.k8s.io", "younger", "-n", namespace, "--ignore-not-found", "-o", "name"]
         wait_for(lambda: not cluster.kubectl(*kept), 60, "its PodGroup is gone with it")

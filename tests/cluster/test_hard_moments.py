@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import TAINT_QUARANTINE
+from pacekeeper_operator.api.names import TAINT_QUARANTINE
 from testcluster import api, faults, release
 from testcluster.shell import ClusterError
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
-from tests.support.jobs import Job, paced, unplugged
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
+from testing.kubernetes.jobs import ClusterJob, build_paced_job, unplug_node
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -27,75 +27,85 @@ class TestLong:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def job(cls, cluster: Cluster) -> Iterator[Job]:
+    def job(cls, cluster: KubectlCluster) -> Iterator[ClusterJob]:
         with scratch_namespace(cluster) as namespace:
-            yield Job.apply(cluster, namespace, paced("long", LONG, spares=1))
+            yield ClusterJob.apply(cluster, namespace, build_paced_job("long", LONG, spares=1))
 
     @pytest.fixture
-    def calm(self, job: Job) -> Job:
-        job.until_calm(spares=1)
+    def calm(self, job: ClusterJob) -> ClusterJob:
+        job.wait_until_calm(spares=1)
         return job
 
-    def test_the_api_server_restarts(self, calm: Job) -> None:
-        known, membership, lives = calm.incident_names(), calm.plan()["membership"], operator_lives()
-        led = wait_for(release.leading_pod, 30, "an operator leads")["metadata"]["uid"]
+    def test_the_api_server_restarts(self, calm: ClusterJob) -> None:
+        known, membership, lives = calm.list_incident_names(), calm.read_plan()["membership"], operator_lives()
+        led = wait_for(release.find_leading_pod, 30, "an operator leads")["metadata"]["uid"]
 
         faults.restart_api_server()
-        calm.until_trained_on(20)
-        assert (calm.plan()["membership"], calm.incident_names()) == (membership, known), "the ranks do not notice"
+        calm.wait_for_more_steps(20)
+        assert (calm.read_plan()["membership"], calm.list_incident_names()) == (membership, known), (
+            "the ranks do not notice"
+        )
 
-        calm.crash(0)
-        calm.until_over("crash", known)
+        calm.crash_rank(0)
+        calm.wait_until_incident_ended("crash", known)
         calm.delete_worker(1)
-        calm.until_over("worker-lost", known)
-        calm.until_trained_on()
-        assert len(calm.incident_names() - known) == 2, "one each"
+        calm.wait_until_incident_ended("worker-lost", known)
+        calm.wait_for_more_steps()
+        assert len(calm.list_incident_names() - known) == 2, "one each"
         # A leader whose Lease expired during the outage exits once another operator holds it, and becomes the standby.
-        may_end = {led} if wait_for(release.leading_pod, 30, "one leads")["metadata"]["uid"] != led else set()
+        may_end = {led} if wait_for(release.find_leading_pod, 30, "one leads")["metadata"]["uid"] != led else set()
         after = operator_lives()
         assert after.keys() == lives.keys()
         restarted = {uid for uid in lives if after[uid] != lives[uid]}
         assert restarted <= may_end, "operators wait for the API server, and do not die of it"
 
-    def test_prometheus_is_away(self, cluster: Cluster, calm: Job) -> None:
-        known = calm.incident_names()
-        calm.until(lambda: calm.condition("MetricsAvailable")["status"] == "True", 30, "Prometheus answers")
+    def test_prometheus_is_away(self, cluster: KubectlCluster, calm: ClusterJob) -> None:
+        known = calm.list_incident_names()
+        calm.wait_until(lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 30, "Prometheus answers")
         faults.stop_prometheus()
         try:
-            calm.until(lambda: calm.condition("MetricsAvailable")["status"] == "False", 40, "the condition tells of it")
-            assert "GPU errors cannot be seen" in calm.condition("MetricsAvailable")["message"]
-            calm.crash(0)
-            calm.until_over("crash", known)
-            calm.until_trained_on(steps=20)  # a watch that has seen no steps accuses nobody
-            calm.hang(1)
-            calm.until_over("hang", known)
+            calm.wait_until(
+                lambda: calm.get_condition("MetricsAvailable")["status"] == "False", 40, "the condition tells of it"
+            )
+            assert "GPU errors cannot be detected" in calm.get_condition("MetricsAvailable")["message"]
+            calm.crash_rank(0)
+            calm.wait_until_incident_ended("crash", known)
+            calm.wait_for_more_steps(steps=20)  # a watch that has seen no steps accuses nobody
+            calm.hang_rank(1)
+            calm.wait_until_incident_ended("hang", known)
             calm.delete_worker(1)
-            calm.until_over("worker-lost", known)
-            calm.until(lambda: calm.status["workers"].get("spare"), 60, "the next spare is warm")
-            with unplugged(calm) as (worker, node):
-                incident = calm.until_over("node-lost", known)
+            calm.wait_until_incident_ended("worker-lost", known)
+            calm.wait_until(lambda: calm.status["workers"].get("spare"), 60, "the next spare is warm")
+            with unplug_node(calm) as (worker, node):
+                incident = calm.wait_until_incident_ended("node-lost", known)
                 assert (incident["spec"]["worker"], incident["spec"]["node"]) == (worker, node)
                 held = cluster.get("nodequarantine", node)
                 assert held["spec"]["incidentRef"]["name"] == incident["metadata"]["name"]
                 assert cluster.get("pod", worker, calm.namespace) is None
-            calm.until_trained_on()
+            calm.wait_for_more_steps()
         finally:
             faults.start_prometheus()
             cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
         assert node not in cordoned(cluster)
-        assert len(calm.incident_names() - known) == 4, "one each"
-        calm.until(lambda: calm.condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it")
+        assert len(calm.list_incident_names() - known) == 4, "one each"
+        calm.wait_until(
+            lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it"
+        )
 
-    def test_an_upgrade_and_an_uninstall_leave_the_workers_alone(self, cluster: Cluster, calm: Job) -> None:
+    def test_an_upgrade_and_an_uninstall_leave_the_workers_alone(
+        self, cluster: KubectlCluster, calm: ClusterJob
+    ) -> None:
         """The uninstall releases what is quarantined, does not wait for anybody, and leaves others' cordons."""
-        membership, round_ = calm.plan()["membership"], calm.status["round"]
-        known, pods = calm.incident_names(), uids(calm)
+        membership, round_ = calm.read_plan()["membership"], calm.status["round"]
+        known, pods = calm.list_incident_names(), uids(calm)
         where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
-        first, second, *_ = sorted(api.ready_nodes() - set(calm.nodes().values()))  # its own workers would move
+        first, second, *_ = sorted(
+            api.list_ready_nodes() - set(calm.list_nodes().values())
+        )  # its own workers would move
 
         cluster.kubectl("rollout", "restart", *where)
         cluster.kubectl("rollout", "status", *where, "--timeout=90s", timeout=100)
-        calm.until_trained_on()
+        calm.wait_for_more_steps()
 
         try:
             cluster.kubectl("cordon", first)
@@ -103,63 +113,67 @@ class TestLong:
                 quarantine(cluster, node)
             both = {first, second}
             wait_for(lambda: tainted(cluster) & cordoned(cluster) >= both, 30, "both nodes are quarantined")
-            release.uninstall()
+            release.uninstall_release()
             assert not cluster.list("nodequarantines")
             assert cluster.get("configmap", "pacekeeper-pause", release.SYSTEM) is None, "the next installation acts"
             assert not tainted(cluster) & {first, second}
             assert first in cordoned(cluster), "somebody else had cordoned it before"
             assert second not in cordoned(cluster)
-            calm.until_trained_on(20)
-            alone = calm.step()
+            calm.wait_for_more_steps(20)
+            alone = calm.read_step()
         finally:
             cluster.kubectl("uncordon", first)
-            release.install()
+            release.install_release()
 
-        calm.until(
+        calm.wait_until(
             lambda: calm.status["step"] >= alone and calm.phase == "Running", 40, "the new operator knows the job"
         )
-        calm.until_trained_on()
+        calm.wait_for_more_steps()
         assert uids(calm) == pods
-        assert (calm.plan()["membership"], calm.status["round"]) == (membership, round_)
-        assert calm.incident_names() == known
+        assert (calm.read_plan()["membership"], calm.status["round"]) == (membership, round_)
+        assert calm.list_incident_names() == known
 
-    def test_it_is_deleted_in_mid_recovery(self, calm: Job) -> None:
+    def test_it_is_deleted_in_mid_recovery(self, calm: ClusterJob) -> None:
         """Last of all. Without a spare it takes a while to recover."""
-        known = calm.incident_names()
+        known = calm.list_incident_names()
         calm.patch(spares=0)
-        calm.until(lambda: not calm.status["workers"].get("spare"), 30, "the spare is gone")
+        calm.wait_until(lambda: not calm.status["workers"].get("spare"), 30, "the spare is gone")
         calm.delete_worker(1)
-        calm.until_phase("Recovering", timeout=20)
+        calm.wait_for_phase("Recovering", timeout=20)
         calm.delete()
-        (incident,) = (found for found in calm.incidents() if found["metadata"]["name"] not in known)
+        (incident,) = (found for found in calm.list_incidents() if found["metadata"]["name"] not in known)
         assert (incident["spec"]["cause"], incident["status"]["outcome"]) == ("worker-lost", "Superseded")
 
 
-def test_an_operator_that_is_killed_at_random_moments_does_everything_once(cluster: Cluster, namespace: str) -> None:
-    job = Job.apply(cluster, namespace, paced("chaos", LONG, environment={"STOP_EVERY": "20"}, replicas=2, spares=1))
+def test_an_operator_that_is_killed_at_random_moments_does_everything_once(
+    cluster: KubectlCluster, namespace: str
+) -> None:
+    job = ClusterJob.apply(
+        cluster, namespace, build_paced_job("chaos", LONG, environment={"STOP_EVERY": "20"}, replicas=2, spares=1)
+    )
     with killing_the_operator(cluster, random.Random(1)) as killed:
-        job.until_step(20, timeout=120)
-        job.crash(1)
-        job.until_healed("crash", timeout=120)
-        job.until_trained_on()
+        job.wait_for_step(20, timeout=120)
+        job.crash_rank(1)
+        job.wait_until_healed("crash", timeout=120)
+        job.wait_for_more_steps()
         job.delete_worker(0)
-        job.until_healed("crash", "worker-lost", timeout=120)
-        job.until(lambda: len(killed) >= 3, 60, "the operator has been away at many moments")
-        (job.folder() / "stop").touch()
-        job.until_phase("Complete", timeout=120)
+        job.wait_until_healed("crash", "worker-lost", timeout=120)
+        job.wait_until(lambda: len(killed) >= 3, 60, "the operator has been away at many moments")
+        (job.find_checkpoint_folder() / "stop").touch()
+        job.wait_for_phase("Complete", timeout=120)
 
-    assert len(job.began_behind()) == 3, "one round an incident"
+    assert len(job.list_start_steps()) == 3, "one round an incident"
     assert job.status["restarts"] == 1, "a deleted pod burns no budget"
-    draft = job.draft()
+    draft = job.read_desired()
     assert draft is not None
     made = sum(highest + 1 for highest in draft.state.placement.incarnations.values())
     assert made == 4, "two workers, a spare, and one replacement"
     assert tainted(cluster) == set()
-    steps = [entry["step"] for entry in job.diary() if "step" in entry]
+    steps = [entry["step"] for entry in job.read_diary() if "step" in entry]
     assert set(steps) == set(range(1, max(steps) + 1)), "no step is left out"
 
 
-def test_two_jobs_that_do_not_both_fit(cluster: Cluster, namespace: str) -> None:
+def test_two_jobs_that_do_not_both_fit(cluster: KubectlCluster, namespace: str) -> None:
     """Three nodes with room for one worker each, and two workers a job."""
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
@@ -168,34 +182,34 @@ def test_two_jobs_that_do_not_both_fit(cluster: Cluster, namespace: str) -> None
         "pod": {"affinity": {"nodeAffinity": required}},
         "schedulingTimeout": "10s",
     }
-    older = Job.apply(cluster, namespace, paced("older", LONG, **tight))
-    older.until_phase("Running", timeout=120)
-    younger = Job.apply(cluster, namespace, paced("younger", 20, **tight))
-    younger.until(lambda: any(placed(pod) for pod in younger.pods()), 20, "half of the younger is placed")
+    older = ClusterJob.apply(cluster, namespace, build_paced_job("older", LONG, **tight))
+    older.wait_for_phase("Running", timeout=120)
+    younger = ClusterJob.apply(cluster, namespace, build_paced_job("younger", 20, **tight))
+    younger.wait_until(lambda: any(placed(pod) for pod in younger.list_pods()), 20, "half of the younger is placed")
 
     def waits() -> bool:
-        return younger.condition("Running").get("reason") == "SchedulingTimeout" and not younger.pods()
+        return younger.get_condition("Running").get("reason") == "SchedulingTimeout" and not younger.list_pods()
 
-    younger.until(waits, 40, "the younger gives back what it holds")
-    assert "not all 2 workers could be placed within 10 s" in younger.condition("Running")["message"]
-    assert (older.status["round"], len(older.pods())) == (1, 2)
+    younger.wait_until(waits, 40, "the younger gives back what it holds")
+    assert "not all 2 workers could be placed within 10 s" in younger.get_condition("Running")["message"]
+    assert (older.status["round"], len(older.list_pods())) == (1, 2)
     older.delete()
-    younger.until_phase("Complete", timeout=90)
-    assert not younger.incidents()
+    younger.wait_for_phase("Complete", timeout=90)
+    assert not younger.list_incidents()
 
 
 THREE = ["node-2", "node-3", "node-4"]
 
 
 @contextmanager
-def killing_the_operator(cluster: Cluster, dice: random.Random) -> Iterator[list[str]]:
+def killing_the_operator(cluster: KubectlCluster, dice: random.Random) -> Iterator[list[str]]:
     """Again and again, up to six seconds after it is ready; yields how it was killed each time."""
     killed: list[str] = []
     over = threading.Event()
 
     def kill() -> None:
         while not over.wait(dice.uniform(0, 6)):
-            pod = release.leading_pod()
+            pod = release.find_leading_pod()
             if pod is None or not ready(pod):
                 continue
             name = pod["metadata"]["name"]
@@ -217,19 +231,19 @@ def killing_the_operator(cluster: Cluster, dice: random.Random) -> Iterator[list
         cluster.kubectl("rollout", "status", *where, "--timeout=90s", timeout=100)
 
 
-def kill_process(_cluster: Cluster, pod: str) -> None:
+def kill_process(_cluster: KubectlCluster, pod: str) -> None:
     faults.kill_container(release.SYSTEM, pod, "operator")
 
 
-def delete_pod(cluster: Cluster, pod: str) -> None:
+def delete_pod(cluster: KubectlCluster, pod: str) -> None:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--wait=false")
 
 
-def delete_by_force(cluster: Cluster, pod: str) -> None:
+def delete_by_force(cluster: KubectlCluster, pod: str) -> None:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--force", "--grace-period=0")
 
 
-WAYS: dict[str, Callable[[Cluster, str], None]] = {
+WAYS: dict[str, Callable[[KubectlCluster, str], None]] = {
     "killed": kill_process,
     "deleted": delete_pod,
     "deleted by force": delete_by_force,
@@ -238,7 +252,10 @@ WAYS: dict[str, Callable[[Cluster, str], None]] = {
 
 def operator_lives() -> dict[str, int]:
     """Of each of its pods, by UID, how often its container has been restarted."""
-    return {pod["metadata"]["uid"]: pod["status"]["containerStatuses"][0]["restartCount"] for pod in release.pods()}
+    return {
+        pod["metadata"]["uid"]: pod["status"]["containerStatuses"][0]["restartCount"]
+        for pod in release.list_operator_pods()
+    }
 
 
 def ready(pod: dict[str, Any]) -> bool:
@@ -249,18 +266,18 @@ def placed(pod: dict[str, Any]) -> bool:
     return bool(pod["spec"].get("nodeName"))
 
 
-def uids(job: Job) -> set[str]:
-    return {pod["metadata"]["uid"] for pod in job.pods()}
+def uids(job: ClusterJob) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in job.list_pods()}
 
 
-def quarantine(cluster: Cluster, node: str) -> None:
+def quarantine(cluster: KubectlCluster, node: str) -> None:
     spec = {"reason": "a test", "approved": True}
     cluster.apply(
         {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "NodeQuarantine", "metadata": {"name": node}, "spec": spec}
     )
 
 
-def tainted(cluster: Cluster) -> set[str]:
+def tainted(cluster: KubectlCluster) -> set[str]:
     """Nodes with our taint."""
     nodes = cluster.list("nodes")
     return {
@@ -270,5 +287,5 @@ def tainted(cluster: Cluster) -> set[str]:
     }
 
 
-def cordoned(cluster: Cluster) -> set[str]:
+def cordoned(cluster: KubectlCluster) -> set[str]:
     return {str(node["metadata"]["name"]) for node in cluster.list("nodes") if node["spec"].get("unschedulable")}

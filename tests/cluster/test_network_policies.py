@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT, Job, JobSpec
-from pacekeeper_operator.policies import network_policy, peers_of_url
+from pacekeeper_operator.api.names import LABEL_JOB, METRICS_PORT
+from pacekeeper_operator.api.training_job import JobSpec, TrainingJob
+from pacekeeper_operator.pods.network_policies import build_network_policy, derive_peers_from_url
 from testcluster.images import DEV_IMAGE
 from testcluster.settings import PROMETHEUS_URL
-from testcluster.shell import run
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
+from testcluster.shell import run_command
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
 
 JOB = "gpt"
 FREE_PORT = 29500
@@ -44,7 +45,7 @@ EVERYBODY: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"
 class Place:
     """Two workers on two nodes, and whoever may want to reach the first."""
 
-    cluster: Cluster
+    cluster: KubectlCluster
     namespace: str
     operators: str  # the namespace where the operator would be
     address: str  # of the first worker
@@ -56,7 +57,7 @@ class Place:
         with ThreadPoolExecutor() as pool:
             answers = {pod: pool.submit(self.cluster.kubectl, *command) for pod, command in commands.items()}
             # Prometheus is on the machine itself.
-            answers["prometheus"] = pool.submit(run, sys.executable, *ask[1:])
+            answers["prometheus"] = pool.submit(run_command, sys.executable, *ask[1:])
         return {asking: (*map(int, answer.result().split()),) for asking, answer in answers.items()}
 
     def until_reached(self, wanted: Reached) -> None:
@@ -64,7 +65,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def pods(cluster: Cluster) -> Iterator[Place]:
+def pods(cluster: KubectlCluster) -> Iterator[Place]:
     """The stranger is on the worker's node, the operator on another and so bold as to wear the job's label."""
     if not cluster.is_testcluster:
         pytest.skip("the pods need the images of the cluster of `make cluster`")
@@ -88,8 +89,8 @@ def place(pods: Place) -> Iterator[Place]:
 
 
 def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_who_reads_them(place: Place) -> None:
-    job = Job(place.namespace, JOB, "", 1, JobSpec({}))
-    policy = network_policy(job, place.operators, peers_of_url(PROMETHEUS_URL))
+    job = TrainingJob(place.namespace, JOB, "", 1, JobSpec({}))
+    policy = build_network_policy(job, place.operators, derive_peers_from_url(PROMETHEUS_URL))
     del policy["metadata"]["ownerReferences"]  # there is no such job: its policy would be collected as garbage
     place.cluster.apply(policy, place.namespace)
     place.until_reached({"peer": PORTS, "stranger": (), "operator": (METRICS_PORT,), "prometheus": (METRICS_PORT,)})

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from testcluster import faults
-from tests.support.chart import SYSTEM
-from tests.support.cluster import Cluster, wait_for
-from tests.support.jobs import Job, paced
+from testing.kubernetes.chart import SYSTEM
+from testing.kubernetes.cluster import KubectlCluster, wait_for
+from testing.kubernetes.jobs import ClusterJob, build_paced_job
 
 BAD = "node-3"
 CPU = "1500m"
@@ -18,7 +18,7 @@ CPU = "1500m"
 
 
 @pytest.fixture(autouse=True)
-def forgotten(cluster: Cluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it serves jobs
+def forgotten(cluster: KubectlCluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it serves jobs
     """No node has been met before, and none is held afterwards."""
     cluster.kubectl("delete", "nodeprobes", "--all")
     yield
@@ -28,32 +28,32 @@ def forgotten(cluster: Cluster, operator: None) -> Iterator[None]:  # noqa: ARG0
 
 
 def wanting(replicas: int, **spec: Any) -> dict[str, Any]:
-    return paced("careful", 10_000_000, replicas=replicas, preflight={"enabled": True}, cpu=CPU, **spec)
+    return build_paced_job("careful", 10_000_000, replicas=replicas, preflight={"enabled": True}, cpu=CPU, **spec)
 
 
-def probes(cluster: Cluster) -> dict[str, dict[str, Any]]:
+def probes(cluster: KubectlCluster) -> dict[str, dict[str, Any]]:
     return {body["metadata"]["name"]: body["spec"] for body in cluster.list("nodeprobes")}
 
 
-def test_a_healthy_cluster_passes_and_is_asked_once(cluster: Cluster, namespace: str) -> None:
-    job = Job.apply(cluster, namespace, wanting(6))
-    job.until_phase("Running", timeout=120)
+def test_a_healthy_cluster_passes_and_is_asked_once(cluster: KubectlCluster, namespace: str) -> None:
+    job = ClusterJob.apply(cluster, namespace, wanting(6))
+    job.wait_for_phase("Running", timeout=120)
     found = probes(cluster)
     assert len(found) == 6
     assert all(probe["passed"] for probe in found.values()), found
-    assert all(len(probe["figures"].get("links", ())) in (0, 1, 2) for probe in found.values())
-    assert job.condition("Preflight")["status"] == "True"
+    assert all(len(probe["metrics"].get("links", ())) in (0, 1, 2) for probe in found.values())
+    assert job.get_condition("Preflight")["status"] == "True"
     assert namespace not in str(cluster.list("nodequarantines"))
-    assert not cluster.list("pods", SYSTEM, "pacekeeper.dev/circle,pacekeeper.dev/circle!=known-good")
+    assert not cluster.list("pods", SYSTEM, "pacekeeper.dev/probe-group,pacekeeper.dev/probe-group!=known-good")
     job.delete()
-    again = Job.apply(cluster, namespace, wanting(3))
-    again.until_phase("Running", timeout=60)
+    again = ClusterJob.apply(cluster, namespace, wanting(3))
+    again.wait_for_phase("Running", timeout=60)
     assert probes(cluster) == found
     again.delete()
 
 
 @pytest.mark.parametrize("fault", ["slow link", "throttled"])
-def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: Cluster, namespace: str, fault: str) -> None:
+def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: KubectlCluster, namespace: str, fault: str) -> None:
     if fault == "slow link":
         faults.slow_link(BAD, "50mbit")
     else:
@@ -61,15 +61,15 @@ def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: Cluster, names
     preferred = {"key": "kubernetes.io/hostname", "operator": "In", "values": [BAD, "node-1", "node-2"]}
     wish = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}
-    job = Job.apply(cluster, namespace, wanting(3, pod={"affinity": affinity}))
-    job.until_phase("Running", timeout=240)
-    ranked = {member["worker"] for member in job.plan()["members"]}
-    nodes = {pod["spec"]["nodeName"] for pod in job.pods() if pod["metadata"]["name"] in ranked}
+    job = ClusterJob.apply(cluster, namespace, wanting(3, pod={"affinity": affinity}))
+    job.wait_for_phase("Running", timeout=240)
+    ranked = {member["worker"] for member in job.read_plan()["members"]}
+    nodes = {pod["spec"]["nodeName"] for pod in job.list_pods() if pod["metadata"]["name"] in ranked}
     assert len(nodes) == 3
     assert BAD not in nodes
     assert not probes(cluster)[BAD].get("passed")
     assert [name for name, probe in probes(cluster).items() if probe.get("passed") is False] == [BAD]
-    condition = job.condition("Preflight")
+    condition = job.get_condition("Preflight")
     assert (condition["status"], condition["reason"]) == ("False", "NodesFailed")
     wait_for(lambda: cluster.get("nodequarantine", BAD), 20, "the node is suspected")
     held = wait_for(lambda: (cluster.get("nodequarantine", BAD).get("status") or {}).get("cordonedAt"), 60, "held")

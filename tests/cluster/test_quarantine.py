@@ -13,27 +13,33 @@ from typing import Any
 import pytest
 from kubernetes.aio import client, config
 
-from pacekeeper_operator.api import (
+from pacekeeper_operator.api.incident import ObjectRef
+from pacekeeper_operator.api.names import (
     FIELD_MANAGER_CONDITION,
     FIELD_MANAGER_CORDON,
     LABEL_NO_QUARANTINE,
-    PAUSE,
+    PAUSE_CONFIG_MAP,
     TAINT_QUARANTINE,
-    Mode,
-    ObjectRef,
-    Verdict,
-    Witness,
 )
-from pacekeeper_operator.cluster import QUARANTINES, Connection, HttpConnection, Object
-from pacekeeper_operator.cluster import Cluster as Api
-from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
-from pacekeeper_operator.observation import Ruling
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.fleet import Fleet
-from pacekeeper_operator.services.quarantine import Blame, look, reconcile, release_all, suspect, watch_over
+from pacekeeper_operator.api.node_quarantine import QuarantineVerdict, Witness
+from pacekeeper_operator.api.training_job import RemediationMode
+from pacekeeper_operator.async_runtime import OperatorRuntime
+from pacekeeper_operator.decide.nodes.node_suspicion import CONFIRMED_SUSPICION_HOLD_SECONDS
+from pacekeeper_operator.kube.client import NODE_QUARANTINES, ApiConnection, HttpConnection, Object
+from pacekeeper_operator.kube.client import Cluster as Api
+from pacekeeper_operator.services.node_registry import NodeRegistry
+from pacekeeper_operator.services.quarantine import (
+    NodeAccusation,
+    find_decision,
+    raise_suspicion,
+    reconcile_node,
+    release_all,
+    run_quarantine_loop,
+)
 from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.state.effect_results import QuarantineDecision
 from testcluster.images import OPERATOR_IMAGE
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -51,7 +57,7 @@ class Killed(BaseException):
 class MortalApi(Api):
     """The API server of an operator that is killed right after its first write, or lives."""
 
-    def __init__(self, connection: Connection, *, lives: bool = False) -> None:
+    def __init__(self, connection: ApiConnection, *, lives: bool = False) -> None:
         super().__init__(connection)
         self.connection = connection
         self.lives = lives
@@ -63,7 +69,7 @@ class MortalApi(Api):
         raise Killed(f"after {method} {path}")
 
 
-class At(Runtime):
+class At(OperatorRuntime):
     """A moment at which time stands still."""
 
     def __init__(self, moment: float) -> None:
@@ -75,7 +81,7 @@ class At(Runtime):
 
 
 @pytest.fixture
-async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
+async def api(cluster: KubectlCluster) -> AsyncIterator[MortalApi]:
     configuration = client.Configuration()
     await config.load_kube_config(  # type: ignore[no-untyped-call]
         config_file=str(cluster.kubeconfig), client_configuration=configuration
@@ -85,7 +91,7 @@ async def api(cluster: Cluster) -> AsyncIterator[MortalApi]:
 
 
 @pytest.fixture(scope="module")
-def namespace(cluster: Cluster) -> Iterator[str]:
+def namespace(cluster: KubectlCluster) -> Iterator[str]:
     """For the probes of all tests."""
     with scratch_namespace(cluster) as name:
         yield name
@@ -93,11 +99,11 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 
 @pytest.fixture
 def settings(namespace: str) -> Settings:
-    return Settings(namespace=namespace, image=OPERATOR_IMAGE, quarantine_mode=Mode.ACT)
+    return Settings(namespace=namespace, image=OPERATOR_IMAGE, quarantine_mode=RemediationMode.ACT)
 
 
 @pytest.fixture(autouse=True)
-def untouched_nodes(cluster: Cluster) -> Iterator[None]:
+def untouched_nodes(cluster: KubectlCluster) -> Iterator[None]:
     """Whatever a test does to its nodes is undone."""
     yield
     for name in (NODE, OTHER, STAND_IN):
@@ -115,62 +121,64 @@ def untouched_nodes(cluster: Cluster) -> Iterator[None]:
             cluster.kubectl("label", "node", name, f"{LABEL_NO_QUARANTINE}-")
 
 
-def uid(cluster: Cluster, node: str = NODE) -> str:
+def uid(cluster: KubectlCluster, node: str = NODE) -> str:
     return str(cluster.get("node", node)["metadata"]["uid"])
 
 
-def taints(cluster: Cluster, node: str = NODE) -> set[str]:
+def taints(cluster: KubectlCluster, node: str = NODE) -> set[str]:
     return {taint["key"] for taint in cluster.get("node", node)["spec"].get("taints", ())} - {CONTROLLER_TAINT}
 
 
-def cordoned(cluster: Cluster, node: str = NODE) -> bool:
+def cordoned(cluster: KubectlCluster, node: str = NODE) -> bool:
     return bool(cluster.get("node", node)["spec"].get("unschedulable"))
 
 
-def is_held(cluster: Cluster, node: str = NODE) -> bool:
+def is_held(cluster: KubectlCluster, node: str = NODE) -> bool:
     return TAINT_QUARANTINE in taints(cluster, node) and cordoned(cluster, node)
 
 
-def is_ending(cluster: Cluster) -> bool:
+def is_ending(cluster: KubectlCluster) -> bool:
     found = cluster.get("nodequarantine", NODE)
     return found is None or "deletionTimestamp" in found["metadata"]
 
 
-def is_free(cluster: Cluster, node: str = NODE) -> bool:
+def is_free(cluster: KubectlCluster, node: str = NODE) -> bool:
     """Nothing of ours is left on it, not even in the fields that the API server keeps for itself."""
     managers = [entry["manager"] for entry in cluster.get("node", node)["metadata"]["managedFields"]]
     ours = {FIELD_MANAGER_CORDON, FIELD_MANAGER_CONDITION}.intersection(managers)
     return not ours and not taints(cluster, node) and not cordoned(cluster, node)
 
 
-def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
+def events(cluster: KubectlCluster, node: str = NODE) -> dict[str, set[str]]:
     """Reason → kinds of the objects that it was told about."""
     about = [event for event in cluster.list("events.events.k8s.io") if event["regarding"]["name"] == node]
     return {e["reason"]: {o["regarding"]["kind"] for o in about if o["reason"] == e["reason"]} for e in about}
 
 
-async def ask(api: Api, cluster: Cluster, settings: Settings, node: str = NODE, **changes: Any) -> Ruling:
+async def ask(
+    api: Api, cluster: KubectlCluster, settings: Settings, node: str = NODE, **changes: Any
+) -> QuarantineDecision:
     """A job's suspicion, which a witness confirms unless `changes` say otherwise."""
-    blame = Blame(node, uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
-    return await suspect(Fleet(api, Runtime(), settings), replace(blame, **changes))
+    blame = NodeAccusation(node, uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
+    return await raise_suspicion(NodeRegistry(api, OperatorRuntime(), settings), replace(blame, **changes))
 
 
 async def settle(api: Api, settings: Settings, node: str = NODE, now: float | None = None) -> None:
     """Reconcile until there is nothing left to do now; `now` stands still."""
     moment = time.time() if now is None else now
     async with asyncio.timeout(60):
-        while await reconcile(Fleet(api, At(moment), settings), node) <= 1:  # noqa: ASYNC110  # no event: other processes act
+        while await reconcile_node(NodeRegistry(api, At(moment), settings), node) <= 1:  # noqa: ASYNC110  # no event: other processes act
             await asyncio.sleep(0.2)
 
 
-async def hold(api: Api, cluster: Cluster, settings: Settings, node: str = NODE) -> None:
+async def hold(api: Api, cluster: KubectlCluster, settings: Settings, node: str = NODE) -> None:
     await ask(api, cluster, settings, node)
-    await settle(api, settings, node, time.time() + HOLD_SECONDS)
+    await settle(api, settings, node, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
     assert is_held(cluster, node)
-    assert (await ask(api, cluster, settings, node)).verdict is Verdict.QUARANTINED
+    assert (await ask(api, cluster, settings, node)).verdict is QuarantineVerdict.QUARANTINED
 
 
-def make_by_hand(cluster: Cluster, node: str = NODE, **spec: Any) -> None:
+def make_by_hand(cluster: KubectlCluster, node: str = NODE, **spec: Any) -> None:
     body = {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "NodeQuarantine",
@@ -180,13 +188,15 @@ def make_by_hand(cluster: Cluster, node: str = NODE, **spec: Any) -> None:
     cluster.apply(body)
 
 
-def make_stand_in(cluster: Cluster) -> str:
+def make_stand_in(cluster: KubectlCluster) -> str:
     cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": STAND_IN}})
     return uid(cluster, STAND_IN)
 
 
 class TestLife:
-    async def test_from_creation_to_three_passed_probes(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_from_creation_to_three_passed_probes(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
         await hold(api, cluster, settings)
         found = cluster.get("nodequarantine", NODE)
         assert found["spec"]["nodeUID"] == uid(cluster)
@@ -194,11 +204,11 @@ class TestLife:
         assert (found["status"]["phase"], found["status"]["previouslyCordoned"]) == ("Active", False)
         assert events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
 
-        expiry = time.time() + HOUR + HOLD_SECONDS + 1
+        expiry = time.time() + HOUR + CONFIRMED_SUSPICION_HOLD_SECONDS + 1
         await settle(api, settings, now=expiry)
         (first,) = cluster.get("nodequarantine", NODE)["status"]["probes"]
         assert first["passed"], first
-        assert len(first["figures"]["links"]) == 2, "the ways to both nodes that kept it company"
+        assert len(first["metrics"]["links"]) == 2, "the ways to both nodes that kept it company"
         await settle(api, settings, now=expiry + 10)
         assert is_held(cluster)
         await settle(api, settings, now=expiry + 20)
@@ -208,12 +218,16 @@ class TestLife:
         assert events(cluster)["ProbePassed"] >= {"Node", "NodeQuarantine"}
         assert not cluster.list("pods", settings.namespace)
 
-    async def test_a_probe_without_an_image_keeps_the_node(self, api: Api, cluster: Cluster, namespace: str) -> None:
-        settings = Settings(namespace=namespace, image="pacekeeper.dev/no-such-image:dev", quarantine_mode=Mode.ACT)
+    async def test_a_probe_without_an_image_keeps_the_node(
+        self, api: Api, cluster: KubectlCluster, namespace: str
+    ) -> None:
+        settings = Settings(
+            namespace=namespace, image="pacekeeper.dev/no-such-image:dev", quarantine_mode=RemediationMode.ACT
+        )
         await hold(api, cluster, settings)
-        expiry = time.time() + HOUR + HOLD_SECONDS + 1
+        expiry = time.time() + HOUR + CONFIRMED_SUSPICION_HOLD_SECONDS + 1
         for seconds in (0, 11, 21):  # the two that keep it company have no image either, and are done without
-            await reconcile(Fleet(api, At(expiry + seconds), settings), NODE)
+            await reconcile_node(NodeRegistry(api, At(expiry + seconds), settings), NODE)
 
         def waits() -> bool:
             pods = [pod for pod in cluster.list("pods", namespace) if pod["spec"]["nodeName"] == NODE]
@@ -224,13 +238,13 @@ class TestLife:
 
         status = cluster.get("nodequarantine", NODE)["status"]
         assert status["phase"] == "Active"
-        assert "has said nothing about the node: did not end within 60 s" in status["message"]
+        assert "was inconclusive: did not end within 60 s" in status["message"]
         assert "image" in status["probes"][0]["message"].lower()
         assert status["probes"][0]["inconclusive"] == "Image"
         assert is_held(cluster)
         assert not cluster.list("pods", namespace)
 
-    async def test_deletion_releases(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_deletion_releases(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
         assert is_held(cluster)  # the finalizer guarantees that somebody takes the marks away first
@@ -238,28 +252,28 @@ class TestLife:
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
 
-    async def test_waits_for_approval(self, api: Api, cluster: Cluster, settings: Settings) -> None:
-        asking = replace(settings, quarantine_mode=Mode.RECOMMEND)
+    async def test_waits_for_approval(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+        asking = replace(settings, quarantine_mode=RemediationMode.RECOMMEND)
         await ask(api, cluster, asking)
-        await settle(api, asking, now=time.time() + HOLD_SECONDS)
-        assert (await ask(api, cluster, asking)).verdict is Verdict.AWAITS_APPROVAL
+        await settle(api, asking, now=time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
+        assert (await ask(api, cluster, asking)).verdict is QuarantineVerdict.AWAITS_APPROVAL
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Pending"
-        assert "cordoned and tainted" in cluster.oncall("approve", NODE, "--yes")
+        assert "cordoned and tainted" in cluster.run_cli("approve", NODE, "--yes")
         await settle(api, settings)
         assert is_held(cluster)
 
-    async def test_the_loop_follows_what_people_do(self, api: Api, cluster: Cluster, settings: Settings) -> None:
-        fleet = Fleet(api, Runtime(), settings)
-        loop = asyncio.create_task(watch_over(fleet))
+    async def test_the_loop_follows_what_people_do(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+        fleet = NodeRegistry(api, OperatorRuntime(), settings)
+        loop = asyncio.create_task(run_quarantine_loop(fleet))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
-            await fleet.read()  # in a watch's place
+            await fleet.refresh()  # in a watch's place
             await asyncio.to_thread(wait_for, condition, 10, "what the user asked for")
 
         make_by_hand(cluster, approved=True)
         await within_seconds(lambda: is_held(cluster))
-        released = asyncio.create_task(asyncio.to_thread(cluster.oncall, "release", NODE, "--yes"))
+        released = asyncio.create_task(asyncio.to_thread(cluster.run_cli, "release", NODE, "--yes"))
         await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 20, "the person has asked for it")
         await within_seconds(lambda: is_free(cluster) and cluster.get("nodequarantine", NODE) is None)
         assert "is released" in await released
@@ -269,7 +283,7 @@ class TestLife:
 class TestOthers:
     """The node is not ours alone."""
 
-    async def test_a_cordon_from_before_stays(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_a_cordon_from_before_stays(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         cluster.kubectl("cordon", NODE)
         await hold(api, cluster, settings)
         assert cluster.get("nodequarantine", NODE)["status"]["previouslyCordoned"] is True
@@ -279,7 +293,7 @@ class TestOthers:
         assert not taints(cluster)
 
     async def test_a_cordon_that_others_apply_meanwhile_stays(
-        self, api: Api, cluster: Cluster, settings: Settings
+        self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await hold(api, cluster, settings)
         cordon = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "spec": {"unschedulable": True}}
@@ -290,7 +304,7 @@ class TestOthers:
         await settle(api, settings)
         assert cordoned(cluster)
 
-    async def test_marks_taken_away_come_back(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_marks_taken_away_come_back(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("uncordon", NODE)
         assert not cordoned(cluster)
@@ -301,7 +315,7 @@ class TestOthers:
         assert is_held(cluster)
         assert "QuarantineRestored" in events(cluster)
 
-    async def test_taints_of_others_are_left_alone(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_taints_of_others_are_left_alone(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         cluster.kubectl("taint", "node", NODE, "before=1:NoSchedule")
         await hold(api, cluster, settings)
         cluster.kubectl("taint", "node", NODE, "meanwhile=1:NoSchedule")
@@ -310,18 +324,18 @@ class TestOthers:
         await settle(api, settings)
         assert taints(cluster) == {"before", "meanwhile"}
 
-    async def test_opting_out_releases(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_opting_out_releases(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("label", "node", NODE, "pacekeeper.dev/no-quarantine=")
         await settle(api, settings)
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
-        assert (await ask(api, cluster, settings)).verdict is Verdict.OPTED_OUT
+        assert (await ask(api, cluster, settings)).verdict is QuarantineVerdict.OPTED_OUT
 
 
 class TestSuspicion:
     async def test_a_probe_pod_clears_a_node_that_a_job_blames(
-        self, api: Api, cluster: Cluster, settings: Settings
+        self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await ask(api, cluster, settings, witness=Witness.NONE)
         await settle(api, settings)
@@ -333,11 +347,11 @@ class TestSuspicion:
         assert cluster.get("nodequarantine", NODE) is None
 
     async def test_a_node_without_a_machine_is_confirmed_by_its_condition(
-        self, api: Api, cluster: Cluster, settings: Settings
+        self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         make_stand_in(cluster)
         await ask(api, cluster, settings, STAND_IN, witness=Witness.NONE)
-        await settle(api, settings, STAND_IN, time.time() + HOLD_SECONDS)
+        await settle(api, settings, STAND_IN, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
         assert is_held(cluster, STAND_IN)
         said = cluster.get("nodequarantine", STAND_IN)["status"]["conditions"]
         assert {c["type"]: c["reason"] for c in said} == {
@@ -348,7 +362,7 @@ class TestSuspicion:
 
 class TestNodesThatGo:
     @pytest.mark.parametrize("deleted", [False, True])
-    async def test_gone(self, api: Api, cluster: Cluster, settings: Settings, deleted: bool) -> None:
+    async def test_gone(self, api: Api, cluster: KubectlCluster, settings: Settings, deleted: bool) -> None:
         make_stand_in(cluster)
         await hold(api, cluster, settings, STAND_IN)
         cluster.kubectl("delete", "node", STAND_IN)
@@ -357,7 +371,9 @@ class TestNodesThatGo:
         await settle(api, settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
 
-    async def test_gone_between_look_and_release(self, api: MortalApi, cluster: Cluster, settings: Settings) -> None:
+    async def test_gone_between_look_and_release(
+        self, api: MortalApi, cluster: KubectlCluster, settings: Settings
+    ) -> None:
         """Server-side apply creates what does not exist: a release must not bring the node back."""
         make_stand_in(cluster)
         await hold(api, cluster, settings, STAND_IN)
@@ -373,34 +389,36 @@ class TestNodesThatGo:
         assert cluster.get("nodequarantine", STAND_IN) is None
         assert cluster.get("node", STAND_IN) is None
 
-    async def test_another_of_the_same_name(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_another_of_the_same_name(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         old = make_stand_in(cluster)
         await hold(api, cluster, settings, STAND_IN)
         cluster.kubectl("delete", "node", STAND_IN)
         assert make_stand_in(cluster) != old
-        assert (await ask(api, cluster, settings, STAND_IN)).verdict is Verdict.RELEASING
+        assert (await ask(api, cluster, settings, STAND_IN)).verdict is QuarantineVerdict.RELEASING
         await settle(api, settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
         assert TAINT_QUARANTINE not in taints(cluster, STAND_IN)
         assert not cordoned(cluster, STAND_IN)
-        assert (await ask(api, cluster, settings, STAND_IN, uid=old)).verdict is Verdict.UNKNOWN_NODE
+        assert (await ask(api, cluster, settings, STAND_IN, uid=old)).verdict is QuarantineVerdict.UNKNOWN_NODE
 
 
 class TestLimits:
     async def test_of_many_at_once_the_budget_lets_one_through(
-        self, api: Api, cluster: Cluster, settings: Settings
+        self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await asyncio.gather(*(ask(api, cluster, settings, node) for node in (NODE, OTHER)))
         for node in (NODE, OTHER):
-            await settle(api, settings, node, time.time() + HOLD_SECONDS)
+            await settle(api, settings, node, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
         assert is_held(cluster)
         assert is_free(cluster, OTHER)
-        refused = await look(Fleet(api, Runtime(), Settings()), OTHER, uid(cluster, OTHER))
+        refused = await find_decision(NodeRegistry(api, OperatorRuntime(), Settings()), OTHER, uid(cluster, OTHER))
         assert refused is not None
-        assert refused.verdict is Verdict.BUDGET_SPENT
-        assert "1 of 6 nodes" in refused.words
+        assert refused.verdict is QuarantineVerdict.BUDGET_SPENT
+        assert "1 of 6 nodes" in refused.message
 
-    async def test_people_are_not_bound_by_the_budget(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_people_are_not_bound_by_the_budget(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
         flagging = replace(settings, repair_condition="PacekeeperFaulty")
         await hold(api, cluster, settings)
         make_by_hand(cluster, OTHER, approved=True)
@@ -417,22 +435,22 @@ class TestLimits:
         assert is_free(cluster, OTHER), "of that condition, too"
 
     async def test_the_pause_stops_new_ones_but_no_release(
-        self, api: Api, cluster: Cluster, settings: Settings
+        self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await hold(api, cluster, settings)
-        cluster.kubectl("create", "configmap", PAUSE, "--namespace", settings.namespace)
+        cluster.kubectl("create", "configmap", PAUSE_CONFIG_MAP, "--namespace", settings.namespace)
         try:
-            assert (await ask(api, cluster, settings, OTHER)).verdict is Verdict.PAUSED
+            assert (await ask(api, cluster, settings, OTHER)).verdict is QuarantineVerdict.PAUSED
             assert cluster.get("nodequarantine", OTHER) is None
             cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
             await settle(api, settings)
             assert is_free(cluster)
         finally:
-            cluster.kubectl("delete", "configmap", PAUSE, "--namespace", settings.namespace)
+            cluster.kubectl("delete", "configmap", PAUSE_CONFIG_MAP, "--namespace", settings.namespace)
 
 
 class TestReleaseAll:
-    async def test_without_an_operator(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+    async def test_without_an_operator(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         make_by_hand(cluster, OTHER, approved=True)
         await settle(api, settings, OTHER)
@@ -440,32 +458,34 @@ class TestReleaseAll:
         cluster.kubectl("delete", "nq", OTHER)
         assert is_held(cluster, OTHER)  # somebody has forced the deletion: nothing but the node itself tells of it
 
-        await release_all(api, Runtime(), 30, settings)
+        await release_all(api, OperatorRuntime(), 30, settings)
 
         assert is_free(cluster)
         assert is_free(cluster, OTHER)
         assert "PacekeeperFaulty" not in {one["type"] for one in cluster.get("node", OTHER)["status"]["conditions"]}
         assert not cluster.list("nodequarantines")
 
-    async def test_says_what_is_left(self, api: Api, cluster: Cluster) -> None:
+    async def test_says_what_is_left(self, api: Api, cluster: KubectlCluster) -> None:
         make_by_hand(cluster)
         keep = '{"metadata":{"finalizers":["somebody.else/keeps-it"]}}'
         cluster.kubectl("patch", "nq", NODE, "--type=merge", "-p", keep)
         with pytest.raises(TimeoutError, match=f"not released within 2 s: {NODE}"):
-            await release_all(api, Runtime(), 2)
+            await release_all(api, OperatorRuntime(), 2)
 
 
 Stage = Callable[[Api, Settings], Awaitable[None]]
 
 
 async def expire(api: Api, settings: Settings) -> None:
-    await settle(api, replace(settings, release_probes=1), now=time.time() + HOUR + HOLD_SECONDS + 1)
+    await settle(
+        api, replace(settings, release_probes=1), now=time.time() + HOUR + CONFIRMED_SUSPICION_HOLD_SECONDS + 1
+    )
 
 
 class TestKilled:
     """After each write; the next operator goes on, and is killed after its first one."""
 
-    async def test_while_it_holds_the_node(self, api: MortalApi, cluster: Cluster, settings: Settings) -> None:
+    async def test_while_it_holds_the_node(self, api: MortalApi, cluster: KubectlCluster, settings: Settings) -> None:
         def stage(mortal: Api, settings: Settings) -> Awaitable[None]:
             return hold(mortal, cluster, settings)
 
@@ -474,16 +494,16 @@ class TestKilled:
         assert (status["phase"], status["previouslyCordoned"]) == ("Active", False)
 
     async def test_while_it_releases_a_node_whose_quarantine_is_deleted(
-        self, api: MortalApi, cluster: Cluster, settings: Settings
+        self, api: MortalApi, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await hold(api, cluster, settings)
-        await api.delete(QUARANTINES, NODE)
+        await api.delete(NODE_QUARANTINES, NODE)
         assert await writes_of_mortals(api, settings, settle) == 3
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
 
     async def test_while_it_releases_a_node_whose_quarantine_has_expired(
-        self, api: MortalApi, cluster: Cluster, settings: Settings
+        self, api: MortalApi, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await hold(api, cluster, settings)
         assert await writes_of_mortals(api, settings, expire) == 13

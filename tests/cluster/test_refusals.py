@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
-from tests.support.jobs import Job, paced
-from tests.support.operator_process import OperatorProcess
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
+from testing.kubernetes.jobs import ClusterJob, build_paced_job
+from testing.operators.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -24,15 +24,15 @@ ONE_POD: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def namespace(cluster: Cluster, operator_process: OperatorProcess) -> Iterator[str]:  # noqa: ARG001  # it serves the jobs
+def namespace(cluster: KubectlCluster, operator_process: OperatorProcess) -> Iterator[str]:  # noqa: ARG001  # it serves the jobs
     with scratch_namespace(cluster) as name:
         yield name
 
 
 @pytest.fixture(scope="module")
-def live(cluster: Cluster, namespace: str) -> Job:
+def live(cluster: KubectlCluster, namespace: str) -> ClusterJob:
     """Applied first, so that it starts while the others are refused."""
-    return Job.apply(cluster, namespace, paced("live", LONG))
+    return ClusterJob.apply(cluster, namespace, build_paced_job("live", LONG))
 
 
 @pytest.mark.usefixtures("live")
@@ -44,25 +44,25 @@ def live(cluster: Cluster, namespace: str) -> Job:
     ],
 )
 def test_a_job_that_cannot_have_pods_says_why(
-    cluster: Cluster, namespace: str, name: str, pod: dict[str, str], words: str
+    cluster: KubectlCluster, namespace: str, name: str, pod: dict[str, str], words: str
 ) -> None:
-    job = Job.apply(cluster, namespace, paced(name, LONG, pod=pod))
+    job = ClusterJob.apply(cluster, namespace, build_paced_job(name, LONG, pod=pod))
 
     def told() -> bool:
-        running = job.condition("Running")
+        running = job.get_condition("Running")
         return running.get("reason") == "PodDenied" and words in running.get("message", "")
 
-    job.until(told, SAID_SECONDS, f"{name} says that {words}")
+    job.wait_until(told, SAID_SECONDS, f"{name} says that {words}")
     assert job.phase == "Pending"
-    assert job.condition("Hindered")["status"] == "True"
-    assert not job.pods()
+    assert job.get_condition("ActionBlocked")["status"] == "True"
+    assert not job.list_pods()
     job.delete()
 
 
 def test_a_live_job_that_may_not_have_another_pod_says_so_and_goes_on_once_it_may(
-    cluster: Cluster, namespace: str, live: Job
+    cluster: KubectlCluster, namespace: str, live: ClusterJob
 ) -> None:
-    live.until_phase("Running", timeout=60)
+    live.wait_for_phase("Running", timeout=60)
     cluster.apply(ONE_POD, namespace)
     used = {"pods": "2"}
     wait_for(
@@ -73,16 +73,18 @@ def test_a_live_job_that_may_not_have_another_pod_says_so_and_goes_on_once_it_ma
     cluster.kubectl("delete", "pod", "live-w1-0", "-n", namespace, "--grace-period=1", "--wait=false")
 
     def told() -> bool:
-        hindered = live.condition("Hindered")
-        return hindered.get("reason") == "PodDenied" and "exceeded quota" in hindered.get("message", "")
+        blocked = live.get_condition("ActionBlocked")
+        return blocked.get("reason") == "PodDenied" and "exceeded quota" in blocked.get("message", "")
 
-    live.until(lambda: len(live.pods()) == 1, 15, "the pod is gone")
-    live.until(told, SAID_SECONDS, "the job says that its quota is exceeded")
+    live.wait_until(lambda: len(live.list_pods()) == 1, 15, "the pod is gone")
+    live.wait_until(told, SAID_SECONDS, "the job says that its quota is exceeded")
     assert live.phase == "Recovering"
-    live.until(lambda: live.incident_names(), SAID_SECONDS, "the incident is written all the same")
-    assert [incident["spec"]["cause"] for incident in live.incidents()] == ["worker-lost"]
+    live.wait_until(lambda: live.list_incident_names(), SAID_SECONDS, "the incident is written all the same")
+    assert [incident["spec"]["cause"] for incident in live.list_incidents()] == ["worker-lost"]
 
     cluster.kubectl("delete", "resourcequota", "one", "-n", namespace)
-    live.until_healed("worker-lost", timeout=60)
-    live.until(lambda: live.condition("Hindered")["status"] == "False", SAID_SECONDS, "nothing is hindered any more")
+    live.wait_until_healed("worker-lost", timeout=60)
+    live.wait_until(
+        lambda: live.get_condition("ActionBlocked")["status"] == "False", SAID_SECONDS, "nothing is blocked any more"
+    )
     live.delete()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from testcluster import faults, release
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
-from tests.support.jobs import Job, paced
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
+from testing.kubernetes.jobs import ClusterJob, build_paced_job
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -19,58 +19,60 @@ FOLLOWED_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster) -> Iterator[Job]:
+def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
     with scratch_namespace(cluster) as namespace:
-        yield Job.apply(cluster, namespace, paced("watched", LONG, spares=1))
+        yield ClusterJob.apply(cluster, namespace, build_paced_job("watched", LONG, spares=1))
 
 
 @pytest.fixture
-def calm(job: Job) -> Job:
+def calm(job: ClusterJob) -> ClusterJob:
     wait_for(two_are_ready, 90, "two operators are ready, and one leads")
-    job.until_calm(spares=1)
+    job.wait_until_calm(spares=1)
     return job
 
 
-def test_both_are_ready_and_the_budget_lets_one_go(cluster: Cluster) -> None:
+def test_both_are_ready_and_the_budget_lets_one_go(cluster: KubectlCluster) -> None:
     wait_for(two_are_ready, 90, "two operators are ready, and one leads")
     wait_for(lambda: allowed(cluster) == 1, 30, "the budget has seen both")
 
 
 @pytest.mark.parametrize("how", ["its process is killed", "its pod is removed", "it is told to end", "it is frozen"])
-def test_a_leader_that_goes_is_followed_while_the_job_trains_on(cluster: Cluster, calm: Job, how: str) -> None:
-    known, membership, round_ = calm.incident_names(), calm.plan()["membership"], calm.status["round"]
-    before = release.leader()
+def test_a_leader_that_goes_is_followed_while_the_job_trains_on(
+    cluster: KubectlCluster, calm: ClusterJob, how: str
+) -> None:
+    known, membership, round_ = calm.list_incident_names(), calm.read_plan()["membership"], calm.status["round"]
+    before = release.get_leader_name()
     heal = GOES[how](cluster, before)
     wait_for(lambda: leads_anew(before, how), FOLLOWED_SECONDS, f"{before} is followed: {how}")
-    calm.until_step(calm.step() + 60, timeout=120)  # longer than silence would need to become an incident
+    calm.wait_for_step(calm.read_step() + 60, timeout=120)  # longer than silence would need to become an incident
     heal()
     wait_for(two_are_ready, 90, "the other stands by")
     if how != "its process is killed":  # whose next container is as good as another pod
-        assert release.leader() != before
-    assert (calm.plan()["membership"], calm.status["round"]) == (membership, round_)
-    assert calm.incident_names() == known, "nobody was missed"
-    calm.crash(0)
-    calm.until_over("crash", known)
+        assert release.get_leader_name() != before
+    assert (calm.read_plan()["membership"], calm.status["round"]) == (membership, round_)
+    assert calm.list_incident_names() == known, "nobody was missed"
+    calm.crash_rank(0)
+    calm.wait_until_incident_ended("crash", known)
 
 
-def removed(cluster: Cluster, pod: str) -> Callable[[], None]:
+def removed(cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--force", "--grace-period=0")
     return lambda: None
 
 
-def told_to_end(cluster: Cluster, pod: str) -> Callable[[], None]:
+def told_to_end(cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--wait=false")
     return lambda: None
 
 
-def killed(_cluster: Cluster, pod: str) -> Callable[[], None]:
+def killed(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     faults.kill_container(release.SYSTEM, pod, "operator")
     return lambda: None
 
 
-def frozen(_cluster: Cluster, pod: str) -> Callable[[], None]:
+def frozen(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     """It wakes up in a world that has gone on, and starts anew to stand by."""
-    pids, starts = faults.container_pids(release.SYSTEM, pod, "operator"), restarts(pod)
+    pids, starts = faults.list_container_pids(release.SYSTEM, pod, "operator"), restarts(pod)
     for pid in pids:
         faults.signal_process(pid, signal.SIGSTOP)
 
@@ -82,7 +84,7 @@ def frozen(_cluster: Cluster, pod: str) -> Callable[[], None]:
     return wake
 
 
-GOES: dict[str, Callable[[Cluster, str], Callable[[], None]]] = {
+GOES: dict[str, Callable[[KubectlCluster, str], Callable[[], None]]] = {
     "its process is killed": killed,
     "its pod is removed": removed,
     "it is told to end": told_to_end,
@@ -92,18 +94,18 @@ GOES: dict[str, Callable[[Cluster, str], Callable[[], None]]] = {
 
 def restarts(pod: str) -> int:
     """Of its container."""
-    (found,) = (one for one in release.pods() if one["metadata"]["name"] == pod)
+    (found,) = (one for one in release.list_operator_pods() if one["metadata"]["name"] == pod)
     return int(found["status"]["containerStatuses"][0]["restartCount"])
 
 
 def leads_anew(before: str, how: str) -> bool:
-    after = release.leader()
+    after = release.get_leader_name()
     return bool(after) and (after != before or how == "its process is killed")
 
 
 def two_are_ready() -> bool:
-    found = release.pods()
-    return len(found) == 2 and all(map(_ready, found)) and release.leading_pod() is not None
+    found = release.list_operator_pods()
+    return len(found) == 2 and all(map(_ready, found)) and release.find_leading_pod() is not None
 
 
 def _ready(pod: dict[str, object]) -> bool:
@@ -112,7 +114,7 @@ def _ready(pod: dict[str, object]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
 
 
-def allowed(cluster: Cluster) -> int:
+def allowed(cluster: KubectlCluster) -> int:
     """Operators that a drain may take now."""
     budget = cluster.get("poddisruptionbudget", release.RELEASE, release.SYSTEM)
     return 0 if budget is None else int(budget.get("status", {}).get("disruptionsAllowed", 0))

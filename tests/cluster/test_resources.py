@@ -14,10 +14,16 @@ import pytest
 import yaml
 
 from demo import traffic
-from pacekeeper_operator.api import Job
-from pacekeeper_operator.manifests import Installation, ProbeImage, ProbeTask, probe_pod, worker_pod
-from tests.support.chart import CHART, REPOSITORY, SYSTEM, helm
-from tests.support.cluster import Cluster, scratch_namespace
+from pacekeeper_operator.api.training_job import TrainingJob
+from pacekeeper_operator.pods.manifests import (
+    Installation,
+    NodeProbeTask,
+    ProbeImage,
+    build_probe_pod,
+    build_worker_pod,
+)
+from testing.kubernetes.chart import CHART, REPOSITORY, SYSTEM, run_helm
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace
 
 TRAINER = {
     "name": "trainer",
@@ -31,13 +37,13 @@ pytestmark = pytest.mark.usefixtures("resources")
 
 
 @pytest.fixture(scope="module")
-def shared_namespace(cluster: Cluster) -> Iterator[str]:
+def shared_namespace(cluster: KubectlCluster) -> Iterator[str]:
     with scratch_namespace(cluster) as name:
         yield name
 
 
 @pytest.fixture
-def namespace(cluster: Cluster, shared_namespace: str) -> Iterator[str]:
+def namespace(cluster: KubectlCluster, shared_namespace: str) -> Iterator[str]:
     """Without jobs and incidents of other tests."""
     yield shared_namespace
     if cluster.list("tj", shared_namespace) or cluster.list("inc", shared_namespace):
@@ -64,7 +70,7 @@ def changed(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return body
 
 
-def refusal(cluster: Cluster, body: dict[str, Any], namespace: str = "default") -> str:
+def refusal(cluster: KubectlCluster, body: dict[str, Any], namespace: str = "default") -> str:
     """What `kubectl apply` says of a manifest that is refused; the test fails if it is not."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         cluster.kubectl("apply", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
@@ -128,7 +134,7 @@ MISTAKES = {
     "climbing checkpoints": ("spec.checkpoint.path", "/data/../etc", "spec.checkpoint.path.*without \\.\\."),
     "checkpoints in memory": ("spec.checkpoint.path", "/dev/shm", "spec.checkpoint.path.*must outlive the worker"),
     "checkpoints never": ("spec.checkpoint.everySteps", 0, "spec.checkpoint.everySteps.* greater than or equal to 1"),
-    "climbing out of a claim": ("spec.checkpoint.subPath", "a/../b", "spec.checkpoint.subPath.*inside of the claim"),
+    "climbing out of a claim": ("spec.checkpoint.subPath", "a/../b", "spec.checkpoint.subPath.*inside the claim"),
     "no checkpoint kept": ("spec.checkpoint.keep", 0, "spec.checkpoint.keep.* greater than or equal to 1"),
     "bad claim": (
         "spec.checkpoint.volumeClaimName",
@@ -182,15 +188,17 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("path", "value", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_each_mistake_is_refused_with_field_and_remedy(cluster: Cluster, path: str, value: Any, message: str) -> None:
+def test_each_mistake_is_refused_with_field_and_remedy(
+    cluster: KubectlCluster, path: str, value: Any, message: str
+) -> None:
     """Refused by the server: kubectl says the same."""
-    refused = cluster.reader.refusal("trainingjobs", changed(job(), path, value), "default")
+    refused = cluster.reader.find_refusal("trainingjobs", changed(job(), path, value), "default")
     assert re.search(message, refused, re.DOTALL), refused
 
 
-def test_time_outs_are_set_as_the_docs_say(cluster: Cluster) -> None:
+def test_time_outs_are_set_as_the_docs_say(cluster: KubectlCluster) -> None:
     page = (REPOSITORY / "docs/running-jobs.md").read_text()
-    names = set(re.findall(r"`(PACEKEEPER_[A-Z]+_(?:SECONDS|MEGABYTES))`", page))
+    names = set(re.findall(r"`(PACEKEEPER_[A-Z_]+_(?:SECONDS|MEGABYTES))`", page))
     names.remove("PACEKEEPER_HANG_SECONDS")  # without an operator; in its pods spec.detection.hangSeconds says it
     assert len(names) == 7
     variables = [{"name": name, "value": "20"} for name in sorted(names)]
@@ -200,20 +208,20 @@ def test_time_outs_are_set_as_the_docs_say(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("gpus", [4, "4"])
-def test_ranks_need_gpus_of_their_own(cluster: Cluster, gpus: int | str) -> None:
+def test_ranks_need_gpus_of_their_own(cluster: KubectlCluster, gpus: int | str) -> None:
     body = changed(job(nprocPerNode=4), f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": gpus})
     cluster.kubectl("apply", "--dry-run=server", "-f", "-", stdin=json.dumps(body))
     body["spec"]["nprocPerNode"] = 5
     assert re.search(r"spec.nprocPerNode.*lower spec.nprocPerNode or raise that limit", refusal(cluster, body))
 
 
-def test_checkpoint_claim_and_own_mount_exclude_one_another(cluster: Cluster) -> None:
+def test_checkpoint_claim_and_own_mount_exclude_one_another(cluster: KubectlCluster) -> None:
     body = job(checkpoint={"path": "/ckpt", "volumeClaimName": "claim"})
     body = changed(body, f"{CONTAINER}.volumeMounts", [{"name": "mine", "mountPath": "/ckpt"}])
     assert re.search(r"spec.checkpoint.volumeClaimName.*remove that volumeMount", refusal(cluster, body))
 
 
-def test_defaults(cluster: Cluster) -> None:
+def test_defaults(cluster: KubectlCluster) -> None:
     made = cluster.kubectl("create", "--dry-run=server", "-f", "-", "-o", "json", stdin=json.dumps(job()))
     spec = json.loads(made)["spec"]
     assert spec.pop("template") == job()["spec"]["template"], "the template stays as the user wrote it"
@@ -240,7 +248,7 @@ def test_defaults(cluster: Cluster) -> None:
                 "ReplaceWorker",
                 "Rebalance",
                 "LocalSGD",
-                "PlanGarbage",
+                "PlanGC",
                 "BalanceLengths",
                 "QuarantineNode",
                 "PlanTraffic",
@@ -271,7 +279,7 @@ FIXED = {
 
 @pytest.mark.parametrize(("path", "value", "message"), FIXED.values(), ids=FIXED.keys())
 def test_what_workers_are_made_of_changes_only_in_suspension(
-    cluster: Cluster, namespace: str, path: str, value: Any, message: str
+    cluster: KubectlCluster, namespace: str, path: str, value: Any, message: str
 ) -> None:
     cluster.apply(job(), namespace)
     change = changed(job(), path, value)
@@ -287,15 +295,15 @@ def test_what_workers_are_made_of_changes_only_in_suspension(
     cluster.apply(change, namespace)
 
 
-def test_who_runs_a_job_never_changes(cluster: Cluster, namespace: str) -> None:
+def test_who_runs_a_job_never_changes(cluster: KubectlCluster, namespace: str) -> None:
     body = job()
     body["spec"]["suspend"] = True
     cluster.apply(body, namespace)
     message = refusal(cluster, changed(body, "spec.managedBy", "kueue.x-k8s.io/multikueue"), namespace)
-    assert "spec.managedBy never changes: delete the job and make it anew" in message
+    assert "spec.managedBy is immutable: delete the job and create it again" in message
 
 
-def _set_phase(cluster: Cluster, namespace: str, phase: str) -> None:
+def _set_phase(cluster: KubectlCluster, namespace: str, phase: str) -> None:
     patch = json.dumps({"status": {"phase": phase}})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
 
@@ -312,7 +320,7 @@ SWAPS: dict[str, tuple[str, str, Any, str, Any]] = {
 
 @pytest.mark.parametrize(("path", "field", "value", "other_field", "other_value"), SWAPS.values(), ids=SWAPS.keys())
 def test_one_field_of_the_template_for_another_is_a_change(
-    cluster: Cluster, namespace: str, path: str, field: str, value: Any, other_field: str, other_value: Any
+    cluster: KubectlCluster, namespace: str, path: str, field: str, value: Any, other_field: str, other_value: Any
 ) -> None:
     """CEL's == does not see it where the schema does not name the fields."""
     body = job()
@@ -326,7 +334,7 @@ def test_one_field_of_the_template_for_another_is_a_change(
     )
 
 
-def test_what_may_change_on_a_live_job(cluster: Cluster, namespace: str) -> None:
+def test_what_may_change_on_a_live_job(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(job(), namespace)
     cluster.apply(
         job(
@@ -345,7 +353,7 @@ def test_what_may_change_on_a_live_job(cluster: Cluster, namespace: str) -> None
     assert cluster.get("tj", "gpt", namespace)["metadata"]["generation"] == 2
 
 
-def test_scale_changes_replicas_within_bounds(cluster: Cluster, namespace: str) -> None:
+def test_scale_changes_replicas_within_bounds(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(job(replicas=4, minReplicas=2), namespace)
     cluster.kubectl("scale", "tj", "gpt", "-n", namespace, "--replicas=3")
     assert cluster.get("tj", "gpt", namespace)["spec"]["replicas"] == 3
@@ -358,7 +366,7 @@ def test_scale_changes_replicas_within_bounds(cluster: Cluster, namespace: str) 
         assert re.search(message, refused.value.stderr)
 
 
-def test_scale_subresource_says_how_many_train_and_which_pods(cluster: Cluster, namespace: str) -> None:
+def test_scale_subresource_says_how_many_train_and_which_pods(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(job(replicas=4), namespace)
     status = json.dumps({"status": {"workers": {"ready": 3}, "selector": "pacekeeper.dev/job=gpt"}})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", status)
@@ -368,7 +376,7 @@ def test_scale_subresource_says_how_many_train_and_which_pods(cluster: Cluster, 
     assert scale["status"] == {"replicas": 3, "selector": "pacekeeper.dev/job=gpt"}
 
 
-def columns(cluster: Cluster, namespace: str, *arguments: str) -> dict[str, str]:
+def columns(cluster: KubectlCluster, namespace: str, *arguments: str) -> dict[str, str]:
     """The first row that `kubectl get` prints, by the columns' names."""
     header, row, *_ = cluster.kubectl("get", *arguments, "-n", namespace).splitlines()
     starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", header)]
@@ -376,7 +384,7 @@ def columns(cluster: Cluster, namespace: str, *arguments: str) -> dict[str, str]
     return {header[a:b].strip(): row[a:b].strip() for a, b in zip(starts, ends, strict=True)}
 
 
-def test_columns_of_a_job(cluster: Cluster, namespace: str) -> None:
+def test_columns_of_a_job(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(job(replicas=4, spares=1), namespace)
     status = {
         "phase": "Running",
@@ -402,7 +410,7 @@ def test_columns_of_a_job(cluster: Cluster, namespace: str) -> None:
     assert (wide["ROUND"], wide["BOTTLENECK"]) == ("3", "rank 2")
 
 
-def test_incident_is_written_once_and_shows_what_on_call_needs(cluster: Cluster, namespace: str) -> None:
+def test_incident_is_written_once_and_shows_what_on_call_needs(cluster: KubectlCluster, namespace: str) -> None:
     spec = {
         "jobRef": {"name": "gpt", "uid": "u"},
         "cause": "node-lost",
@@ -446,7 +454,7 @@ def quarantine(**spec: Any) -> dict[str, Any]:
     }
 
 
-def test_quarantine_waits_for_approval_which_stands(cluster: Cluster) -> None:
+def test_quarantine_waits_for_approval_which_stands(cluster: KubectlCluster) -> None:
     try:
         cluster.apply(quarantine(nodeUID="one"))
         assert cluster.get("nq", "no-such-node")["spec"] == {
@@ -468,7 +476,7 @@ def fabric(**spec: Any) -> dict[str, Any]:
     return {**body, "spec": {"spines": 4} | spec}
 
 
-def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: Cluster) -> None:
+def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: KubectlCluster) -> None:
     try:
         cluster.apply(fabric())
         assert cluster.get("fabric", "no-such-network")["spec"] == {
@@ -477,7 +485,7 @@ def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: Cluster) 
             "uplink": {"capacity": "400G", "parallel": 1},
             "pathControl": {"mode": "Off", "ports": "20000-29999"},
         }
-        status = {"flows": 640, "maxLoad": 5, "bound": 4, "dead": 1}
+        status = {"flows": 640, "maxLoad": 5, "lowerBound": 4, "deadLinks": 1}
         patch = json.dumps({"status": status})
         cluster.kubectl("patch", "fabric", "no-such-network", "--subresource=status", "--type=merge", "-p", patch)
         shown = columns(cluster, "default", "fabric", "no-such-network")
@@ -492,61 +500,63 @@ def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: Cluster) 
         cluster.kubectl("delete", "fabric", "no-such-network", "--ignore-not-found")
 
 
-def test_all_our_kinds_are_found_by_one_word(cluster: Cluster) -> None:
+def test_all_our_kinds_are_found_by_one_word(cluster: KubectlCluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
     nodes = ("nodehistories", "nodeprobes", "nodequarantines")
-    plurals = ("behaviourwindows", "fabrics", "incidents", *nodes, "trainingjobs")
+    plurals = ("fabrics", "incidents", *nodes, "profilewindows", "trainingjobs")
     assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in plurals]
 
 
-def test_notes_of_the_chart_tell_what_to_run_next(cluster: Cluster) -> None:
+def test_notes_of_the_chart_tell_what_to_run_next(cluster: KubectlCluster) -> None:
     arguments = ("--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
-    notes = helm("install", "another-name", str(CHART), "--dry-run=client", "--set", "crds.enabled=false", *arguments)
+    notes = run_helm(
+        "install", "another-name", str(CHART), "--dry-run=client", "--set", "crds.enabled=false", *arguments
+    )
     after = notes[notes.index("NOTES:") :]
-    assert "prometheus.url is not set: GPU errors are heard of from the workers only" in after
+    assert "prometheus.url is not set: GPU errors are reported by the workers only" in after
     assert "rollout status deployment/another-name-pacekeeper" in after
     assert "kubectl apply -f examples/quickstart.yaml" in after
     assert "policy.mode=Act" not in after
     values = "crds.enabled=false,policy.mode=Recommend,policy.quarantine.mode=Act"
-    looking = helm("install", "x", str(CHART), "--dry-run=client", "--set", values, *arguments)
+    looking = run_helm("install", "x", str(CHART), "--dry-run=client", "--set", values, *arguments)
     assert "Remedies: Recommend; quarantine of nodes: Recommend." in looking
     assert "helm upgrade x charts/pacekeeper -n pacekeeper-system --reuse-values --set policy.mode=Act" in looking
 
 
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/*.yaml")), ids=lambda path: path.name)
-def test_examples_and_their_pods_are_accepted(cluster: Cluster, namespace: str, path: Path) -> None:
+def test_examples_and_their_pods_are_accepted(cluster: KubectlCluster, namespace: str, path: Path) -> None:
     text = path.read_text()
     made = json.loads(cluster.kubectl("apply", "--dry-run=server", "-n", namespace, "-f", str(path), "-o", "json"))
     (body,) = [found for found in made["items"] if found["kind"] == "TrainingJob"]
-    job = Job.parse(body)
+    job = TrainingJob.parse(body)
     assert job.spec.checkpoint.volume_claim_name in {found["metadata"]["name"] for found in yaml.safe_load_all(text)}
     installation = Installation("https://10.96.0.50:8443", "PEM")
     for spare in (False, True):
-        pod = worker_pod(job, 0, 0, installation, spare=spare, avoid_nodes=["node-1", "node-2"])
+        pod = build_worker_pod(job, 0, 0, installation, spare=spare, avoid_nodes=["node-1", "node-2"])
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))
 
 
 @pytest.mark.parametrize("name", traffic.NODES)
-def test_jobs_of_the_story_about_traffic_are_accepted(cluster: Cluster, namespace: str, name: str) -> None:
-    for body in traffic.manifests(name):
+def test_jobs_of_the_story_about_traffic_are_accepted(cluster: KubectlCluster, namespace: str, name: str) -> None:
+    for body in traffic.build_manifests(name):
         cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
 
 
 @pytest.fixture
-def restricted_namespace(cluster: Cluster) -> Iterator[str]:
+def restricted_namespace(cluster: KubectlCluster) -> Iterator[str]:
     with scratch_namespace(cluster) as name:
         cluster.kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
         yield name
 
 
-def test_worker_and_probe_pass_restricted_pod_security(cluster: Cluster, restricted_namespace: str) -> None:
+def test_worker_and_probe_pass_restricted_pod_security(cluster: KubectlCluster, restricted_namespace: str) -> None:
     path = REPOSITORY / "examples/gpt.yaml"
     (example,) = [found for found in yaml.safe_load_all(path.read_text()) if found["kind"] == "TrainingJob"]
     example["metadata"] |= {"namespace": restricted_namespace, "uid": "u"}
     node, image = {"metadata": {"name": "node-1", "uid": "u"}}, ProbeImage("pacekeeper.dev/operator:dev")
     pods = [
-        worker_pod(Job.parse(example), 0, 0, Installation("https://10.96.0.50:8443", "PEM")),
-        probe_pod("probe", restricted_namespace, node, node, "NodeProbe", image, ProbeTask("circle")),
+        build_worker_pod(TrainingJob.parse(example), 0, 0, Installation("https://10.96.0.50:8443", "PEM")),
+        build_probe_pod("probe", restricted_namespace, node, node, "NodeProbe", image, NodeProbeTask("circle")),
     ]
     for pod in pods:
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))

@@ -13,16 +13,16 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 
 from testcluster import faults
-from tests.support.api_probes import PROBES, Probe
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
-from tests.support.simulated_api import SimulatedServer
+from testing.kubernetes.api_probes import PROBES, ApiProbe
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
+from testing.simulated.simulated_api import SimulatedServer
 
 pytestmark = pytest.mark.usefixtures("resources")
 
 
 @dataclass
 class RealServer:
-    """See tests.support.api_probes.Server."""
+    """See testing.kubernetes.api_probes.Server."""
 
     namespace: str
     connection: http.client.HTTPConnection
@@ -38,7 +38,7 @@ class RealServer:
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def token(self, pod: dict[str, Any], audience: str) -> str:
+    def create_token(self, pod: dict[str, Any], audience: str) -> str:
         metadata = pod["metadata"]
         bound = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
         body = {"spec": {"audiences": [audience], "boundObjectRef": bound}}
@@ -47,7 +47,7 @@ class RealServer:
         token: str = answer["status"]["token"]
         return token
 
-    def changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    def list_changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
         self.connection.request("GET", _url(path, {**query, "watch": "true", "timeoutSeconds": "1"}))
         told = [json.loads(line) for line in self.connection.getresponse().read().splitlines()]
         return [(event["type"], event["object"]) for event in told if event["type"] != "BOOKMARK"]
@@ -58,7 +58,7 @@ def _url(path: str, query: Mapping[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def real(cluster: Cluster) -> Iterator[RealServer]:
+def real(cluster: KubectlCluster) -> Iterator[RealServer]:
     address = urlsplit(cluster.reader.url)
     assert address.hostname is not None
     if cluster.is_testcluster:
@@ -71,5 +71,5 @@ def real(cluster: Cluster) -> Iterator[RealServer]:
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_both_say_the_same(real: RealServer, probe: Probe) -> None:
-    assert probe.says(real) == probe.says(SimulatedServer())
+def test_both_say_the_same(real: RealServer, probe: ApiProbe) -> None:
+    assert probe.run_on(real) == probe.run_on(SimulatedServer())

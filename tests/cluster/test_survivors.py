@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from testcluster.images import TRAINER_IMAGE
-from tests.support.cluster import Cluster
-from tests.support.jobs import SAMPLES, STEPS_OF_AN_EPOCH, Job, paced
+from testing.kubernetes.cluster import KubectlCluster
+from testing.kubernetes.jobs import SAMPLES, STEPS_PER_EPOCH, ClusterJob, build_paced_job
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -27,31 +27,31 @@ def gated(name: str, **spec: Any) -> dict[str, Any]:
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     volume = {"name": "gate", "persistentVolumeClaim": {"claimName": name}}
-    return paced(name, LONG, pod={"initContainers": [gate], "volumes": [volume]}, **spec)
+    return build_paced_job(name, LONG, pod={"initContainers": [gate], "volumes": [volume]}, **spec)
 
 
-def test_the_others_train_with_every_sample_while_a_new_worker_starts(cluster: Cluster, namespace: str) -> None:
-    job = Job.apply(cluster, namespace, gated("survivors", replicas=3, minReplicas=2))
-    job.until(lambda: len(job.nodes()) == 3 and all(job.nodes().values()), 60, "all are on nodes")
-    gate = job.claimed() / "open"
+def test_the_others_train_with_every_sample_while_a_new_worker_starts(cluster: KubectlCluster, namespace: str) -> None:
+    job = ClusterJob.apply(cluster, namespace, gated("survivors", replicas=3, minReplicas=2))
+    job.wait_until(lambda: len(job.list_nodes()) == 3 and all(job.list_nodes().values()), 60, "all are on nodes")
+    gate = job.find_claim_folder() / "open"
     gate.touch()
-    job.until_calm()
+    job.wait_until_calm()
     gate.unlink()
-    known, lost = job.incident_names(), job.delete_worker(1)
-    incident = job.until_over("worker-lost", known)
+    known, lost = job.list_incident_names(), job.delete_worker(1)
+    incident = job.wait_until_incident_ended("worker-lost", known)
     assert incident["spec"]["worker"] == lost
-    assert len(job.plan()["members"]) == 2
-    job.until_trained_on(20)
-    (starting,) = (pod for pod in job.pods() if pod["metadata"]["name"] not in str(job.plan()["members"]))
+    assert len(job.read_plan()["members"]) == 2
+    job.wait_for_more_steps(20)
+    (starting,) = (pod for pod in job.list_pods() if pod["metadata"]["name"] not in str(job.read_plan()["members"]))
     assert starting["spec"]["nodeName"]
     assert starting["status"]["phase"] == "Pending"
-    degraded = job.condition("Degraded")
-    assert (degraded["reason"], job.condition("Ready")["status"]) == ("FewerReplicas", "True")
+    degraded = job.get_condition("Degraded")
+    assert (degraded["reason"], job.get_condition("Ready")["status"]) == ("FewerReplicas", "True")
     assert "2 of 3 workers train, until others have started" in degraded["message"]
 
     gate.touch()
-    job.until(lambda: len(job.plan()["members"]) == 3, 60, "the new worker has been taken in")
-    job.until_trained_on(20)
-    assert len(job.began_behind()) == 3, "one round without it, and one with it"
-    job.until_step(2 * STEPS_OF_AN_EPOCH + 1)
-    assert [sorted(used) for used in job.samples_by_epoch()[:2]] == [list(range(SAMPLES))] * 2
+    job.wait_until(lambda: len(job.read_plan()["members"]) == 3, 60, "the new worker has been taken in")
+    job.wait_for_more_steps(20)
+    assert len(job.list_start_steps()) == 3, "one round without it, and one with it"
+    job.wait_for_step(2 * STEPS_PER_EPOCH + 1)
+    assert [sorted(used) for used in job.read_samples_by_epoch()[:2]] == [list(range(SAMPLES))] * 2

@@ -19,8 +19,8 @@ import pytest
 import testcluster.cluster
 from testcluster import cgroups, faults
 from testcluster.settings import BRIDGE, LOGS, PROMETHEUS_URL, REPOSITORY, RUN, STATE, VOLUMES
-from testcluster.shell import answers
-from tests.support.cluster import Cluster, wait_for
+from testcluster.shell import is_answering
+from testing.kubernetes.cluster import KubectlCluster, wait_for
 
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
@@ -40,12 +40,12 @@ def _only_testcluster() -> None:
 
 @pytest.mark.usefixtures("apart")
 def test_down_leaves_nothing_behind_and_a_new_up_follows() -> None:
-    if testcluster.cluster.status() != "down":
+    if testcluster.cluster.list_status() != "down":
         pytest.skip("the cluster is in use: `make cluster-down` first to have this tested too")
-    testcluster.cluster.up(2, ports=2)
+    testcluster.cluster.bring_up(2, ports=2)
     _python("testcluster", "down").wait(timeout=30)
-    assert cgroups.pids(cgroups.OURS, recursive=True) == []
-    assert not cgroups.controller("cpu", cgroups.OURS).exists()
+    assert cgroups.list_pids(cgroups.CLUSTER_CGROUP, recursive=True) == []
+    assert not cgroups.get_controller_folder("cpu", cgroups.CLUSTER_CGROUP).exists()
     mounts = Path("/proc/self/mountinfo").read_text()
     assert str(STATE) not in mounts
     assert str(RUN) not in mounts
@@ -54,7 +54,7 @@ def test_down_leaves_nothing_behind_and_a_new_up_follows() -> None:
     assert {entry.name for entry in STATE.iterdir()} <= {LOGS.name}
 
 
-def test_every_node_is_ready(cluster: Cluster) -> None:
+def test_every_node_is_ready(cluster: KubectlCluster) -> None:
     nodes = json.loads(cluster.kubectl("get", "nodes", "--output", "json"))["items"]
     ready = [
         node["metadata"]["name"]
@@ -69,11 +69,11 @@ def test_every_node_is_ready(cluster: Cluster) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_up_again_restarts_nothing() -> None:
     before = _daemons()
-    testcluster.cluster.up()
+    testcluster.cluster.bring_up()
     assert _daemons() == before
 
 
-def test_pods_reach_one_another_and_the_api_server(cluster: Cluster, namespace: str) -> None:
+def test_pods_reach_one_another_and_the_api_server(cluster: KubectlCluster, namespace: str) -> None:
     ask = (
         "import os, ssl, sys, urllib.request as request\n"
         "account = '/var/run/secrets/kubernetes.io/serviceaccount/'\n"
@@ -89,12 +89,12 @@ def test_pods_reach_one_another_and_the_api_server(cluster: Cluster, namespace: 
     address = _running(cluster, namespace, "server")
     _running(cluster, namespace, "client")
     service = cluster.get("service", "server", namespace)["spec"]["clusterIP"]
-    wait_for(lambda: answers(f"http://{service}"), 10, "the service answers the machine itself")
+    wait_for(lambda: is_answering(f"http://{service}"), 10, "the service answers the machine itself")
     where = ["exec", "client", "--namespace", namespace, "--"]
     assert cluster.kubectl(*where, "python", "-c", ask, f"{address}:8000", service).split() == ["200"] * 3
 
 
-def test_a_restricted_pod_imports_torch_and_the_packages(cluster: Cluster, namespace: str) -> None:
+def test_a_restricted_pod_imports_torch_and_the_packages(cluster: KubectlCluster, namespace: str) -> None:
     cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
     imports = "import torch, pacekeeper, pacekeeper_operator, os; print(torch.ones(2).sum().item(), os.getuid())"
     pod = _pod("torch", ["python", "-c", imports], image="operator", security=RESTRICTED)
@@ -105,7 +105,7 @@ def test_a_restricted_pod_imports_torch_and_the_packages(cluster: Cluster, names
     assert cluster.kubectl("logs", "torch", "--namespace", namespace).split() == ["2.0", "65532"]
 
 
-def test_a_released_volume_comes_back_empty(cluster: Cluster, namespace: str) -> None:
+def test_a_released_volume_comes_back_empty(cluster: KubectlCluster, namespace: str) -> None:
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -129,7 +129,7 @@ def test_a_released_volume_comes_back_empty(cluster: Cluster, namespace: str) ->
     assert list((VOLUMES / volume).iterdir()) == []
 
 
-def test_prometheus_discovers_a_pod_by_its_port(cluster: Cluster, namespace: str) -> None:
+def test_prometheus_discovers_a_pod_by_its_port(cluster: KubectlCluster, namespace: str) -> None:
     metrics = "mkdir /tmp/www && cd /tmp/www && echo 'answer 42' > metrics && exec python -m http.server 8000"
     pod = _pod("metrics", ["sh", "-c", metrics], node="node-3")
     pod["spec"]["containers"][0]["ports"] = [{"name": "pk-metrics", "containerPort": 8000}]
@@ -144,39 +144,39 @@ def test_prometheus_discovers_a_pod_by_its_port(cluster: Cluster, namespace: str
     assert (found["pod"], found["container"], found["node"]) == ("metrics", "main", "node-3")
 
 
-def test_a_cpu_quota_slows_a_running_container(cluster: Cluster, namespace: str) -> None:
+def test_a_cpu_quota_slows_a_running_container(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(_pod("busy", ["python", "-c", "while True: pass"], cpu="400m"), namespace)
     _running(cluster, namespace, "busy")
-    assert faults.used_millicores(namespace, "busy", "main") < 500
+    assert faults.measure_millicores(namespace, "busy", "main") < 500
     faults.set_cpu_quota(namespace, "busy", "main", millicores=30)  # less than the kernel gives in a node's period
     before = throttled(namespace, "busy", "main")
-    assert faults.used_millicores(namespace, "busy", "main") < 50
+    assert faults.measure_millicores(namespace, "busy", "main") < 50
     assert throttled(namespace, "busy", "main") > before, "by its quota, not by others"
-    with pytest.raises(ValueError, match="the least is 1"):
+    with pytest.raises(ValueError, match="the minimum is 1"):
         faults.set_cpu_quota(namespace, "busy", "main", millicores=0)
 
 
-def test_a_node_is_lost_and_comes_back(cluster: Cluster, namespace: str) -> None:
+def test_a_node_is_lost_and_comes_back(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(_pod("server", SERVE, node="node-6"), namespace)
     address = _running(cluster, namespace, "server")
     url = f"http://{address}:8000"
-    wait_for(lambda: answers(url), 10, "the pod answers")
-    faults.node_down("node-6")
+    wait_for(lambda: is_answering(url), 10, "the pod answers")
+    faults.disconnect_node("node-6")
     try:
-        assert not answers(url)
-        assert len(faults.container_pids(namespace, "server", "main")) == 1, "it is unreachable, not dead"
+        assert not is_answering(url)
+        assert len(faults.list_container_pids(namespace, "server", "main")) == 1, "it is unreachable, not dead"
     finally:
-        faults.node_up("node-6")
-    wait_for(lambda: answers(url), 10, "the pod answers again")
+        faults.reconnect_node("node-6")
+    wait_for(lambda: is_answering(url), 10, "the pod answers again")
 
 
-def test_a_slow_link_slows_what_crosses_it(cluster: Cluster, namespace: str) -> None:
+def test_a_slow_link_slows_what_crosses_it(cluster: KubectlCluster, namespace: str) -> None:
     megabyte = (
         "mkdir /tmp/www && cd /tmp/www && head -c 1000000 /dev/zero > megabyte && exec python -m http.server 8000"
     )
     cluster.apply(_pod("server", ["sh", "-c", megabyte], node="node-5"), namespace)
     url = f"http://{_running(cluster, namespace, 'server')}:8000/megabyte"
-    wait_for(lambda: answers(url), 10, "the pod answers")
+    wait_for(lambda: is_answering(url), 10, "the pod answers")
     faults.slow_link("node-5", "4mbit")
     try:
         assert _download_seconds(url) == pytest.approx(2.0, abs=0.5), "8 Mbit at 4 Mbit a second"
@@ -185,41 +185,43 @@ def test_a_slow_link_slows_what_crosses_it(cluster: Cluster, namespace: str) -> 
     assert _download_seconds(url) < 0.5
 
 
-def test_the_api_server_restarts_and_prometheus_goes_and_comes(cluster: Cluster) -> None:
+def test_the_api_server_restarts_and_prometheus_goes_and_comes(cluster: KubectlCluster) -> None:
     before = _daemons()
     faults.restart_api_server()
     assert cluster.get("namespace", "default") is not None
     faults.stop_prometheus()
-    assert not answers(f"{PROMETHEUS_URL}/-/ready")
+    assert not is_answering(f"{PROMETHEUS_URL}/-/ready")
     faults.start_prometheus()
-    assert answers(f"{PROMETHEUS_URL}/-/ready")
+    assert is_answering(f"{PROMETHEUS_URL}/-/ready")
     changed = {name for name, pids in _daemons().items() if before[name] != pids}
     assert changed == {"kube-apiserver", "prometheus"}
 
 
-def test_a_crashed_container_is_back_within_seconds(cluster: Cluster, namespace: str) -> None:
+def test_a_crashed_container_is_back_within_seconds(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(_pod("server", SERVE, restart="Always"), namespace)
     _running(cluster, namespace, "server")
     for crash in range(1, 4):  # the usual back-off would be 10, 20, 40 s
-        faults.signal_process(faults.container_pids(namespace, "server", "main")[0], signal.SIGKILL)
+        faults.signal_process(faults.list_container_pids(namespace, "server", "main")[0], signal.SIGKILL)
         wait_for(partial(_has_restarted, cluster, namespace, "server", crash), 8, f"restart {crash}")
 
 
-def test_all_comes_back_after_everything_was_killed_and_up_too(cluster: Cluster, namespace: str) -> None:
+def test_all_comes_back_after_everything_was_killed_and_up_too(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(_pod("survivor", SERVE, node="node-2", restart="Always"), namespace)
     _running(cluster, namespace, "survivor")
-    cgroups.kill(cgroups.OURS)
+    cgroups.kill_cgroup(cgroups.CLUSTER_CGROUP)
     killed = _python("testcluster", "up")
     wait_for(lambda: len(_daemons()) >= 5, 20, "half of the daemons are up")
     killed.kill()
     killed.wait()
-    testcluster.cluster.up()
+    testcluster.cluster.bring_up()
     wait_for(partial(_has_restarted, cluster, namespace, "survivor", 1), 30, "the pod runs again")
     address = _running(cluster, namespace, "survivor")
-    wait_for(lambda: answers(f"http://{address}:8000"), 20, "the pod answers")
+    wait_for(lambda: is_answering(f"http://{address}:8000"), 20, "the pod answers")
 
 
-def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(cluster: Cluster, namespace: str) -> None:
+def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(
+    cluster: KubectlCluster, namespace: str
+) -> None:
     daemons = _daemons()
     faults.signal_process(daemons["node-3-containerd"], signal.SIGSTOP)
     try:
@@ -236,7 +238,7 @@ def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(clus
 
 def throttled(namespace: str, pod: str, container: str) -> int:
     """In how many of its periods the container has come to its quota."""
-    folder = cgroups.controller("cpu", faults.find_container(namespace, pod, container).cgroup)
+    folder = cgroups.get_controller_folder("cpu", faults.find_container(namespace, pod, container).cgroup)
     words = (folder / "cpu.stat").read_text().split()
     return int(words[words.index("nr_throttled") + 1])
 
@@ -263,7 +265,7 @@ def _service(app: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": app}, "spec": spec}
 
 
-def _running(cluster: Cluster, namespace: str, pod: str) -> str:
+def _running(cluster: KubectlCluster, namespace: str, pod: str) -> str:
     """The pod's address, once its container runs."""
 
     def address() -> str | None:
@@ -274,11 +276,11 @@ def _running(cluster: Cluster, namespace: str, pod: str) -> str:
     return wait_for(address, 30, f"pod {pod} runs")
 
 
-def _phase(cluster: Cluster, namespace: str, pod: str) -> str:
+def _phase(cluster: KubectlCluster, namespace: str, pod: str) -> str:
     return str(cluster.get("pod", pod, namespace)["status"]["phase"])
 
 
-def _has_restarted(cluster: Cluster, namespace: str, pod: str, times: int) -> bool:
+def _has_restarted(cluster: KubectlCluster, namespace: str, pod: str, times: int) -> bool:
     """Whether the pod's container runs, after that many restarts or more."""
     container = cluster.get("pod", pod, namespace)["status"]["containerStatuses"][0]
     return "running" in container["state"] and int(container["restartCount"]) >= times
@@ -293,9 +295,11 @@ def _download_seconds(url: str) -> float:
 
 def _daemons() -> dict[str, int]:
     """Process ids by daemon, without the programs that they call, which come and go."""
-    folders = cgroups.controller("pids", f"{cgroups.OURS}/daemons").iterdir()
+    folders = cgroups.get_controller_folder("pids", f"{cgroups.CLUSTER_CGROUP}/daemons").iterdir()
     found = {
-        folder.name: cgroups.pids(f"{cgroups.OURS}/daemons/{folder.name}") for folder in folders if folder.is_dir()
+        folder.name: cgroups.list_pids(f"{cgroups.CLUSTER_CGROUP}/daemons/{folder.name}")
+        for folder in folders
+        if folder.is_dir()
     }
     return {name: min(pids) for name, pids in found.items() if pids}
 

@@ -17,10 +17,10 @@ import testcluster.cluster
 from demo import kube
 from testcluster import fabric, faults, placement
 from testcluster.leaf_spine import LeafSpine
-from testcluster.shell import run
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
-from tests.support.dashboards import DASHBOARDS, asked
-from tests.support.jobs import Job, paced
+from testcluster.shell import run_command
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_for
+from testing.kubernetes.dashboards import DASHBOARDS, list_queries
+from testing.kubernetes.jobs import ClusterJob, build_paced_job
 
 pytestmark = pytest.mark.usefixtures("operator", "network")
 
@@ -34,27 +34,27 @@ LONG = 1_000_000  # steps: until the test ends it
 
 
 @pytest.fixture(scope="module")
-def network(cluster: Cluster) -> Iterator[LeafSpine]:
+def network(cluster: KubectlCluster) -> Iterator[LeafSpine]:
     """With its Fabric."""
-    testcluster.cluster.up(ports=1)
+    testcluster.cluster.bring_up(ports=1)
     try:
         faults.shape_uplinks(RATE)
-        cluster.apply(fabric.manifest())
-        wait_for(lambda: is_true(cluster, "LeavesKnown"), 30, "the operator knows the leaves")
-        yield fabric.network()
+        cluster.apply(fabric.build_manifest())
+        wait_for(lambda: is_true(cluster, "LeavesResolved"), 30, "the operator knows the leaves")
+        yield fabric.get_network()
     finally:
         cluster.kubectl("delete", "fabric", fabric.NAME, "--ignore-not-found")
-        testcluster.cluster.up(ports=0)
+        testcluster.cluster.bring_up(ports=0)
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster) -> Iterator[list[Job]]:
+def jobs(cluster: KubectlCluster) -> Iterator[list[ClusterJob]]:
     with scratch_namespace(cluster) as namespace:
-        made: list[Job] = []
+        made: list[ClusterJob] = []
         for name in NODES:  # the second is planned around the first
-            job = Job.apply(cluster, namespace, across_leaves(name))
-            job.until_phase("Running", timeout=120)
-            job.until(partial(on_their_ways, job), 60, f"the flows of {name} are on their ways")
+            job = ClusterJob.apply(cluster, namespace, across_leaves(name))
+            job.wait_for_phase("Running", timeout=120)
+            job.wait_until(partial(on_their_ways, job), 60, f"the flows of {name} are on their ways")
             made.append(job)
         yield made
         for job in made:
@@ -62,25 +62,25 @@ def jobs(cluster: Cluster) -> Iterator[list[Job]]:
 
 
 def across_leaves(name: str) -> dict[str, Any]:
-    return paced(
+    return build_paced_job(
         name,
         LONG,
         environment={"WIDTH": str(WIDTH)},
         replicas=2,
         detection={"windowSteps": 16, "stragglerSlowdown": 10},
         remediation={"allow": ["RestartRanks", "PlanTraffic"]},
-        pod=placement.apart(name, NODES[name]),
+        pod=placement.spread_over_nodes(name, NODES[name]),
     )
 
 
 def test_jobs_across_the_same_leaves_have_spines_of_their_own(
-    cluster: Cluster, network: LeafSpine, jobs: list[Job]
+    cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
     status = wait_for(lambda: planned(cluster, 4), 30, "all flows are planned")
-    assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 0)
-    assert condition(cluster, "Planned")["reason"] == "AtTheBound"
+    assert (status["maxLoad"], status["lowerBound"], status["deadLinks"]) == (1, 1, 0)
+    assert condition(cluster, "Planned")["reason"] == "AtLowerBound"
     described = cluster.kubectl("describe", "fabric", fabric.NAME)
-    for words in (r"Max Load: +1", r"Bound: +1", r"Reason: +AtTheBound", r"Node Label: +" + re.escape(fabric.LABEL)):
+    for words in (r"Max Load: +1", r"Bound: +1", r"Reason: +AtLowerBound", r"Node Label: +" + re.escape(fabric.LABEL)):
         assert re.search(words, described), described
     ways = [flows(job) for job in jobs]
     for pair in (("l1", "l2"), ("l2", "l1")):
@@ -89,27 +89,31 @@ def test_jobs_across_the_same_leaves_have_spines_of_their_own(
     assert spines_used(network, jobs) == {way["l1", "l2"] for way in ways}
 
 
-def test_the_dashboards_show_it(jobs: list[Job]) -> None:
+def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
     names = {"namespace": jobs[0].namespace, "trainingjob": jobs[0].name}
-    of_fabrics = [query for name in DASHBOARDS for query in asked(name, **names) if "pacekeeper_fabric_" in query]
+    of_fabrics = [
+        query for name in DASHBOARDS for query in list_queries(name, **names) if "pacekeeper_fabric_" in query
+    ]
     assert of_fabrics
     for query in of_fabrics:
         wait_for(partial(answered, query), 30, f"Prometheus knows {query}")
 
 
-def test_labels_that_go_and_come_while_a_job_trains_move_nobody(cluster: Cluster, jobs: list[Job]) -> None:
+def test_labels_that_go_and_come_while_a_job_trains_move_nobody(
+    cluster: KubectlCluster, jobs: list[ClusterJob]
+) -> None:
     job = jobs[0]
-    seats, round_ = job.plan()["members"], job.status["round"]
+    seats, round_ = job.read_plan()["members"], job.status["round"]
     cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}-")
     try:
-        missed = wait_for(lambda: because(cluster, "LeavesKnown", "NodesUnlabelled"), 20, "it is missed")
+        missed = wait_for(lambda: because(cluster, "LeavesResolved", "NodesUnlabeled"), 20, "it is missed")
         assert "node-1" in missed["message"]
-        job.until_trained_on()
+        job.wait_for_more_steps()
     finally:
         cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}=l1", "--overwrite")
-    wait_for(lambda: is_true(cluster, "LeavesKnown"), 20, "it is known again")
-    job.until_trained_on()
-    assert (job.plan()["members"], job.status["round"]) == (seats, round_)
+    wait_for(lambda: is_true(cluster, "LeavesResolved"), 20, "it is known again")
+    job.wait_for_more_steps()
+    assert (job.read_plan()["members"], job.status["round"]) == (seats, round_)
     assert on_their_ways(job)
 
 
@@ -117,115 +121,115 @@ def test_a_nodes_cables_are_pulled_and_slowed_all_together(network: LeafSpine) -
     where = ["-n", "pacekeeper-node-6", "qdisc", "show", "dev"]
     try:
         faults.slow_link("node-6", "20mbit")
-        assert all("tbf" in run("tc", *where, device) for device in ("eth0", "fab0"))
-        faults.node_down("node-6")
-        assert network.broken().ports == {("pacekeeper-node-6", 0)}
+        assert all("tbf" in run_command("tc", *where, device) for device in ("eth0", "fab0"))
+        faults.disconnect_node("node-6")
+        assert network.find_broken().ports == {("pacekeeper-node-6", 0)}
     finally:
-        faults.node_up("node-6")
+        faults.reconnect_node("node-6")
         faults.clear_link("node-6")
-    assert not network.broken().ports
-    assert not any("tbf" in run("tc", *where, device) for device in ("eth0", "fab0"))
+    assert not network.find_broken().ports
+    assert not any("tbf" in run_command("tc", *where, device) for device in ("eth0", "fab0"))
 
 
 def test_a_link_that_dies_is_planned_around_while_training_goes_on(
-    cluster: Cluster, network: LeafSpine, jobs: list[Job]
+    cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
     """The other job's ways are alive, but its leaf chooses among two spines now, so its ports may lead elsewhere."""
     for job in jobs:
-        job.until_trained_on(20)
+        job.wait_for_more_steps(20)
     dying = flows(jobs[0])["l1", "l2"]
     rounds = {job.name: job.status["round"] for job in jobs}
-    known = {job.name: job.incident_names() for job in jobs}
+    known = {job.name: job.list_incident_names() for job in jobs}
 
     faults.cut_uplink("l1", dying)
     try:
-        cluster.apply(fabric.manifest())
+        cluster.apply(fabric.build_manifest())
         for job in jobs:
             replanned = partial(is_replanned, job, dying, rounds[job.name])
-            job.until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on their ways")
+            job.wait_until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on their ways")
         status = planned(cluster, 4)
         assert status is not None
-        assert (status["maxLoad"], status["bound"], status["dead"]) == (1, 1, 1)
+        assert (status["maxLoad"], status["lowerBound"], status["deadLinks"]) == (1, 1, 1)
         assert spines_used(network, jobs) == {flows(job)["l1", "l2"] for job in jobs}
         for job in jobs:
-            (incident,) = (i for i in job.incidents() if i["metadata"]["name"] not in known[job.name])
+            (incident,) = (i for i in job.list_incidents() if i["metadata"]["name"] not in known[job.name])
             assert (incident["spec"]["cause"], incident["status"]["remedy"]) == ("slow-communication", "PlanTraffic")
     finally:
         faults.heal_uplink("l1", dying)
-        cluster.apply(fabric.manifest())
-    wait_for(lambda: (planned(cluster, 4) or {}).get("dead") == 0, 10, "the link counts again")
+        cluster.apply(fabric.build_manifest())
+    wait_for(lambda: (planned(cluster, 4) or {}).get("deadLinks") == 0, 10, "the link counts again")
 
 
 def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_one_again(
-    cluster: Cluster, network: LeafSpine, jobs: list[Job]
+    cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
     """Last of all: it may cost the jobs a round."""
-    steps = {job.name: job.step() for job in jobs}
-    links = [(fabric.leaf_name(leaf), fabric.spine_name(spine)) for leaf, spine in network.links]
+    steps = {job.name: job.read_step() for job in jobs}
+    links = [(fabric.format_leaf_name(leaf), fabric.format_spine_name(spine)) for leaf, spine in network.links]
     for link in links:
         faults.cut_uplink(*link)
     try:
-        cluster.apply(fabric.manifest())
-        said = wait_for(lambda: because(cluster, "Planned", "NoWay"), 15, "there is no way for any flow")
+        cluster.apply(fabric.build_manifest())
+        said = wait_for(lambda: because(cluster, "Planned", "NoRoute"), 15, "there is no way for any flow")
         assert said["status"] == "False"
         assert all(job.name in said["message"] for job in jobs), said
     finally:
         for link in links:
             faults.heal_uplink(*link)
-        cluster.apply(fabric.manifest())
+        cluster.apply(fabric.build_manifest())
     for job in jobs:
-        job.until_step(steps[job.name] + 10, timeout=90)
+        job.wait_for_step(steps[job.name] + 10, timeout=90)
     wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have ways again")
 
 
 def answered(query: str) -> bool:
-    return kube.answers(query, time.time() - 10, time.time())
+    return kube.has_answers(query, time.time() - 10, time.time())
 
 
-def spines_used(network: LeafSpine, jobs: Sequence[Job]) -> set[str]:
+def spines_used(network: LeafSpine, jobs: Sequence[ClusterJob]) -> set[str]:
     """By which leaf l1 sends while all jobs train on."""
-    before = network.sent(0)
+    before = network.read_sent_bytes(0)
     for job in jobs:
-        job.until_trained_on(10)
-    sent = [now - was for now, was in zip(network.sent(0), before, strict=True)]
-    return {fabric.spine_name(spine) for spine, count in enumerate(sent) if count > 3e6}
+        job.wait_for_more_steps(10)
+    sent = [now - was for now, was in zip(network.read_sent_bytes(0), before, strict=True)]
+    return {fabric.format_spine_name(spine) for spine, count in enumerate(sent) if count > 3e6}
 
 
-def flows(job: Job) -> dict[tuple[str, str], str]:
+def flows(job: ClusterJob) -> dict[tuple[str, str], str]:
     """Spines that the job's plan names, by the leaves of sender and receiver."""
-    draft = job.draft()
+    draft = job.read_desired()
     assert draft is not None
-    leaves = {rank: fabric.leaf_of(job.node(rank)) for rank in range(draft.plan.world_size)}
+    leaves = {rank: fabric.get_leaf(job.find_node(rank)) for rank in range(draft.plan.world_size)}
     wanted = draft.plan.paths.wanted if draft.plan.paths is not None else ()
     return {(leaves[path.source], leaves[path.destination]): path.spine for path in wanted}
 
 
-def is_replanned(job: Job, dead: str, round_: int) -> bool:
+def is_replanned(job: ClusterJob, dead: str, round_: int) -> bool:
     """Its flows are on their ways in a later round, and none by that spine."""
     return dead not in flows(job).values() and job.status["round"] > round_ and on_their_ways(job)
 
 
-def on_their_ways(job: Job) -> bool:
-    return job.condition("PathsInForce").get("status") == "True"
+def on_their_ways(job: ClusterJob) -> bool:
+    return job.get_condition("PathsInForce").get("status") == "True"
 
 
-def planned(cluster: Cluster, count: int) -> dict[str, Any] | None:
+def planned(cluster: KubectlCluster, count: int) -> dict[str, Any] | None:
     """What the Fabric says, once so many flows have ways; None: not yet."""
     found: dict[str, Any] = (cluster.get("fabric", fabric.NAME) or {}).get("status", {})
     return found if found.get("flows") == count and is_true(cluster, "Planned") else None
 
 
-def condition(cluster: Cluster, kind: str) -> dict[str, str]:
+def condition(cluster: KubectlCluster, kind: str) -> dict[str, str]:
     """Of the Fabric; {} where it has not been written yet."""
     found = (cluster.get("fabric", fabric.NAME) or {}).get("status", {}).get("conditions", ())
     return next((one for one in found if one["type"] == kind), {})
 
 
-def because(cluster: Cluster, kind: str, reason: str) -> dict[str, str]:
+def because(cluster: KubectlCluster, kind: str, reason: str) -> dict[str, str]:
     """The condition, for this reason; {}: there is none, or another."""
     found = condition(cluster, kind)
     return found if found.get("reason") == reason else {}
 
 
-def is_true(cluster: Cluster, kind: str) -> bool:
+def is_true(cluster: KubectlCluster, kind: str) -> bool:
     return condition(cluster, kind).get("status") == "True"

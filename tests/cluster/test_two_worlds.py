@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.two_worlds.cluster import play_all
-from simulation.two_worlds.disaster import disaster
-from simulation.two_worlds.sequences import Comparison
-from simulation.two_worlds.simulated import simulate
-from tests.support.cluster import Cluster
-from tests.support.operator_process import OperatorProcess
+from simulation.conformance.cluster import run_all_on_cluster
+from simulation.conformance.scenario import generate_scenario
+from simulation.conformance.sequences import Comparison
+from simulation.conformance.simulated import run_in_simulation
+from testing.kubernetes.cluster import KubectlCluster
+from testing.operators.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -21,9 +21,9 @@ SEEDS = (13, 15)
 """They affect no other job: out of memory, deleted by force; stopped twice, crashed, finished."""
 
 
-def test_both_worlds_tell_the_same(cluster: Cluster, operator_process: OperatorProcess) -> None:
-    played = play_all(cluster, operator_process, map(disaster, SEEDS), told=print)
-    compared = [Comparison(each, simulate(each), real) for each, real in played]
+def test_both_worlds_tell_the_same(cluster: KubectlCluster, operator_process: OperatorProcess) -> None:
+    played = run_all_on_cluster(cluster, operator_process, map(generate_scenario, SEEDS), on_entry=print)
+    compared = [Comparison(each, run_in_simulation(each), real) for each, real in played]
     assert len(compared) == len(SEEDS)
-    different = [line for each in compared if not each.agrees for line in each.lines()]
+    different = [line for each in compared if not each.agrees for line in each.format_lines()]
     assert not different, "\n".join(different)

@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from testcluster import programs
-from testcluster.release import OVER_OTHERS, VALUES
-from tests.support.chart import CHART, RELEASE, REPOSITORY, SYSTEM, helm
-from tests.support.cluster import Cluster, wait_for
-from tests.support.definitions import BEFORE
-from tests.support.readme import commands
-from tests.support.resources import scale_operator
+from testcluster.release import FORCE_OPTIONS, VALUES
+from testing.kubernetes.chart import CHART, RELEASE, REPOSITORY, SYSTEM, run_helm
+from testing.kubernetes.cluster import KubectlCluster, wait_for
+from testing.kubernetes.definitions import PREVIOUS
+from testing.kubernetes.resources import scale_operator
+from testing.readme import read_commands
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -37,35 +37,35 @@ def chart_before(tmp_path: Path) -> Path:
     """This chart with the definitions of the version before."""
     chart = Path(shutil.copytree(CHART, tmp_path / "pacekeeper"))
     shutil.rmtree(chart / "files/crds")
-    shutil.copytree(BEFORE, chart / "files/crds")
+    shutil.copytree(PREVIOUS, chart / "files/crds")
     return chart
 
 
 @pytest.fixture
-def release(cluster: Cluster) -> Iterator[Callable[..., str]]:
+def release(cluster: KubectlCluster) -> Iterator[Callable[..., str]]:
     """Helm in the operator's namespace. The release is afterwards what it was before, with its operator at rest."""
 
     def run(command: str, *arguments: str) -> str:
-        return helm(command, *arguments, "--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
+        return run_helm(command, *arguments, "--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
 
     found = json.loads(run("list", "--filter", f"^{RELEASE}$", "--output", "json"))
     yield run
     if found:
-        run("rollback", RELEASE, found[0]["revision"], *OVER_OTHERS)
+        run("rollback", RELEASE, found[0]["revision"], *FORCE_OPTIONS)
         scale_operator(cluster, cluster.get("deployment", RELEASE, SYSTEM), 0)
     else:
         run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
 
 
-def test_it_is_installed_to_look_only_as_the_readme_says(cluster: Cluster, release: Callable[..., str]) -> None:
-    install, look = commands("Install it")
+def test_it_is_installed_to_look_only_as_the_readme_says(cluster: KubectlCluster, release: Callable[..., str]) -> None:
+    install, look = read_commands("Install it")
     ours = yaml.safe_load(VALUES.read_text())
     install = install.replace(REPOSITORY_OF_THE_README, ours["image"]["repository"])
     # Beside the image: a Service keeps its address for as long as it lives, and the fixture wants it back as it was.
     settings = f"image.tag={ours['image']['tag']},service.clusterIP={ours['service']['clusterIP']}"
     # What is there already makes place, and is known to the fixture afterwards.
     release("uninstall", RELEASE, "--keep-history", "--no-hooks", "--ignore-not-found", "--wait")
-    said = typed(" ".join([install, "--set", settings, "--replace", *OVER_OTHERS]), cluster)
+    said = typed(" ".join([install, "--set", settings, "--replace", *FORCE_OPTIONS]), cluster)
     assert "Remedies: Recommend; quarantine of nodes: Recommend." in said
     cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", "-n", SYSTEM, "--timeout=60s", timeout=70)
     said = typed(look, cluster)
@@ -73,9 +73,9 @@ def test_it_is_installed_to_look_only_as_the_readme_says(cluster: Cluster, relea
 
 
 def test_an_upgrade_and_a_rollback_keep_what_is_stored(
-    cluster: Cluster, namespace: str, release: Callable[..., str], chart_before: Path
+    cluster: KubectlCluster, namespace: str, release: Callable[..., str], chart_before: Path
 ) -> None:
-    install = ("upgrade", "--install", RELEASE, "--create-namespace", *OVER_OTHERS, "--set", NO_OPERATOR)
+    install = ("upgrade", "--install", RELEASE, "--create-namespace", *FORCE_OPTIONS, "--set", NO_OPERATOR)
 
     release(*install, str(chart_before))
     before = json.loads(release("list", "--filter", f"^{RELEASE}$", "--output", "json"))[0]["revision"]
@@ -94,7 +94,7 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     wait_for(lambda: write_status(cluster, namespace, NEW_IN_STATUS), 30, "the new field is stored")
     assert job(cluster, namespace)["status"] == STATUS | NEW_IN_STATUS
 
-    release("rollback", RELEASE, before, *OVER_OTHERS)
+    release("rollback", RELEASE, before, *FORCE_OPTIONS)
     until_known(cluster, leaf_crossings=False)
     wait_for(lambda: same(job(cluster, namespace), stored), 30, "only the new fields are gone")
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
@@ -107,9 +107,9 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     assert after["status"] == STATUS
 
 
-def typed(command: str, cluster: Cluster) -> str:
+def typed(command: str, cluster: KubectlCluster) -> str:
     """What it says to somebody who has cloned, has Helm and kubectl, and has `pip install`ed."""
-    path = [Path(sys.executable).parent, programs.kubectl().parent, os.environ["PATH"]]
+    path = [Path(sys.executable).parent, programs.find_kubectl().parent, os.environ["PATH"]]
     environment = os.environ | {"KUBECONFIG": str(cluster.kubeconfig), "PATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(
         ["bash", "-ec", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60
@@ -140,7 +140,7 @@ JOB: dict[str, Any] = {
 }
 
 
-def until_known(cluster: Cluster, *, leaf_crossings: bool) -> None:
+def until_known(cluster: KubectlCluster, *, leaf_crossings: bool) -> None:
     """Until the API server goes by the definition: what it publishes is made of what it validates by."""
 
     def published() -> bool:
@@ -151,7 +151,7 @@ def until_known(cluster: Cluster, *, leaf_crossings: bool) -> None:
     wait_for(published, 30, f"leafCrossings is {'known' if leaf_crossings else 'unknown'}")
 
 
-def job(cluster: Cluster, namespace: str) -> Any:
+def job(cluster: KubectlCluster, namespace: str) -> Any:
     return cluster.get("tj", "gpt", namespace)
 
 
@@ -170,7 +170,7 @@ def same(now: Any, before: Any) -> bool:
     )
 
 
-def write_status(cluster: Cluster, namespace: str, status: dict[str, Any]) -> bool:
+def write_status(cluster: KubectlCluster, namespace: str, status: dict[str, Any]) -> bool:
     """Whether all of it is stored."""
     patch = json.dumps({"status": status})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "--patch", patch)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import Cluster, scratch_namespace
-from tests.support.jobs import Job, manifest
-from tests.support.operator_process import operating
+from testing.kubernetes.cluster import KubectlCluster, scratch_namespace
+from testing.kubernetes.jobs import ClusterJob, build_job_manifest
+from testing.operators.operator_process import run_operator_process
 
 pytestmark = pytest.mark.usefixtures("resources")
 
@@ -16,32 +16,32 @@ SECONDS_A_SAMPLE = 0.01
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Cluster) -> Iterator[Job]:
+def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
     """Two workers whose ranks sleep for each sample, for as long as a file of theirs says."""
     if not cluster.is_testcluster:
         pytest.skip("the operator runs as a process on the test cluster's machine")
-    with operating(cluster, prometheus_url=""), scratch_namespace(cluster) as namespace:
-        body = manifest(
+    with run_operator_process(cluster, prometheus_url=""), scratch_namespace(cluster) as namespace:
+        body = build_job_manifest(
             "slowed",
-            ["pacekeeper", "run", "tests/support/scripts/slowed.py"],
+            ["pacekeeper", "run", "testing/scripts/slowed.py"],
             environment={"FOLDER": "/checkpoints", "SECONDS_A_SAMPLE": str(SECONDS_A_SAMPLE)},
             checkpoint={"everySteps": 1000, "volumeClaimName": "slowed"},
             detection={"stragglerSlowdown": 1.25, "windowSteps": 16},
             remediation={"allow": ["RestartRanks", "Rebalance"]},
         )
-        job = Job.apply(cluster, namespace, body)
+        job = ClusterJob.apply(cluster, namespace, body)
         yield job
         job.delete()
 
 
-def test_a_rank_that_becomes_slow_is_found_and_mended(job: Job) -> None:
+def test_a_rank_that_becomes_slow_is_found_and_mended(job: ClusterJob) -> None:
     # Its page of metrics answers nobody here: no network policy lets a Prometheus in that there is not.
-    job.until(lambda: int(job.status.get("step") or 0) >= 30, 120, "the job has trained for 30 steps")
-    condition = job.condition("MetricsAvailable")
+    job.wait_until(lambda: int(job.status.get("step") or 0) >= 30, 120, "the job has trained for 30 steps")
+    condition = job.get_condition("MetricsAvailable")
     assert (condition["status"], condition["reason"]) == ("False", "PrometheusNotConfigured")
-    assert "DCGM's GPU errors cannot be seen" in condition["message"]
-    known = job.incident_names()
-    (job.folder() / "seconds-1").write_text(str(2 * SECONDS_A_SAMPLE))
-    status = job.until_over("straggler", known)["status"]
+    assert "DCGM's GPU errors cannot be detected" in condition["message"]
+    known = job.list_incident_names()
+    (job.find_checkpoint_folder() / "seconds-1").write_text(str(2 * SECONDS_A_SAMPLE))
+    status = job.wait_until_incident_ended("straggler", known)["status"]
     assert (status["remedy"], status["stepsLost"]) == ("Rebalance", 0)
     assert status["outcome"] in ("Recovered", "Mitigated"), status

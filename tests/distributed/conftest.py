@@ -16,8 +16,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Until all tests are imported: collections in between find nothing, and take seconds.
 gc.disable()
 
-from pacekeeper.observe import opening  # noqa: E402  # the same
-from tests.support.ranks import PREIMPORTS, import_before_forks  # noqa: E402  # it imports torch
+from pacekeeper.observe import recorder_factory  # noqa: E402  # the same
+from testing.training.ranks import PREIMPORTS, import_before_forks  # noqa: E402  # it imports torch
 
 AT_FIRST_USE = (
     "numpy.ma",
@@ -76,6 +76,7 @@ def _unfreeze(pid: int) -> None:
 @pytest.fixture(params=["0", "1"], ids=["Python", "C"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Have ranks record in Python, or with the part in C: by `PACEKEEPER_NATIVE`, as in the field."""
-    assert opening.fast is not None, f"{opening.WHY_SLOW}; `make native` builds it"
+    reason = recorder_factory.NATIVE_UNAVAILABLE_REASON
+    assert recorder_factory.native_recorder is not None, f"{reason}; `make native` builds it"
     monkeypatch.setenv("PACEKEEPER_NATIVE", request.param)
     return str(request.param)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Plan, Stop, SyncMode
-from pacekeeper_analysis.reports import LauncherState
-from tests.support.launchers import Team, team
+from pacekeeper_analysis.protocol.plan import Plan, Stop, SyncMode
+from pacekeeper_analysis.protocol.reports import LauncherState
+from testing.training.launchers import LauncherTeam, create_team
 
-TRAIN_SCRIPT = Path(__file__).parents[1] / "support/scripts/train.py"
+TRAIN_SCRIPT = Path(__file__).parents[2] / "testing/scripts/train.py"
 UNTIL = 14
 SHARES = (9, 6, 5, 4)
 
@@ -28,28 +28,28 @@ def training(
     workers: str = "ab",
     shares: Sequence[int] | None = SHARES,
     mode: SyncMode = SyncMode.SYNC,
-    apart: bool = False,
+    separate_namespaces: bool = False,
     **variables: Any,
-) -> Iterator[Team]:
-    """Four ranks on two workers that train. `apart`: each worker is on a node of its own, as far as they know."""
+) -> Iterator[LauncherTeam]:
+    """Four ranks on two workers that train. With `separate_namespaces`, each worker seems to be on its own node."""
     folder.mkdir()
-    with team(folder, script=TRAIN_SCRIPT) as one:
-        one.apart = apart
+    with create_team(folder, script=TRAIN_SCRIPT) as one:
+        one.separate_namespaces = separate_namespaces
         one.environment.update(UNTIL=str(UNTIL), SNAPSHOT_EVERY="2", PACEKEEPER_CHECKPOINT_EVERY="5")
         one.environment.update(PACEKEEPER_CHECKPOINT_PATH=str(folder / "checkpoints"))
         one.environment.update({name: str(value) for name, value in variables.items()})
         for name in workers:
             one.start(name)
-        members = one.members(a=[0, 1], b=[2, 3])
+        members = one.build_members(a=[0, 1], b=[2, 3])
         shares = tuple(shares) if shares else None
         plan = Plan(version=1, membership=1, members=members, store_port=29431, restarts=5, shares=shares)
-        one.give(replace(plan, sync_mode=mode, sync_every=3, sync_seconds=0.1))
+        one.give_plan(replace(plan, sync_mode=mode, sync_every=3, sync_seconds=0.1))
         yield one
 
 
-def run_to_the_end(one: Team) -> None:
+def run_to_the_end(one: LauncherTeam) -> None:
     for name in ("a", "b"):
-        assert one.workers[name].wait() == 0, one.logs()
+        assert one.workers[name].wait() == 0, one.read_logs()
 
 
 def history(folder: Path) -> tuple[list[Any], list[str]]:
@@ -109,7 +109,9 @@ def test_a_lost_worker_costs_a_sharded_job_the_steps_since_the_snapshot(
     """What the lost one had is with the other, on another node: there is no volume at all. Of replicas all have all."""
     shard, reference = uninterrupted
     folder = tmp_path / "run"
-    with training(folder, workers="abc", apart=True, SHARD=shard, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH="") as one:
+    with training(
+        folder, workers="abc", separate_namespaces=True, SHARD=shard, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH=""
+    ) as one:
         if shard:
             one.wait_for(lambda: all(4 in kept_steps(folder / "a", rank) for rank in (2, 3)), "copies of step 4")
         else:
@@ -121,16 +123,16 @@ def test_a_lost_worker_costs_a_sharded_job_the_steps_since_the_snapshot(
     assert history(folder) == history(reference)
 
 
-def lose_b(one: Team) -> int:
+def lose_b(one: LauncherTeam) -> int:
     """A spare takes its ranks, and the job runs to its end. The step at which that happened."""
     lost = one.workers.pop("b")
     lost.kill()
     lost.wait()
     lost_at = newest_step(one.folder)
-    members = one.members(a=[0, 1], c=[2, 3])
-    one.give(replace(one.plan, version=2, membership=2, round=2, store_port=29433, members=members))
+    members = one.build_members(a=[0, 1], c=[2, 3])
+    one.give_plan(replace(one.plan, version=2, membership=2, round=2, store_port=29433, members=members))
     for name in ("a", "c"):
-        assert one.workers[name].wait() == 0, one.logs()
+        assert one.workers[name].wait() == 0, one.read_logs()
     return lost_at
 
 
@@ -139,7 +141,7 @@ def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_
     variables: dict[str, Any] = {
         "WIDTH": 256,
         "UNTIL": 30,
-        "PACEKEEPER_NEIGHBOUR_MEGABYTES": 1,
+        "PACEKEEPER_PEER_REPLICA_MEGABYTES": 1,
         "PACEKEEPER_CHECKPOINT_PATH": "",
     }
     with training(tmp_path / "whole", SHARD=1, **variables) as one:
@@ -153,7 +155,7 @@ def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_
         torn, whole = kept.pop() if len(kept) == 1 and len(next(iter(kept))) == 2 else (0, 0)
         return whole if torn == -1 else 0
 
-    with training(folder, workers="abc", apart=True, SHARD=1, SLEEP=0.1, **variables) as one:
+    with training(folder, workers="abc", separate_namespaces=True, SHARD=1, SLEEP=0.1, **variables) as one:
         whole = one.wait_for(under_way, "all copies are under way")
         lose_b(one)
     assert restored_steps(folder) == [0, whole]
@@ -166,13 +168,13 @@ def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path]
     folder = tmp_path / "run"
     with training(folder, SHARD=shard, SLEEP=0.05) as one:
         one.wait_for(lambda: newest_step(folder) >= 6, "step 6")
-        one.give(replace(one.plan, version=2, stop=Stop.SUSPEND))
+        one.give_plan(replace(one.plan, version=2, stop=Stop.SUSPEND))
         for name in "ab":
             one.wait_for_state(name, LauncherState.WARM)
             for path in (folder / name / "snapshots").iterdir():
                 path.unlink()  # as if the nodes were gone, and their memory with them
         stopped_at = newest_step(folder)
-        one.give(replace(one.plan, version=3, membership=2, round=2, store_port=29432, stop=Stop.NO))
+        one.give_plan(replace(one.plan, version=3, membership=2, round=2, store_port=29432, stop=Stop.NO))
         run_to_the_end(one)
     assert restored_steps(folder) == [0, stopped_at]
     assert stopped_at < UNTIL
@@ -181,11 +183,11 @@ def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path]
 
 @pytest.mark.parametrize("mode", [SyncMode.EDIT, SyncMode.ASYNC_EDIT])
 def test_a_killed_rank_in_a_local_mode_goes_on_from_the_snapshot(mode: SyncMode, tmp_path: Path) -> None:
-    """From a synchronisation, with the common parameters; at the end all ranks are one again."""
+    """From a synchronization, with the common parameters; at the end all ranks are one again."""
     faults = [{"rank": 2, "round": 1, "step": 11, "kind": "sigkill"}]
     with training(tmp_path / "run", mode=mode, shares=None, SLEEP=0.02, FAULTS=json.dumps(faults)) as one:
         run_to_the_end(one)
-        assert {one.workers[name].heartbeat().sync_mode for name in "ab"} == {mode}
+        assert {one.workers[name].read_heartbeat().sync_mode for name in "ab"} == {mode}
     first, second = restored_steps(tmp_path / "run")
     assert first == 0
     assert 0 < second < UNTIL

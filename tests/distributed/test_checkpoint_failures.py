@@ -20,24 +20,24 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import pacekeeper as pk
-from pacekeeper.keep import checkpoint_writer, checkpoints, distributed_checkpoint
-from pacekeeper.keep.news import read_news
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from tests.support.launchers import eventually
-from tests.support.ranks import run_ranks
+from pacekeeper.checkpointing.storage import checkpoint_folder, checkpoint_writer, distributed_checkpoint
+from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from testing.training.launchers import wait_until_true
+from testing.training.ranks import run_ranks
 
 RANKS = 2
 FULL = OSError(errno.ENOSPC, "No space left on device")
 REMEDY = "make room on the volume, or keep fewer (spec.checkpoint.keep)"
 FAULTS: dict[str, tuple[int, Any, str, str]] = {
-    "manifest": (0, checkpoints, "_write_durably", "manifest.json"),
-    "publish": (0, checkpoints.CheckpointFolder, "publish", ""),
+    "manifest": (0, checkpoint_folder, "_write_durably", "manifest.json"),
+    "publish": (0, checkpoint_folder.CheckpointFolder, "publish", ""),
     "metadata": (0, FileSystemWriter, "finish", ""),
-    "checksum": (1, checkpoint_writer, "checksum", ""),
-    "write": (1, distributed_checkpoint, "_write", ""),
-    "copy": (1, distributed_checkpoint, "_copies", ""),
+    "checksum": (1, checkpoint_writer, "compute_checksum", ""),
+    "write": (1, distributed_checkpoint, "_write_items", ""),
+    "copy": (1, distributed_checkpoint, "_copy_into_buffer", ""),
 }
 """Rank, where the function is found and its name, and what an argument ends in if the call is to fail."""
 
@@ -85,7 +85,7 @@ def train(
 
 def said(runtime: Path, field: str) -> list[int]:
     """By each rank, to its launcher."""
-    return [int(RingReader(Runtime(runtime).ring(rank)).state()[field]) for rank in range(RANKS)]
+    return [int(RingReader(RuntimeFolder(runtime).ring(rank)).state()[field]) for rank in range(RANKS)]
 
 
 def kept(volume: Path) -> set[str]:
@@ -153,7 +153,7 @@ def put_it_back(volume: Path) -> None:
     ("spoil", "mend", "reason"),
     [
         (fill, make_room, f"No space left on device: {REMEDY}"),
-        (make_read_only, make_writable, "mount the volume of spec.checkpoint.path to be written to"),
+        (make_read_only, make_writable, "mount the volume of spec.checkpoint.path writable"),
         (put_a_file_there, put_it_back, str(errno.ENOTDIR)),
     ],
     ids=["full", "read-only", "a file"],
@@ -161,7 +161,7 @@ def put_it_back(volume: Path) -> None:
 def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_is_mended(
     spoil: Callable[[Path], None], mend: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
-    news = Runtime(tmp_path / "runtime").checkpoints
+    news = RuntimeFolder(tmp_path / "runtime").checkpoints
 
     with small_volume(tmp_path / "mount") as mount:
         volume = mount / "volume"
@@ -171,19 +171,21 @@ def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_whe
             if job.rank != 0 or step.number not in {3, 5, 7, 9}:
                 return
             if step.number == 3:
-                wait_until(lambda: read_news(news).step == 2, "the first one is kept")
+                wait_until(lambda: read_checkpoint_status(news).step == 2, "the first one is kept")
                 spoil(volume)
             elif step.number in {5, 7}:
-                wait_until(lambda: f"step {step.number - 1}: " in read_news(news).error, "the failure is told")
-                told = read_news(news)
+                wait_until(
+                    lambda: f"step {step.number - 1}: " in read_checkpoint_status(news).error, "the failure is told"
+                )
+                told = read_checkpoint_status(news)
                 assert (told.step, told.failed_rank) == (2, 0), "the newest that is kept, and who could not keep more"
                 assert told.error.startswith(str(volume))
                 assert reason in told.error
                 if step.number == 7:
                     mend(volume)
             else:
-                wait_until(lambda: read_news(news).step == 8, "the one after that is kept")
-                assert (read_news(news).failed_rank, read_news(news).error) == (-1, "")
+                wait_until(lambda: read_checkpoint_status(news).step == 8, "the one after that is kept")
+                assert (read_checkpoint_status(news).failed_rank, read_checkpoint_status(news).error) == (-1, "")
 
         assert run_ranks(lambda _: train(volume, 2, 9, meddle), RANKS, runtime=tmp_path / "runtime") == [(9, 0)] * RANKS
         assert {"step-00000002", "step-00000008", "step-00000009"} <= kept(volume)
@@ -202,41 +204,39 @@ def test_a_folder_that_somebody_empties_is_used_again(tmp_path: Path) -> None:
 
 
 def test_training_that_waits_for_a_volume_which_hangs_says_so(tmp_path: Path) -> None:
-    news = Runtime(tmp_path / "runtime").checkpoints
+    news = RuntimeFolder(tmp_path / "runtime").checkpoints
 
     def rank_main(rank: int) -> tuple[int, Any]:
-        checkpoint_writer._SLOW_SECONDS = 0.2
-        publish = checkpoints.CheckpointFolder.publish
+        checkpoint_writer._SLOW_WRITE_WARNING_SECONDS = 0.2
+        publish = checkpoint_folder.CheckpointFolder.publish
 
         def hangs(*arguments: Any) -> bool:
-            wait_until(lambda: "still being written" in read_news(news).error, "the wait is told")
+            wait_until(lambda: "still being written" in read_checkpoint_status(news).error, "the wait is told")
             return publish(*arguments)
 
         if rank == 0:
-            checkpoints.CheckpointFolder.publish = hangs  # type: ignore[method-assign,assignment]
+            checkpoint_folder.CheckpointFolder.publish = hangs  # type: ignore[method-assign,assignment]
         return train(tmp_path / "volume", 2, 5)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
     assert kept(tmp_path / "volume") == {"step-00000002", "step-00000004", "step-00000005"}
-    assert read_news(news).error == ""
+    assert read_checkpoint_status(news).error == ""
 
 
 def test_a_rank_that_ends_waits_for_a_volume_that_hangs_and_not_for_ever(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank_main(rank: int) -> tuple[int, Any]:
-        checkpoint_writer._SLOW_SECONDS = checkpoint_writer._PATIENCE_SECONDS = 0.2
+        checkpoint_writer._SLOW_WRITE_WARNING_SECONDS = checkpoint_writer._MAX_WRITE_WAIT_SECONDS = 0.2
         if rank == 1:
-            distributed_checkpoint._write = hang  # type: ignore[assignment]
+            distributed_checkpoint._write_items = hang  # type: ignore[assignment]
         return train(tmp_path / "volume", 2, 5)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
     log = capfd.readouterr().err
     assert log.count("the checkpoint of step 4 is not published: rank 0: an earlier one is still being written") == 1
-    assert log.count("the training waits no longer for the last checkpoint") == RANKS, (
-        "once, not at each one that is due"
-    )
-    assert log.count("the state after step 5, the last one, is NOT kept on the volume") == RANKS
+    assert log.count("training no longer waits for the last checkpoint") == RANKS, "once, not at each one that is due"
+    assert log.count("the state after step 5, the last one, is NOT saved on the volume") == RANKS
     assert not {name for name in kept(tmp_path / "volume") if "partial" not in name}
 
 
@@ -248,14 +248,14 @@ def test_what_one_rank_could_not_wait_for_counts_as_lost_on_all_and_nobody_tries
     def rank_main(rank: int) -> tuple[int, Any]:
         break_(rank, "manifest")
         if rank == 1:
-            checkpoint_writer._SLOW_SECONDS = checkpoint_writer._PATIENCE_SECONDS = 1.0
-            checkpoints.CheckpointFolder.discard = hang  # type: ignore[method-assign,assignment]
+            checkpoint_writer._SLOW_WRITE_WARNING_SECONDS = checkpoint_writer._MAX_WRITE_WAIT_SECONDS = 1.0
+            checkpoint_folder.CheckpointFolder.discard = hang  # type: ignore[method-assign,assignment]
         return train(tmp_path / "volume", every=1000, until=4)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(4, 0)] * RANKS
     log = capfd.readouterr().err
-    assert log.count("rank 1: the training waits no longer for the last checkpoint") == 1
-    assert log.count("the state after step 4, the last one, is NOT kept on the volume") == RANKS
+    assert log.count("rank 1: training no longer waits for the last checkpoint") == 1
+    assert log.count("the state after step 4, the last one, is NOT saved on the volume") == RANKS
 
 
 def hang(*_: Any) -> NoReturn:
@@ -264,7 +264,7 @@ def hang(*_: Any) -> NoReturn:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    eventually(lambda: condition() or None, what)
+    wait_until_true(lambda: condition() or None, what)
 
 
 @pytest.mark.parametrize("told_to_leave", [False, True], ids=["the end", "SIGTERM"])
@@ -288,8 +288,8 @@ def test_the_last_checkpoint_is_tried_again(fault: str, told_to_leave: bool, tmp
 def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_kept(
     failures: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    plan = WorkerPlan(version=1, membership=1, role=Role.MEMBER)
-    path = Runtime(tmp_path / "runtime").plan
+    plan = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER)
+    path = RuntimeFolder(tmp_path / "runtime").plan
 
     def ask(job: pk.Job, step: pk.Step) -> None:
         if job.rank == 0 and step.number == 3:  # agreed on when step 4 is over
@@ -307,7 +307,7 @@ def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_ke
     if failures == 1:
         assert kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
         assert said(tmp_path / "runtime", "checkpoint_request") == [1] * RANKS
-        assert "NOT kept" not in log
+        assert "NOT saved" not in log
     else:
         assert kept(tmp_path / "volume") == set()
         assert said(tmp_path / "runtime", "checkpoint_request") == [0] * RANKS
@@ -315,6 +315,6 @@ def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_ke
         assert log.count("checkpoint of step 4 is not published") == 2  # the one that was due, and the one asked for
         assert log.count("checkpoint of step 6 is not published") == 2
         assert (
-            "the state after step 6, the last one, is NOT kept on the volume: the newest checkpoint there is none"
+            "the state after step 6, the last one, is NOT saved on the volume: the newest checkpoint there is none"
             in log
         )

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
+from pacekeeper.checkpointing.storage.checkpoint_folder import CheckpointFolder
+from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
+from pacekeeper.checkpointing.storage.checkpoint_writer import RoundSupersededError
 from pacekeeper.environment import JobIdentity
-from pacekeeper.keep.checkpoint_writer import RoundOver
-from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.news import read_news
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
-from tests.support.ranks import run_ranks
+from testing.training.ranks import run_ranks
 
 RANKS = 2
 
@@ -64,7 +64,7 @@ def test_a_job_that_is_not_the_owner_changes_nothing_and_one_that_loses_the_fold
         return run_ranks(lambda _: main(), ranks, environment=as_job(name, uid))
 
     assert in_job("one", "uid-1", lambda: train(volume, 3), RANKS) == [(0, 3)] * RANKS
-    CheckpointFolder(volume, 9, job=JobIdentity("team/one", "uid-1")).partial(4).mkdir()
+    CheckpointFolder(volume, 9, job=JobIdentity("team/one", "uid-1")).get_partial_path(4).mkdir()
     before = content(volume)
 
     (why,) = in_job("other", "uid-3", lambda: refusal(lambda: train(volume, 9)))
@@ -88,14 +88,14 @@ def test_a_job_that_is_not_the_owner_changes_nothing_and_one_that_loses_the_fold
             if rank == 0 and number == 5:
                 CheckpointFolder(volume, 1, job=JobIdentity("team/other", "uid-3"), adopt="team/one").claim()
 
-        with pytest.raises(RoundOver) as over:
+        with pytest.raises(RoundSupersededError) as over:
             train(volume, 20, after=adopt)
         return str(over.value)
 
     said = run_ranks(until_taken, RANKS, runtime=runtime, environment=as_job("one", "uid-2"))
     for words in said:
         assert "belongs to team/other (UID uid-3) by now: this round keeps no checkpoint, and ends" in words
-    assert "team/other (UID uid-3)" in read_news(Runtime(runtime).checkpoints).error
+    assert "team/other (UID uid-3)" in read_checkpoint_status(RuntimeFolder(runtime).checkpoints).error
     assert not list(volume.glob("step-*.partial-*")), "the job applied again has cleared what its run before left"
     adopted = CheckpointFolder(volume, 1, job=JobIdentity("team/other", "uid-3"))
-    assert {manifest.job for manifest in adopted.published()} == {"team/one"}, "all is there to go on from"
+    assert {manifest.job for manifest in adopted.list_published()} == {"team/one"}, "all is there to go on from"

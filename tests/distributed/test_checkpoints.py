@@ -17,21 +17,21 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from pacekeeper.checkpointing.state_store import RestoredState, StateStore
+from pacekeeper.checkpointing.storage import checkpoint_folder, distributed_checkpoint
+from pacekeeper.checkpointing.storage.checkpoint_folder import SHARED_VOLUME_REMEDY, CheckpointFolder
+from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
+from pacekeeper.checkpointing.storage.checkpoint_writer import WriteOutcome
+from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
-from pacekeeper.keep import checkpoints, distributed_checkpoint
-from pacekeeper.keep.checkpoint_writer import WriteOutcome
-from pacekeeper.keep.checkpoints import ONE_VOLUME, CheckpointFolder
-from pacekeeper.keep.news import read_news
-from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Restored, Store
-from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import StateOrigin
-from tests.support.mounts import leave_the_others_mounts, may_mount, mount_memory
-from tests.support.ranks import run_ranks
+from pacekeeper_analysis.protocol.records import StateOrigin
+from testing.training.mounts import can_mount, mount_memory, unshare_mounts
+from testing.training.ranks import run_ranks
 
 Values = npt.NDArray[np.float32]
 WIDTH = 128
@@ -46,8 +46,8 @@ class Rank:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     folder: CheckpointFolder
-    store: Store
-    runtime: Runtime
+    store: StateStore
+    runtime: RuntimeFolder
 
     def train(self, steps: int = 1) -> None:
         for number in range(steps):
@@ -56,7 +56,7 @@ class Rank:
             self.optimizer.zero_grad()
 
     def checkpoint(self, step: int) -> WriteOutcome:
-        self.store.checkpoint(step, samples=10 * step, published=lambda _: None)
+        self.store.checkpoint(step, samples=10 * step, on_published=lambda _: None)
         return self.store.wait_for_checkpoint()
 
     def values(self) -> list[torch.Tensor]:
@@ -78,10 +78,10 @@ def a_rank(rank: int, root: Path, shard: int = 1, seed: int = 0) -> Rank:
         fully_shard(model, mesh=replication.mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     state = TrainingState({"model": model, "optimizer": optimizer}, replication, rank)
-    runtime = Runtime(root / "runtime").make()
+    runtime = RuntimeFolder(root / "runtime").create()
     environment = Environment(rank, ranks, local_rank=rank, round=1, runtime=runtime)
     folder = CheckpointFolder(root / "volume", environment.round)
-    return Rank(model, optimizer, folder, Store(environment, CpuGroup(Recorder(NoRing())), state, folder), runtime)
+    return Rank(model, optimizer, folder, StateStore(environment, CpuGroup(Recorder(NoRing())), state, folder), runtime)
 
 
 def in_ranks(ranks: int, main: Callable[[int], Any]) -> list[Any]:
@@ -111,12 +111,12 @@ def test_replicas_share_the_copying_and_the_writing(shard: int, tmp_path: Path) 
     def main(rank: int) -> int:
         its = a_rank(rank, tmp_path, shard)
         its.train()
-        assert its.checkpoint(1) is WriteOutcome.KEPT
+        assert its.checkpoint(1) is WriteOutcome.PUBLISHED
         its.train()
-        assert its.checkpoint(2) is WriteOutcome.KEPT
+        assert its.checkpoint(2) is WriteOutcome.PUBLISHED
         writer = its.store._checkpoint_writer
         assert writer is not None
-        return len(writer._saver._room)
+        return len(writer._saver._buffer)
 
     copied = in_ranks(ranks, main)
     written = [(tmp_path / f"volume/step-00000002/__{rank}_0.distcp").stat().st_size for rank in range(ranks)]
@@ -136,17 +136,17 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(
     def write(rank: int) -> list[Values]:
         its = a_rank(rank, tmp_path, shard)
         its.train(3)
-        assert its.checkpoint(3) is WriteOutcome.KEPT
+        assert its.checkpoint(3) is WriteOutcome.PUBLISHED
         return [its.numpy() for its in its.values()]  # plain values cross processes
 
-    def restore(rank: int) -> tuple[Restored | None, list[Values]]:
+    def restore(rank: int) -> tuple[RestoredState | None, list[Values]]:
         its = a_rank(rank, tmp_path, after_shard, seed=1)
         restored = its.store.restore()
         return restored, [its.numpy() for its in its.values()]
 
     kept = in_ranks(ranks, write)[0]
     for restored, values in in_ranks(after, restore):
-        assert restored == Restored(3, 30, 3, StateOrigin.CHECKPOINT)
+        assert restored == RestoredState(3, 30, 3, StateOrigin.CHECKPOINT)
         # By numpy: ranks of later tests are forked from this process, and would miss the threads that torch makes here.
         assert all(np.array_equal(one, other) for one, other in zip(kept, values, strict=True))
 
@@ -154,11 +154,11 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(
 def test_a_state_that_grows_is_shared_anew(tmp_path: Path) -> None:
     def main(rank: int) -> bool:
         its = a_rank(rank, tmp_path)
-        assert its.checkpoint(1) is WriteOutcome.KEPT  # before the first step there are no moments
+        assert its.checkpoint(1) is WriteOutcome.PUBLISHED  # before the first step there are no moments
         its.train(2)
-        assert its.checkpoint(2) is WriteOutcome.KEPT
+        assert its.checkpoint(2) is WriteOutcome.PUBLISHED
         fresh = a_rank(rank, tmp_path, seed=1)
-        assert fresh.store.restore() == Restored(2, 20, 2, StateOrigin.CHECKPOINT)
+        assert fresh.store.restore() == RestoredState(2, 20, 2, StateOrigin.CHECKPOINT)
         return equal(its.values(), fresh.values())
 
     assert in_ranks(2, main) == [True] * 2
@@ -172,7 +172,7 @@ def test_a_restart_from_a_snapshot_reads_no_checkpoint(tmp_path: Path) -> None:
         its = a_rank(rank, tmp_path)
         its.train()
         for step in (1, 2):
-            assert its.checkpoint(step) is WriteOutcome.KEPT
+            assert its.checkpoint(step) is WriteOutcome.PUBLISHED
         its.store.snapshot(2, samples=20)
         its.store.settle()
         fresh = a_rank(rank, tmp_path, seed=1)
@@ -205,7 +205,7 @@ def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path
         its = a_rank(rank, tmp_path)
         its.train()
         for step in (1, 2):
-            assert its.checkpoint(step) is WriteOutcome.KEPT
+            assert its.checkpoint(step) is WriteOutcome.PUBLISHED
         dist.barrier()
         if rank == 0:
             for path in (tmp_path / "volume").glob("step-*/__1_0.distcp"):
@@ -217,7 +217,7 @@ def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path
 
     for message in in_ranks(2, main):
         assert f"spec.checkpoint.path: no checkpoint in {tmp_path / 'volume'} can be loaded: rank 0: " in message
-        assert "step-00000001/__1_0.distcp: what lies at" in message
+        assert "step-00000001/__1_0.distcp: the checksum at offset" in message
 
 
 # What others cannot read
@@ -225,7 +225,7 @@ def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path
 
 def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_path: Path) -> None:
     def main(rank: int) -> list[WriteOutcome]:
-        write = distributed_checkpoint._write
+        write = distributed_checkpoint._write_items
 
         def write_and_lose_a_bit(items: Any, path: Path) -> Any:
             written = write(items, path)
@@ -236,21 +236,21 @@ def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_pat
 
         its = a_rank(rank, tmp_path)
         if rank == 1:
-            distributed_checkpoint._write = write_and_lose_a_bit
+            distributed_checkpoint._write_items = write_and_lose_a_bit
         outcomes = [its.checkpoint(1)]
-        distributed_checkpoint._write = write
+        distributed_checkpoint._write_items = write
         outcomes.append(its.checkpoint(2))
         return outcomes
 
-    assert in_ranks(2, main) == [[WriteOutcome.FAILED, WriteOutcome.KEPT]] * 2
+    assert in_ranks(2, main) == [[WriteOutcome.FAILED, WriteOutcome.PUBLISHED]] * 2
     assert steps(tmp_path) == ["step-00000002"]
 
 
-@pytest.mark.skipif(not may_mount(), reason="mounts need root")
+@pytest.mark.skipif(not can_mount(), reason="mounts need root")
 def test_a_path_that_is_each_workers_own_is_refused_before_the_first_step(tmp_path: Path) -> None:
     def main(rank: int) -> str:
-        leave_the_others_mounts()
-        checkpoints._LATE_SECONDS = 0.0
+        unshare_mounts()
+        checkpoint_folder._FILE_VISIBILITY_SECONDS = 0.0
         mount_memory(tmp_path / "volume")
         with pytest.raises(InputError) as refused:
             a_rank(rank, tmp_path).store.restore()
@@ -258,16 +258,19 @@ def test_a_path_that_is_each_workers_own_is_refused_before_the_first_step(tmp_pa
 
     for message in in_ranks(3, main):
         path = tmp_path / "volume"
-        assert message == f"spec.checkpoint.path: {path} is another folder for ranks 1, 2 than for rank 0. {ONE_VOLUME}"
+        assert (
+            message
+            == f"spec.checkpoint.path: {path} is another folder for ranks 1, 2 than for rank 0. {SHARED_VOLUME_REMEDY}"
+        )
 
 
-@pytest.mark.skipif(not may_mount(), reason="mounts need root")
+@pytest.mark.skipif(not can_mount(), reason="mounts need root")
 def test_what_another_worker_does_not_see_does_not_count_as_kept(tmp_path: Path) -> None:
     """The volume goes away under one worker, which writes into its own disk from then on."""
 
     def main(rank: int) -> tuple[list[WriteOutcome], str]:
-        leave_the_others_mounts()
-        checkpoints._LATE_SECONDS = 0.0
+        unshare_mounts()
+        checkpoint_folder._FILE_VISIBILITY_SECONDS = 0.0
         its = a_rank(rank, tmp_path)
         its.store.restore()
         outcomes = [its.checkpoint(1)]
@@ -275,10 +278,10 @@ def test_what_another_worker_does_not_see_does_not_count_as_kept(tmp_path: Path)
             mount_memory(tmp_path / "volume")
         outcomes.append(its.checkpoint(2))
         assert steps(tmp_path) == (["step-00000001"] if rank == 0 else []), "what nobody can use takes no room"
-        return outcomes, read_news(its.runtime.checkpoints).error
+        return outcomes, read_checkpoint_status(its.runtime.checkpoints).error
 
     results = in_ranks(2, main)
-    assert [outcomes for outcomes, _ in results] == [[WriteOutcome.KEPT, WriteOutcome.FAILED]] * 2
+    assert [outcomes for outcomes, _ in results] == [[WriteOutcome.PUBLISHED, WriteOutcome.FAILED]] * 2
     assert steps(tmp_path) == ["step-00000001"]
     told = results[0][1]
-    assert "/__1_0.distcp, which rank 1 has written, is not there on this rank's worker. Mount one volume" in told
+    assert "/__1_0.distcp, which rank 1 has written, is missing on this rank's worker. Mount one volume" in told

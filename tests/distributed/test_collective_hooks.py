@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from pacekeeper.observe import dispatcher, hooks
-from pacekeeper.torch_internals import Work, default_store
-from tests.support.ranks import run_ranks
+from pacekeeper.observe.collectives import collective_hooks, dispatcher
+from pacekeeper.torch_internals import Work, get_default_store
+from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -39,14 +39,16 @@ class Listener:
         self.threads: set[int] = set()
         self.entered: list[int] = []
         """Numbers of calls without a work yet."""
-        told_by.hook(group, self._enter, self._issued)
+        told_by.hook_group(group, self._enter, self._issued)
 
     def _enter(self, call: Any) -> None:
         self.entered.append(call.op_id)
         self.threads.add(threading.get_ident())
         name = call.name if isinstance(call.name, str) else call.name.name
         sizes = [tensor.numel() for tensor in call.input_tensors], [tensor.numel() for tensor in call.output_tensors]
-        assert hooks.collective_of(call) == hooks.collective_of(SimpleNamespace(name=name))
+        assert collective_hooks.identify_collective(call) == collective_hooks.identify_collective(
+            SimpleNamespace(name=name)
+        )
         self.heard.append((name, call.async_op, *sizes))
 
     def _issued(self, call: Any) -> None:
@@ -111,7 +113,7 @@ def expected(rank: int) -> list[Heard]:
     ]
 
 
-@pytest.mark.parametrize("told_by", [hooks, dispatcher])
+@pytest.mark.parametrize("told_by", [collective_hooks, dispatcher])
 def test_each_collective_is_told_of_once_with_its_tensors(told_by: ModuleType) -> None:
     def rank_main(rank: int) -> list[Heard]:
         dist.init_process_group("gloo")
@@ -121,8 +123,8 @@ def test_each_collective_is_told_of_once_with_its_tensors(told_by: ModuleType) -
         assert not listener.entered
         assert len(listener.works) == len(listener.heard)
         assert listener.threads == {threading.get_ident()}
-        told_by.unhook(group)
-        told_by.unhook(group)
+        told_by.unhook_group(group)
+        told_by.unhook_group(group)
         dist.barrier()
         assert len(listener.works) == len(listener.heard)
         return listener.heard
@@ -178,7 +180,7 @@ def test_callers_in_c_and_compiled_ones_are_told_of() -> None:
     assert run_ranks(rank_main, 2) == [["ALLREDUCE", "ALLREDUCE"]] * 2
 
 
-@pytest.mark.parametrize("told_by", [hooks, dispatcher])
+@pytest.mark.parametrize("told_by", [collective_hooks, dispatcher])
 def test_calls_that_only_ask_for_shapes_are_none(told_by: ModuleType) -> None:
     def rank_main(_: int) -> list[Heard]:
         dist.init_process_group("gloo")
@@ -243,7 +245,7 @@ def test_a_time_out_is_the_callers() -> None:
     def rank_main(rank: int) -> str:
         dist.init_process_group("gloo")
         Listener(dispatcher, dist.group.WORLD)
-        store = default_store()
+        store = get_default_store()
         if rank == 1:
             store.wait(["timed out"], timedelta(seconds=20))
             store.set("heard", "")

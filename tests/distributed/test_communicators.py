@@ -12,27 +12,27 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 
-from pacekeeper.observe.communicators import read_communicators
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.ranks import RankRings
-from pacekeeper_analysis.communicators import Communicator
-from pacekeeper_analysis.operations import NO_GROUP, decode
-from pacekeeper_analysis.plan import EvidencePart
-from pacekeeper_analysis.records import Collective, Kind, Phase
-from tests.support.ranks import run_ranks
+from pacekeeper.observe.collectives.communicators import read_communicators
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper.sidecar.rank_rings import RankRings
+from pacekeeper_analysis.protocol.communicators import Communicator
+from pacekeeper_analysis.protocol.operations import NO_GROUP, decode_operations
+from pacekeeper_analysis.protocol.plan import EvidencePart
+from pacekeeper_analysis.protocol.records import Collective, Phase, RecordKind
+from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("native")
 
 
 def collectives(folder: Path, rank: int) -> NDArray[np.void]:
-    found = RingReader(Runtime(folder).ring(rank)).records()
-    chosen: NDArray[np.void] = found[found["kind"] == Kind.COLLECTIVE]
+    found = RingReader(RuntimeFolder(folder).ring(rank)).records()
+    chosen: NDArray[np.void] = found[found["kind"] == RecordKind.COLLECTIVE]
     return chosen
 
 
 def known(folder: Path, rank: int) -> dict[int, Communicator]:
-    found = read_communicators(Runtime(folder).communicators_of(rank))
+    found = read_communicators(RuntimeFolder(folder).communicators_file(rank))
     return {communicator.identity: communicator for communicator in found}
 
 
@@ -92,7 +92,7 @@ def test_sends_and_receives_are_counted_by_channel_so_that_collectives_stay_in_s
         assert (sends["group"][send], sends["sequence"][send]) == (receives["group"][receive], (1, 0, 1)[receive])
     channel = known(tmp_path, 2)[int(receives["group"][0])]
     assert (channel.ranks, channel.name) == ((1, 2), "stages")
-    entered = RingReader(Runtime(tmp_path).ring(1)).state()["entered"]
+    entered = RingReader(RuntimeFolder(tmp_path).ring(1)).state()["entered"]
     assert (int(sends["group"][0]), 2) in [tuple(place) for place in entered.tolist()]
 
 
@@ -103,7 +103,7 @@ def test_groups_made_in_flight_groups_of_one_and_destroyed_ones(tmp_path: Path) 
         dist.init_process_group("gloo")
         alone: Any = dist.new_group([rank], use_local_synchronization=True, group_desc="alone")
         dist.all_reduce(torch.ones(1), group=alone)
-        ring = RingReader(Runtime(tmp_path).ring(rank))
+        ring = RingReader(RuntimeFolder(tmp_path).ring(rank))
         taken = []
         for number in range(5):
             passing: Any = dist.new_group([0, 1], group_desc=f"passing {number}")
@@ -148,28 +148,28 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
             optimizer.step()
 
     run_ranks(rank_main, 2, runtime=tmp_path)
-    rings = RankRings(Runtime(tmp_path), 32)
-    assert rings.evidence("e", "w", 1).operations == ()
-    evidence = rings.evidence("e", "w", 1, [EvidencePart.OPERATIONS])
+    rings = RankRings(RuntimeFolder(tmp_path), 32)
+    assert rings.build_evidence("e", "w", 1).operations == ()
+    evidence = rings.build_evidence("e", "w", 1, [EvidencePart.OPERATIONS])
     assert evidence.windows == ()
     for told in evidence.operations:
-        found = decode(told.operations)
+        found = decode_operations(told.operations)
         assert sorted(set(found["step"])) == [2, 3, 4], "the first step of a round is no training yet"
         assert NO_GROUP not in found["group"]
         assert {evidence.communicators[group].ranks for group in found["group"]} == {(0, 1)}
         for step in (3, 4):  # DDP settles its buckets in the one before
             buckets, asynchronous, barrier = found[found["step"] == step]
             assert barrier["collective"] == Collective.BARRIER
-            assert asynchronous["held"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it went on meanwhile"
+            assert asynchronous["wait"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it went on meanwhile"
             if told.rank == 0:
-                assert 0.03 < buckets["held"] <= buckets["end"] - buckets["start"]
+                assert 0.03 < buckets["wait"] <= buckets["end"] - buckets["start"]
             else:
-                assert buckets["held"] < 0.03
+                assert buckets["wait"] < 0.03
 
 
 def test_a_step_that_does_not_fit_is_left_out_whole(tmp_path: Path) -> None:
-    from pacekeeper.observe.operations import last_operations
-    from pacekeeper.observe.ring import RingWriter, create_ring
+    from pacekeeper.observe.collectives.operations import select_last_operations
+    from pacekeeper.observe.record_ring import RingWriter, create_ring
 
     create_ring(tmp_path / "0", 0, 1)
     ring = RingWriter(tmp_path / "0")
@@ -177,13 +177,15 @@ def test_a_step_that_does_not_fit_is_left_out_whole(tmp_path: Path) -> None:
         begin = step * 1_000_000_000
         for number in range(3):
             start = begin + number * 100_000_000
-            ring.write(Kind.COLLECTIVE, start, start + 50_000_000, step, Phase.TRAIN, 0.02, 1, 7, 3 * step + number, 64)
-        ring.write(Kind.STEP, begin, begin + 900_000_000, step, Phase.TRAIN)
+            ring.write(
+                RecordKind.COLLECTIVE, start, start + 50_000_000, step, Phase.TRAIN, 0.02, 1, 7, 3 * step + number, 64
+            )
+        ring.write(RecordKind.STEP, begin, begin + 900_000_000, step, Phase.TRAIN)
     records = RingReader(tmp_path / "0").records()
-    found = last_operations(records, {7: 0}, most=7)
+    found = select_last_operations(records, {7: 0}, max_operations=7)
     assert found["step"].tolist() == [4, 4, 4, 5, 5, 5]
     assert found["start"].tolist() == [np.float32(0.1 * (at % 3)) for at in range(6)]
-    assert found["held"].tolist() == [np.float32(0.02)] * 6
-    assert last_operations(records, {}, most=7)["group"].tolist() == [NO_GROUP] * 6
-    assert set(last_operations(records[4:], {7: 0})["step"]) == {3, 4, 5}, "step 2 has lost a part"
-    assert len(last_operations(records[:0], {})) == 0
+    assert found["wait"].tolist() == [np.float32(0.02)] * 6
+    assert select_last_operations(records, {}, max_operations=7)["group"].tolist() == [NO_GROUP] * 6
+    assert set(select_last_operations(records[4:], {7: 0})["step"]) == {3, 4, 5}, "step 2 has lost a part"
+    assert len(select_last_operations(records[:0], {})) == 0

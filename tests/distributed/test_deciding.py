@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_operator.api import Cause, Condition, DetectionSpec, Job, Outcome, Remedy
-from tests.support.deciding import deciding
-from tests.support.launchers import Team, team
-from tests.support.worlds import job
+from pacekeeper_operator.api.conditions import JobCondition
+from pacekeeper_operator.api.incident import IncidentCause, IncidentOutcome
+from pacekeeper_operator.api.training_job import DetectionSpec, Remedy, TrainingJob
+from testing.operators.observations import build_job
+from testing.operators.operator_harness import run_operator_harness
+from testing.training.launchers import LauncherTeam, create_team
 
-SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "slowed.py"
+SCRIPT = Path(__file__).parents[2] / "testing" / "scripts" / "slowed.py"
 SECONDS_A_SAMPLE = 0.02
 STEP_SECONDS = 0.05
 """That really pass."""
@@ -25,30 +27,36 @@ PATIENCE = 300.0
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Team]:
+def workers(tmp_path: Path) -> Iterator[LauncherTeam]:
     """Four, each with a rank that takes 16 samples a step."""
-    with team(tmp_path, script=SCRIPT) as found:
+    with create_team(tmp_path, script=SCRIPT) as found:
         found.environment |= {"SECONDS_A_SAMPLE": str(SECONDS_A_SAMPLE), "FAKE_CLOCK": str(STEP_SECONDS)}
         for name in "abcd":
             found.start(name)
         yield found
 
 
-def wanted() -> Job:
-    return job(4, 0, detection=DetectionSpec(straggler_slowdown=1.25, window_steps=16))
+def wanted() -> TrainingJob:
+    return build_job(4, 0, detection=DetectionSpec(straggler_slowdown=1.25, window_steps=16))
 
 
 async def test_a_rank_that_becomes_slow_is_found_and_mended_in_seconds_and_a_healthy_job_is_let_be(
-    workers: Team,
+    workers: LauncherTeam,
 ) -> None:
-    async with deciding(workers, wanted()) as operator:
-        await operator.until(lambda: operator.observation.step >= HEALTHY_STEPS, "healthy steps", PATIENCE)
+    async with run_operator_harness(workers, wanted()) as operator:
+        await operator.wait_until(
+            lambda: operator.observation.progress.step >= HEALTHY_STEPS, "healthy steps", PATIENCE
+        )
         assert not operator.incidents
-        condition = next(c for c in operator.status.conditions if c.type == Condition.METRICS_AVAILABLE)
+        condition = next(c for c in operator.status.conditions if c.type == JobCondition.METRICS_AVAILABLE)
         assert "prometheus.url" in (condition.message or "")
         (workers.folder / f"seconds-{SLOW_RANK}").write_text(str(SECONDS_A_SAMPLE / 0.5))
-        await operator.until(lambda: operator.incidents, "an incident", PATIENCE)
+        await operator.wait_until(lambda: operator.incidents, "an incident", PATIENCE)
         (incident,) = operator.incidents
-        assert (incident.cause, incident.rank, incident.remedy) == (Cause.STRAGGLER, SLOW_RANK, Remedy.REBALANCE)
-        await operator.until(lambda: operator.incidents[0].outcome, "its outcome", PATIENCE)
-        assert operator.incidents[0].outcome in (Outcome.RECOVERED, Outcome.MITIGATED)
+        assert (incident.cause, incident.rank, incident.remedy) == (
+            IncidentCause.STRAGGLER,
+            SLOW_RANK,
+            Remedy.REBALANCE,
+        )
+        await operator.wait_until(lambda: operator.incidents[0].outcome, "its outcome", PATIENCE)
+        assert operator.incidents[0].outcome in (IncidentOutcome.RECOVERED, IncidentOutcome.MITIGATED)

@@ -14,14 +14,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from pacekeeper import exchange
-from pacekeeper.keep import distributed_checkpoint
-from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, Saver, Staged, load
-from pacekeeper.keep.manifests import checksum
-from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper import object_collectives
+from pacekeeper.checkpointing.storage import distributed_checkpoint
+from pacekeeper.checkpointing.storage.distributed_checkpoint import (
+    CHECKPOINT_INDEX_FILE,
+    TORCH_INDEX_FILE,
+    CheckpointSaver,
+    CheckpointWriteError,
+    StagedCopy,
+    load_checkpoint,
+)
+from pacekeeper.checkpointing.storage.manifests import compute_checksum
+from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper_analysis.errors import InputError
-from tests.support.ranks import run_ranks, unpickle_nothing
+from testing.training.ranks import forbid_unpickling, run_ranks
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -31,7 +38,7 @@ RANKS = 3
 def group() -> dist.ProcessGroup:
     """Of all ranks; from here on whoever unpickles something fails."""
     dist.init_process_group("gloo")
-    unpickle_nothing()
+    forbid_unpickling()
     its = dist.distributed_c10d._get_default_group()
     with pytest.raises(AssertionError, match="unpickles"):
         dist.all_gather_object(["", "", ""], "words", group=its)
@@ -50,10 +57,12 @@ def plain(value: Any) -> Any:
 def test_all_hear_everybody_or_what_is_meant_for_them() -> None:
     def rank_main(rank: int) -> bool:
         everyone = group()
-        gathered = exchange.gather(said(rank), everyone)
-        collected = exchange.collect(said(rank), everyone)
-        scattered = exchange.scatter([said(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone)
-        heard = exchange.broadcast(said(rank + 2), everyone)
+        gathered = object_collectives.all_gather_objects(said(rank), everyone)
+        collected = object_collectives.gather_objects(said(rank), everyone)
+        scattered = object_collectives.scatter_objects(
+            [said(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone
+        )
+        heard = object_collectives.broadcast_object(said(rank + 2), everyone)
         expected = [plain(said(its)) for its in range(RANKS)]
         assert [plain(its) for its in gathered] == expected
         assert (collected is None) == (rank > 0)
@@ -70,9 +79,9 @@ def test_a_pickle_from_a_peer_is_refused_not_run() -> None:
         everyone = group()
         content = torch.frombuffer(bytearray(pickle.dumps({"rank": rank})), dtype=torch.uint8)
         if rank == 1:
-            exchange._content = lambda *_: content  # a hostile peer's own version
+            object_collectives._encode_object = lambda *_: content  # a hostile peer's own version
         with pytest.raises(InputError, match="another format"):
-            exchange.gather(rank, everyone)
+            object_collectives.all_gather_objects(rank, everyone)
         return True
 
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
@@ -88,7 +97,7 @@ def state(rank: int, value: float) -> dict[str, Any]:
 
 
 def save(its: dict[str, Any], folder: Path, everyone: dist.ProcessGroup) -> None:
-    saver = Saver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
+    saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
     saver.write(saver.stage(its), folder, everyone)
 
 
@@ -97,9 +106,9 @@ def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_someth
         everyone = group()
         save(state(rank, 0.5), tmp_path, everyone)
         dist.barrier()
-        (tmp_path / TORCHS_INDEX).unlink(missing_ok=True)
+        (tmp_path / TORCH_INDEX_FILE).unlink(missing_ok=True)
         found = state((rank + 1) % RANKS, 0.0)
-        load(found, tmp_path, {INDEX: checksum(tmp_path / INDEX)})
+        load_checkpoint(found, tmp_path, {CHECKPOINT_INDEX_FILE: compute_checksum(tmp_path / CHECKPOINT_INDEX_FILE)})
         wanted = state((rank + 1) % RANKS, 0.5)
         for name, tensor in wanted.pop("model").items():
             assert torch.equal(found["model"][name], tensor)
@@ -116,8 +125,8 @@ def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_someth
     [
         (DefaultSavePlanner, "create_local_plan", range(RANKS)),
         (DefaultSavePlanner, "create_global_plan", range(RANKS)),
-        (distributed_checkpoint, "_copies", [1]),
-        (distributed_checkpoint, "_write", [1]),
+        (distributed_checkpoint, "_copy_into_buffer", [1]),
+        (distributed_checkpoint, "_write_items", [1]),
         (FileSystemWriter, "finish", [0]),
     ],
 )
@@ -132,13 +141,13 @@ def test_nobody_waits_for_a_rank_on_which_something_fails(
 
     def rank_main(rank: int) -> str:
         everyone = group()
-        saver = Saver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
+        saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
         if rank == culprit:
             setattr(owner, method, fail)
         try:
             try:
-                staged: Staged | str = saver.stage(state(rank, 0.5))
-            except Failed as failed:
+                staged: StagedCopy | str = saver.stage(state(rank, 0.5))
+            except CheckpointWriteError as failed:
                 staged = str(failed)
             saver.write(staged, tmp_path, everyone)
         except Exception as error:
@@ -152,9 +161,9 @@ def test_nobody_waits_for_a_rank_on_which_something_fails(
 
 
 def test_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+    (tmp_path / CHECKPOINT_INDEX_FILE).write_bytes(pickle.dumps({"state_dict_metadata": {}}))
     with pytest.raises(InputError, match="another format"):
-        load({}, tmp_path, {INDEX: checksum(tmp_path / INDEX)})
+        load_checkpoint({}, tmp_path, {CHECKPOINT_INDEX_FILE: compute_checksum(tmp_path / CHECKPOINT_INDEX_FILE)})
 
 
 def test_ranks_of_a_worker_for_whose_copies_together_there_is_no_memory_take_none(tmp_path: Path) -> None:
@@ -162,14 +171,14 @@ def test_ranks_of_a_worker_for_whose_copies_together_there_is_no_memory_take_non
 
     def rank_main(rank: int) -> tuple[str, dict[str, Any]]:
         group()
-        saver = Saver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None, left=lambda: 66 << 20)
+        saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None, read_memory_left=lambda: 66 << 20)
         own = {f"own.{rank}": torch.ones(1 << 18)}
-        with pytest.raises(Failed) as failed:
+        with pytest.raises(CheckpointWriteError) as failed:
             saver.stage(own)
         saver.stage({f"own.{rank}": torch.ones(1 << 17)})
         return str(failed.value), saver._planner.state_dict
 
-    reason = "rank 0: its worker's 3 ranks copy 3 MiB of the state, and their control group has 66 MiB left"
+    reason = "rank 0: its worker's 3 ranks need 3 MiB to copy the state, but their control group has 66 MiB left"
     for told, live in run_ranks(rank_main, RANKS, runtime=tmp_path):
         assert told.startswith(reason)
         assert not live, "nobody keeps the live state until the next one"

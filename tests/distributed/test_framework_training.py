@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pacekeeper.integrations.training import FrameworkTraining
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime, write_plan
-from pacekeeper_analysis.plan import WorkerPlan
-from pacekeeper_analysis.records import Kind, Phase
-from tests.support.ranks import run_ranks
+from pacekeeper.integrations.framework_training import FrameworkTraining
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper_analysis.protocol.plan import WorkerPlan
+from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from testing.training.ranks import run_ranks
 
 RANKS = 2
 
@@ -26,16 +26,16 @@ def test_a_checkpoint_that_the_plan_asks_for_is_written_once_by_all_in_the_same_
         asked: list[int] = []
         for step in range(41, 48):
             if step == 43 and rank == 0:
-                write_plan(Runtime(tmp_path).plan, WorkerPlan(version=2, checkpoint_request=3))
-            if training.step_ended().save:
+                write_plan(RuntimeFolder(tmp_path).plan, WorkerPlan(version=2, checkpoint_request=3))
+            if training.end_step().save:
                 asked.append(step)
-                training.saved(lambda: None)
+                training.publish_checkpoint(lambda: None)
         training.end()
-        return asked, int(RingReader(Runtime(tmp_path).ring(rank)).state()["checkpoint_request"])
+        return asked, int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["checkpoint_request"])
 
     first, second = run_ranks(rank_main, RANKS, runtime=tmp_path)
     assert first == second == ([44], 3)
-    assert Runtime(tmp_path).refused.read_text() == ""
+    assert RuntimeFolder(tmp_path).refusal.read_text() == ""
 
 
 def test_who_is_told_to_leave_takes_all_along_behind_a_checkpoint(tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_who_is_told_to_leave_takes_all_along_behind_a_checkpoint(tmp_path: Path
         for step in range(1, 10):
             if step == 4 and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if training.step_ended().leave and step >= 7:  # the framework's checkpoint may come later
+            if training.end_step().leave and step >= 7:  # the framework's checkpoint may come later
                 try:
-                    training.saved(lambda step=step: published.append(step))  # type: ignore[misc]
+                    training.publish_checkpoint(lambda step=step: published.append(step))  # type: ignore[misc]
                 except SystemExit as left:
                     return step, left.code, published
         raise AssertionError("nobody has left")
@@ -66,18 +66,18 @@ def test_one_training_after_the_other_counts_on(tmp_path: Path) -> None:
             training.begin(2)
             for _step in range(2):
                 training.optimizer_begins()
-                training.step_ended()
+                training.end_step()
             training.report_loss(loss)
-            training.enter(Phase.EVALUATE)
-            training.enter(Phase.CHECKPOINT)
+            training.enter_phase(Phase.EVALUATE)
+            training.enter_phase(Phase.CHECKPOINT)
             training.end()
             assert signal.getsignal(signal.SIGTERM) is before
 
     run_ranks(rank_main, 1, runtime=tmp_path)
-    ring = RingReader(Runtime(tmp_path).ring(0))
+    ring = RingReader(RuntimeFolder(tmp_path).ring(0))
     records, state = ring.records(), ring.state()
-    assert records[records["kind"] == Kind.STEP]["step"].tolist() == [3, 4, 7, 8]
-    phases = records[records["kind"] == Kind.PHASE]["phase"].tolist()
+    assert records[records["kind"] == RecordKind.STEP]["step"].tolist() == [3, 4, 7, 8]
+    phases = records[records["kind"] == RecordKind.PHASE]["phase"].tolist()
     assert phases == [Phase.EVALUATE, Phase.CHECKPOINT] * 2
     assert (state["phase"], state["bad_loss_step"], state["restored_step"]) == (Phase.START, 8, 6)
 
@@ -87,10 +87,10 @@ def test_without_a_launcher_sigterm_is_heeded_all_the_same() -> None:
         training = FrameworkTraining()
         training.begin(0)
         os.kill(os.getpid(), signal.SIGTERM)
-        training.step_ended()
-        assert training.step_ended().leave
+        training.end_step()
+        assert training.end_step().leave
         try:
-            training.saved(lambda: None)
+            training.publish_checkpoint(lambda: None)
         except SystemExit as left:
             return left.code
         return None

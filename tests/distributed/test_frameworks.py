@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.frameworks import RANKS, assert_same_weights, train
+from testing.training.frameworks import RANKS, assert_same_weights, run_example
 
 
 @pytest.mark.oldest_torch
@@ -20,12 +20,12 @@ from tests.support.frameworks import RANKS, assert_same_weights, train
 def test_a_plain_loop_goes_on_from_its_own_checkpoint(
     example: str, steps: int, steps_after_crash: int, tmp_path: Path
 ) -> None:
-    calm = train(example, tmp_path / "calm")
+    calm = run_example(example, tmp_path / "calm")
     assert calm.exit_code == 0, calm.log
-    crashed = train(example, tmp_path / "crashed", crash="1 1 25")  # checkpoints come every ten steps
+    crashed = run_example(example, tmp_path / "crashed", crash="1 1 25")  # checkpoints come every ten steps
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log, "its steps are watched"
     for rank in range(RANKS):
-        assert calm.steps(rank, 1) == steps
-        assert crashed.steps(rank, 2) == steps_after_crash
+        assert calm.count_steps(rank, 1) == steps
+        assert crashed.count_steps(rank, 2) == steps_after_crash
     assert_same_weights(calm, crashed)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 
-from tests.support.held_connection import UNHEARD_SECONDS
-from tests.support.namespaces import network
+from testing.network.namespaces import create_network
+from testing.network.open_connection import SILENCE_TIMEOUT_SECONDS
 
 
 def test_the_connection_of_a_machine_that_is_gone_ends_and_says_since_when() -> None:
-    with network(2) as between:
+    with create_network(2) as between:
         operator, worker = between.hosts
-        with operator.python("tests.support.held_connection") as holder:
+        with operator.python("testing.network.open_connection") as holder:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "listens\n"
-            with worker.python("tests.support.held_connection", operator.address) as other:
+            with worker.python("testing.network.open_connection", operator.address) as other:
                 try:
                     assert holder.stdout.readline() == "holds\n"
-                    time.sleep(UNHEARD_SECONDS + 2)  # that it only says nothing ends nothing
-                    between.lose(operator, worker)
+                    time.sleep(SILENCE_TIMEOUT_SECONDS + 2)  # that it only says nothing ends nothing
+                    between.drop_packets(operator, worker)
                     unheard = float(holder.stdout.readline())  # only the kernel ends the connection
-                    assert unheard > UNHEARD_SECONDS - 1
+                    assert unheard > SILENCE_TIMEOUT_SECONDS - 1
                 finally:
                     other.kill()
                     holder.kill()

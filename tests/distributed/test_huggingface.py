@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.records import Kind, Phase
-from tests.support.frameworks import EXAMPLES, RANKS, Trained, assert_same_weights, train
-from tests.support.ranks import import_before_forks
+from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from testing.training.frameworks import EXAMPLES, RANKS, TrainingOutcome, assert_same_weights, run_example
+from testing.training.ranks import import_before_forks
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
@@ -26,75 +26,75 @@ def imported() -> None:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    trained = train(TRAINER, tmp_path_factory.mktemp("calm"))
+def calm(tmp_path_factory: pytest.TempPathFactory) -> TrainingOutcome:
+    trained = run_example(TRAINER, tmp_path_factory.mktemp("calm"))
     assert trained.exit_code == 0, trained.log
     return trained
 
 
 def steps_of(records: NDArray[np.void]) -> list[int]:
-    return [int(step) for step in records[records["kind"] == Kind.STEP]["step"]]
+    return [int(step) for step in records[records["kind"] == RecordKind.STEP]["step"]]
 
 
-def test_its_steps_phases_checkpoints_and_losses_are_known(calm: Trained) -> None:
+def test_its_steps_phases_checkpoints_and_losses_are_known(calm: TrainingOutcome) -> None:
     for rank in range(RANKS):
-        records = calm.records(rank)
+        records = calm.read_records(rank)
         assert steps_of(records) == list(range(1, STEPS + 1))
-        phases = records[records["kind"] == Kind.PHASE]
+        phases = records[records["kind"] == RecordKind.PHASE]
         assert (phases["phase"] == Phase.EVALUATE).sum() == 3  # of steps 20, 40 and the last
         assert (phases["phase"] == Phase.CHECKPOINT).sum() == 5  # of each tenth and the last
-        assert (records["kind"] == Kind.LOSS).sum() == 9  # of each fifth
-        assert calm.state(rank)["checkpoint_step"] == STEPS
-        assert 3.0 < calm.state(rank)["loss"] < 3.4
+        assert (records["kind"] == RecordKind.LOSS).sum() == 9  # of each fifth
+        assert calm.read_state(rank)["checkpoint_step"] == STEPS
+        assert 3.0 < calm.read_state(rank)["loss"] < 3.4
 
 
-def test_a_crashed_rank_goes_on_from_the_newest_checkpoint(calm: Trained, tmp_path: Path) -> None:
-    crashed = train(TRAINER, tmp_path, crash="1 1 25")
+def test_a_crashed_rank_goes_on_from_the_newest_checkpoint(calm: TrainingOutcome, tmp_path: Path) -> None:
+    crashed = run_example(TRAINER, tmp_path, crash="1 1 25")
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
-    assert crashed.steps(0, 2) == STEPS - 20
-    assert steps_of(crashed.records(0)) == list(range(21, STEPS + 1))
-    assert crashed.state(0)["restored_step"] == 20
+    assert crashed.count_steps(0, 2) == STEPS - 20
+    assert steps_of(crashed.read_records(0)) == list(range(21, STEPS + 1))
+    assert crashed.read_state(0)["restored_step"] == 20
     assert_same_weights(calm, crashed)
 
 
 def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoint(
-    calm: Trained, tmp_path: Path
+    calm: TrainingOutcome, tmp_path: Path
 ) -> None:
-    left = train(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
+    left = run_example(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
     assert left.exit_code == 0, left.log
-    leaving = left.steps(0, 1)
+    leaving = left.count_steps(0, 1)
     assert 25 < leaving < 30, "all have heard of it a step later, and nobody waits for the next regular checkpoint"
-    assert left.steps(1, 1) == leaving
-    assert left.steps(0, 2) == left.steps(1, 2) == STEPS - leaving
+    assert left.count_steps(1, 1) == leaving
+    assert left.count_steps(0, 2) == left.count_steps(1, 2) == STEPS - leaving
     assert_same_weights(calm, left)
 
 
-def test_it_is_watched_and_restarted_without_any_code(calm: Trained, tmp_path: Path) -> None:
+def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
     text = (EXAMPLES / TRAINER).read_text()
     for ours, theirs in {
-        "from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint": (
+        "from pacekeeper.integrations.huggingface import HuggingFaceCallback, find_newest_checkpoint": (
             "from transformers.trainer_utils import get_last_checkpoint"
         ),
         "trainer.add_callback(HuggingFaceCallback())\n": "",
-        "newest_checkpoint(folder)": "get_last_checkpoint(folder) if os.path.isdir(folder) else None",
+        "find_newest_checkpoint(folder)": "get_last_checkpoint(folder) if os.path.isdir(folder) else None",
     }.items():
         assert ours in text
         text = text.replace(ours, theirs)
     (tmp_path / "script.py").write_text("import pacekeeper.auto\n" + text)
-    crashed = train(str(tmp_path / "script.py"), tmp_path, crash="1 1 25")
+    crashed = run_example(str(tmp_path / "script.py"), tmp_path, crash="1 1 25")
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
-    assert crashed.steps(0, 2) == STEPS - 20
-    assert steps_of(crashed.records(0)) == list(range(1, STEPS - 20 + 1)), "of its round"
+    assert crashed.count_steps(0, 2) == STEPS - 20
+    assert steps_of(crashed.read_records(0)) == list(range(1, STEPS - 20 + 1)), "of its round"
     assert_same_weights(calm, crashed)
 
 
 def test_a_loop_of_accelerate_is_watched_and_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
-    calm = train("accelerate_loop.py", tmp_path / "calm")
+    calm = run_example("accelerate_loop.py", tmp_path / "calm")
     assert calm.exit_code == 0, calm.log
-    crashed = train("accelerate_loop.py", tmp_path / "crashed", crash="1 1 25")
+    crashed = run_example("accelerate_loop.py", tmp_path / "crashed", crash="1 1 25")
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
-    assert (calm.steps(0, 1), crashed.steps(0, 2)) == (48, 28)
+    assert (calm.count_steps(0, 1), crashed.count_steps(0, 2)) == (48, 28)
     assert_same_weights(calm, crashed)

@@ -6,53 +6,55 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher import watch
-from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict, verdict
-from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Fault, FaultKind
-from tests.support.launchers import Team, team
+from pacekeeper.launcher.health import stall_detector
+from pacekeeper_analysis.failures.hang import HangKind, HangVerdict, diagnose_hang
+from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport
+from testing.training.launchers import LauncherTeam, create_team
 
 PORT = 29413
 
 
-def two(one: Team, step_seconds: float = 0.0) -> None:
+def two(one: LauncherTeam, step_seconds: float = 0.0) -> None:
     """Worker a with ranks 0 and 1, worker b with rank 2. step_seconds: that the operator knows of."""
     one.start("a")
     one.start("b")
-    members = one.members(a=[0, 1], b=[2])
-    one.give(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5, step_seconds=step_seconds))
+    members = one.build_members(a=[0, 1], b=[2])
+    one.give_plan(
+        Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5, step_seconds=step_seconds)
+    )
 
 
-def stalls(one: Team) -> list[Fault]:
-    return [fault for worker in one.workers.values() for fault in worker.faults(FaultKind.STALLED)]
+def stalls(one: LauncherTeam) -> list[FaultReport]:
+    return [fault for worker in one.workers.values() for fault in worker.read_faults(FaultKind.STALLED)]
 
 
-def judge(one: Team) -> HangVerdict | None:
-    return verdict(stalls(one), world_size=3)
+def judge(one: LauncherTeam) -> HangVerdict | None:
+    return diagnose_hang(stalls(one), world_size=3)
 
 
-def restart(one: Team) -> None:
+def restart(one: LauncherTeam) -> None:
     """The operator's remedy: the same members in a new membership."""
     members = one.plan.members
-    one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
+    one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
 
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_stopped_rank_is_named_and_the_job_trains_again(tmp_path: Path, rank: int) -> None:
     faults = [{"rank": rank, "round": 1, "step": 8, "kind": "stop"}]
-    with team(tmp_path, steps=20, faults=faults, step_seconds=0.1) as one:
+    with create_team(tmp_path, steps=20, faults=faults, step_seconds=0.1) as one:
         two(one)
-        one.wait_for(lambda: "round 1 stop" in one.diary(rank), "the rank stands still")
+        one.wait_for(lambda: "round 1 stop" in one.read_diary(rank), "the rank stands still")
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.STOPPED, (rank,)), found
         restart(one)
-        one.wait_for(lambda: any(line.startswith("round 2 step") for line in one.diary(rank)), "round 2 trains")
+        one.wait_for(lambda: any(line.startswith("round 2 step") for line in one.read_diary(rank)), "round 2 trains")
         assert [worker.wait() for worker in one.workers.values()] == [0, 0]
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_its_stack(tmp_path: Path) -> None:
     faults = [{"rank": 0, "round": 1, "step": 8, "kind": "skip"}]
-    with team(tmp_path, steps=20, faults=faults) as one:
+    with create_team(tmp_path, steps=20, faults=faults) as one:
         two(one)
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (0,)), found
@@ -61,7 +63,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_stack(tmp_path: Path) 
         assert not state.moving
         innermost = state.stack.splitlines()[-1]
         assert "steps.py" in innermost
-        assert innermost.endswith("in fail"), state.stack
+        assert innermost.endswith("in inject_fault"), state.stack
         waiting = next(state for fault in stalls(one) for state in fault.ranks if state.rank == 2)
         assert (waiting.collective, waiting.sequence) == ("ALL_REDUCE", 7)
         assert "all_reduce" in waiting.stack
@@ -72,9 +74,9 @@ def test_a_rank_whose_kernel_never_ends_is_named_although_its_processor_spins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, kind: HangKind
 ) -> None:
     """On a stand-in for a GPU. With NCCL its host has issued the collective that the others wait in, like theirs."""
-    monkeypatch.setattr(watch, "LONGEST_HOST_WORK", 4.0)
+    monkeypatch.setattr(stall_detector, "MAX_HOST_WORK_SECONDS", 4.0)
     faults = [{"rank": 2, "round": 1, "step": 8, "kind": "kernel"}]
-    with team(tmp_path, steps=20, faults=faults) as one:
+    with create_team(tmp_path, steps=20, faults=faults) as one:
         one.environment["GPU"] = backend
         two(one)
         found = one.wait_for(lambda: judge(one), "a verdict")
@@ -86,20 +88,20 @@ def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
     phases = {8: "COMPILE", 11: "CHECKPOINT"}
     fault = {"rank": 2, "round": 1, "kind": "phase", "seconds": 3.0}
     faults = [{**fault, "step": step, "phase": phase} for step, phase in phases.items()]
-    with team(tmp_path, steps=14, faults=faults, hang=1.0) as one:
+    with create_team(tmp_path, steps=14, faults=faults, hang_deadline=1.0) as one:
         two(one)
-        assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.logs()
-        stalled = {state.step for fault in one.workers["a"].faults(FaultKind.STALLED) for state in fault.ranks}
+        assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.read_logs()
+        stalled = {state.step for fault in one.workers["a"].read_faults(FaultKind.STALLED) for state in fault.ranks}
         assert {step - 1 for step in phases} <= stalled, "the peers have not reported their waits"
-        assert one.workers["b"].faults(FaultKind.STALLED) == []
+        assert one.workers["b"].read_faults(FaultKind.STALLED) == []
         assert judge(one) is None
-        assert one.diary(2)[-1] == "round 1 end"
+        assert one.read_diary(2)[-1] == "round 1 end"
 
 
 def test_a_loader_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "SHORTEST_LOAD", 2.5)
+    monkeypatch.setattr(stall_detector, "MIN_LOAD_STALL_SECONDS", 2.5)
     faults = [{"rank": 2, "round": 1, "step": 8, "kind": "phase", "phase": "LOAD", "seconds": 3600}]
-    with team(tmp_path, steps=20, faults=faults) as one:
+    with create_team(tmp_path, steps=20, faults=faults) as one:
         two(one)
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,)), found
@@ -110,9 +112,9 @@ def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_han
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it, workers that have not seen five steps yet would wait for half an hour."""
-    monkeypatch.setattr(watch, "SHORTEST_UNARMED", 1.0)
+    monkeypatch.setattr(stall_detector, "MIN_UNARMED_STALL_SECONDS", 1.0)
     faults = [{"rank": 2, "round": 1, "step": 3, "kind": "skip"}]
-    with team(tmp_path, steps=12, faults=faults) as one:
+    with create_team(tmp_path, steps=12, faults=faults) as one:
         two(one, step_seconds=0.01)
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,)), found
@@ -120,9 +122,9 @@ def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_han
 
 def test_a_stall_that_lasts_is_reported_again_under_another_name(tmp_path: Path) -> None:
     faults = [{"rank": 2, "round": 1, "step": 8, "kind": "stop"}]
-    with team(tmp_path, steps=12, faults=faults, hang=0.4) as one:
+    with create_team(tmp_path, steps=12, faults=faults, hang_deadline=0.4) as one:
         two(one)
-        one.wait_for(lambda: len(one.workers["a"].faults(FaultKind.STALLED)) >= 2, "a second report")
-        first, second, *_ = sorted(one.workers["a"].faults(FaultKind.STALLED), key=lambda fault: fault.noticed_at)
+        one.wait_for(lambda: len(one.workers["a"].read_faults(FaultKind.STALLED)) >= 2, "a second report")
+        first, second, *_ = sorted(one.workers["a"].read_faults(FaultKind.STALLED), key=lambda fault: fault.noticed_at)
         assert (first.name, first.round) != (second.name, second.round)
         assert [rank.rank for rank in first.ranks] == [rank.rank for rank in second.ranks] == [0, 1]

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper.launcher import local
+from pacekeeper.launcher import local_controller
 from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.warm import preimport
-from tests.support.launchers import STEPS_SCRIPT, eventually, fork
-from tests.support.ranks import PREIMPORTS
+from pacekeeper.launcher.ranks.warm_process import import_modules
+from testing.training.launchers import STEPS_SCRIPT, fork_process, wait_until_true
+from testing.training.ranks import PREIMPORTS
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def local_run(
 
     fake_clock: by which nothing takes time but what the script says (where it knows how to). way: of ordinary.py.
     """
-    preimport(PREIMPORTS)
+    import_modules(PREIMPORTS)
     environment = {
         **({"FAKE_CLOCK": "yes"} if fake_clock else {}),
         "FOLDER": str(folder),
@@ -53,10 +53,10 @@ def local_run(
 
     def run() -> int:
         for name, value in (controller or {}).items():
-            setattr(local, name, value)
+            setattr(local_controller, name, value)
         return launch_locally(what, ranks=2, restarts=restarts)
 
-    pid = fork(run, folder / "log", environment)
+    pid = fork_process(run, folder / "log", environment)
     try:
         yield pid
     finally:
@@ -97,7 +97,7 @@ def exit_code(pid: int, folder: Path, before_reaped: Callable[[], object] = lamb
         return os.waitpid(pid, 0)
 
     try:
-        _, status = eventually(ended, "the run ends") or (0, 0)
+        _, status = wait_until_true(ended, "the run ends") or (0, 0)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{(folder / 'log').read_text()}") from None
     return os.waitstatus_to_exitcode(status)
@@ -122,7 +122,9 @@ def children(pid: int) -> list[int]:
 def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with local_run(tmp_path, steps=20, step_seconds=0.05) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        wait_until_true(
+            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps"
+        )
         (warm,) = children(pid)
         os.kill(warm, signal.SIGKILL)
         assert exit_code(pid, tmp_path) == 0, log.read_text()
@@ -130,25 +132,29 @@ def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Pat
         steps = [line.split()[-1] for line in diary(tmp_path, rank) if " step " in line]
         assert steps == [str(step) for step in range(1, 21)], "each once: they go on where they were"
         assert diary(tmp_path, rank)[-1] == "round 2 end"
-    assert "ends (killed by SIGKILL), and they with it; another one starts" in log.read_text()
-    assert "the process that it was forked from has ended: killed by SIGKILL" in log.read_text()
+    assert "exited (killed by SIGKILL), and the ranks with it; starting another one" in log.read_text()
+    assert "the process that it was forked from has exited: killed by SIGKILL" in log.read_text()
 
 
 def test_a_warm_process_that_dies_while_it_starts_ends_the_run(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        wait_until_true(
+            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps"
+        )
         (first,) = children(pid)
         os.kill(first, signal.SIGKILL)
-        (second,) = eventually(lambda: [child for child in children(pid) if is_python(child, first)], "another one")
+        (second,) = wait_until_true(
+            lambda: [child for child in children(pid) if is_python(child, first)], "another one"
+        )
         os.kill(second, signal.SIGKILL)
         assert exit_code(pid, tmp_path) == 1
-    assert "ends while it starts: killed by SIGKILL" in (tmp_path / "log").read_text()
+    assert "exited during its start: killed by SIGKILL" in (tmp_path / "log").read_text()
 
 
 def is_python(pid: int, other_than: int) -> bool:
     """Whether this process was begun by another command than the test's own, from which all others are forked."""
     try:
-        return pid != other_than and "serve_anew" in Path(f"/proc/{pid}/cmdline").read_text()
+        return pid != other_than and "serve_spawned_process" in Path(f"/proc/{pid}/cmdline").read_text()
     except FileNotFoundError:
         return False
 
@@ -191,8 +197,8 @@ def test_uneven_batches_are_told_and_not_repeated_for_ever(tmp_path: Path) -> No
         assert exit_code(pid, tmp_path) == 1
     log = (tmp_path / "log").read_text()
     *_, last = log.strip().splitlines()
-    assert "3 rounds have ended after step 60, and none has come further: rank 0 ended with code 1" in last
-    assert "waiting for rank 1, which had come to its end with code 0" in last
+    assert "3 rounds have ended after step 60, and none got further: rank 0 ended with code 1" in last
+    assert "waiting for rank 1, which had exited with code 0" in last
     assert "round 5" not in log, "the launcher may have begun the next one before it is told that it was the last"
 
 
@@ -213,7 +219,9 @@ def test_hangs_use_up_the_restarts(tmp_path: Path) -> None:
 def test_sigterm_ends_the_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").glob("pacekeeper-*"))
     with local_run(tmp_path, steps=10_000) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        wait_until_true(
+            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps"
+        )
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert diary(tmp_path, 1)[-1] == "round 1 leave"
@@ -247,14 +255,14 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
     )
     before = set(Path("/dev/shm").glob("pacekeeper-*"))
     with local_run(tmp_path, script=script) as pid:
-        eventually(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), "both ranks stay")
-        log, again = tmp_path / "log", "told to end again (SIGINT)"
+        wait_until_true(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), "both ranks stay")
+        log, again = tmp_path / "log", "received SIGINT again"
 
         def is_told() -> bool:
             os.kill(pid, signal.SIGINT)
             return again in log.read_text()
 
-        eventually(is_told, "a second one is heard")
+        wait_until_true(is_told, "a second one is heard")
         with interrupted(pid) as leave_alone:  # also while the launcher's process ends
             assert exit_code(pid, tmp_path, leave_alone) == 130
     server = int((tmp_path / "server").read_text())
@@ -266,11 +274,11 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
 
 def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
+        wait_until_true(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
         (left,) = Path("/dev/shm").glob(f"pacekeeper-run-{pid}-*")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    eventually(lambda: not is_held(left), "its ranks have ended, too")
+    wait_until_true(lambda: not is_held(left), "its ranks have ended, too")
     (tmp_path / "next").mkdir()
     with local_run(tmp_path / "next", steps=0) as pid:
         assert exit_code(pid, tmp_path / "next") == 0
@@ -285,11 +293,13 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
         of_ranks = [(tmp_path / f"samples-{rank}").read_text().splitlines() for rank in (0, 1)]
         return [(int(one), int(other)) for one, other in zip(*of_ranks, strict=False)]
 
-    script, hurried = STEPS_SCRIPT.with_name("uneven.py"), {"JUDGE_EVERY": 0.5}
+    script, hurried = STEPS_SCRIPT.with_name("uneven.py"), {"ADAPTATION_INTERVAL_SECONDS": 0.5}
     with local_run(tmp_path, steps=100_000, script=script, controller=hurried, fake_clock=True) as pid:
         log = tmp_path / "log"
-        eventually(lambda: "in most steps, at equal shares over their peers: rank 1" in log.read_text(), "a judgement")
-        eventually(lambda: samples()[-100:] == [(18, 6)] * 100, "a hundred steps in which both take equally long")
+        wait_until_true(
+            lambda: "in most steps, at equal shares over their peers: rank 1" in log.read_text(), "a judgment"
+        )
+        wait_until_true(lambda: samples()[-100:] == [(18, 6)] * 100, "a hundred steps in which both take equally long")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert samples()[0] == (12, 12)
@@ -308,29 +318,35 @@ def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: 
         found: NDArray[np.float64] = 2 * both.max(axis=0) / both.sum(axis=0)
         return found
 
-    with local_run(tmp_path, steps=100_000, script=script, controller={"JUDGE_EVERY": 0.5}, fake_clock=True) as pid:
-        eventually(lambda: "BalanceLengths" in log.read_text(), "a judgement")
-        eventually(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
+    with local_run(
+        tmp_path, steps=100_000, script=script, controller={"ADAPTATION_INTERVAL_SECONDS": 0.5}, fake_clock=True
+    ) as pid:
+        wait_until_true(lambda: "BalanceLengths" in log.read_text(), "a judgment")
+        wait_until_true(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
         judged = len(uneven())
-        eventually(lambda: len(uneven()) > judged + 200, "further judgements")
+        wait_until_true(lambda: len(uneven()) > judged + 200, "further judgments")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
-    assert log.read_text().count("BalanceLengths: samples dealt so that every rank's cost the same") == 1
+    assert log.read_text().count("BalanceLengths: samples distributed for equal costs of all ranks") == 1
     assert "round 2" not in log.read_text()
     assert uneven()[:20].mean() > 1.2
     assert uneven()[-100:].mean() < 1.02
 
 
 def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_path: Path) -> None:
-    hurried = {"JUDGE_EVERY": 0.5, "HOLD_SECONDS": 1.0, "SLOWDOWN": 1.3}
+    hurried = {
+        "ADAPTATION_INTERVAL_SECONDS": 0.5,
+        "SYNC_MODE_COOL_DOWN_SECONDS": 1.0,
+        "DEFAULT_STRAGGLER_SLOWDOWN": 1.3,
+    }
     erratic = STEPS_SCRIPT.with_name("erratic.py")
     log = tmp_path / "log"
     with local_run(tmp_path, steps=100_000, script=erratic, controller=hurried) as pid:
-        eventually(lambda: "LocalSGD: AsyncEDiT, synchronising every" in log.read_text(), "a judgement")
-        eventually(lambda: "AsyncEDiT from step" in log.read_text(), "the ranks follow")
+        wait_until_true(lambda: "LocalSGD: AsyncEDiT, synchronizing every" in log.read_text(), "a judgment")
+        wait_until_true(lambda: "AsyncEDiT from step" in log.read_text(), "the ranks follow")
         (tmp_path / "calm").touch()
-        eventually(lambda: "Sync: a synchronous step would take" in log.read_text(), "the way back")
-        eventually(lambda: re.search(r"\bSync from step", log.read_text()), "the ranks follow back")
+        wait_until_true(lambda: "Sync: a synchronous step would take" in log.read_text(), "the way back")
+        wait_until_true(lambda: re.search(r"\bSync from step", log.read_text()), "the ranks follow back")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert "starts with ranks [0, 1] of 2" in log.read_text()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import testcluster.fabric
-from testcluster.leaf_spine import Broken
-from testcluster.shell import run
-from tests.support.fabric import FabricHost, LeafSpine, leaf_spine
-from tests.support.paths import python
+from testcluster.leaf_spine import BrokenLinks
+from testcluster.shell import run_command
+from testing.network.fabric import FabricHost, HostedLeafSpine, create_leaf_spine
+from testing.network.paths import build_python_command
 
 PORT = 20001
 SOURCES = range(25000, 25024)
@@ -48,20 +48,20 @@ print(*made)
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[LeafSpine]:
-    with leaf_spine() as made:
+def shared() -> Iterator[HostedLeafSpine]:
+    with create_leaf_spine() as made:
         yield made
 
 
 @pytest.fixture
-def fabric(shared: LeafSpine) -> LeafSpine:
+def fabric(shared: HostedLeafSpine) -> HostedLeafSpine:
     shared.ensure()
     return shared
 
 
 @contextmanager
 def listening(host: FabricHost) -> Iterator[None]:
-    server = host.start(*python(LISTEN), host.address, str(PORT))
+    server = host.start(*build_python_command(LISTEN), host.address, str(PORT))
     assert server.stdout is not None
     assert server.stdout.readline(), server.communicate()[1]
     yield
@@ -71,89 +71,91 @@ def listening(host: FabricHost) -> Iterator[None]:
 def connected(host: FabricHost, peer: FabricHost) -> int:
     """How many of the connections to it are made that take other ways, as hashing has it."""
     with listening(peer):
-        return len(host.run(*python(CONNECT), peer.address, str(PORT), *map(str, SOURCES)).split())
+        return len(host.run(*build_python_command(CONNECT), peer.address, str(PORT), *map(str, SOURCES)).split())
 
 
-def used(fabric: LeafSpine, host: FabricHost, peer: FabricHost) -> set[int]:
+def used(fabric: HostedLeafSpine, host: FabricHost, peer: FabricHost) -> set[int]:
     """The spines by which a host's connections to another one go; all are made."""
-    before = fabric.sent(host.leaf)
+    before = fabric.read_sent_bytes(host.leaf)
     assert connected(host, peer) == len(SOURCES)
-    # Neighbours are asked for now and then, by a few bytes.
+    # Neighbors are asked for now and then, by a few bytes.
     return {
-        spine for spine, (now, was) in enumerate(zip(fabric.sent(host.leaf), before, strict=True)) if now > was + 200
+        spine
+        for spine, (now, was) in enumerate(zip(fabric.read_sent_bytes(host.leaf), before, strict=True))
+        if now > was + 200
     }
 
 
-def test_a_cut_that_everybody_knows_loses_nothing_and_heals(fabric: LeafSpine) -> None:
+def test_a_cut_that_everybody_knows_loses_nothing_and_heals(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
     assert used(fabric, near, far) == {0, 1, 2}
     for _ in range(2):  # the second time changes nothing
-        fabric.cut(0, 1)
-        assert fabric.broken() == Broken(frozenset({(0, 1)}), frozenset({(0, 1)}))
+        fabric.cut_link(0, 1)
+        assert fabric.find_broken() == BrokenLinks(frozenset({(0, 1)}), frozenset({(0, 1)}))
         assert used(fabric, near, far) == {0, 2}
         assert used(fabric, far, near) == {0, 2}
-    fabric.heal(0, 1)
+    fabric.heal_link(0, 1)
     assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
 
 
-def test_a_cut_of_which_the_others_are_not_told_swallows_what_they_send_that_way(fabric: LeafSpine) -> None:
+def test_a_cut_of_which_the_others_are_not_told_swallows_what_they_send_that_way(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
-    fabric.cut(0, 1, told=False)
-    assert fabric.broken() == Broken(frozenset({(0, 1)}), frozenset())
+    fabric.cut_link(0, 1, propagate=False)
+    assert fabric.find_broken() == BrokenLinks(frozenset({(0, 1)}), frozenset())
     assert 0 < connected(far, near) < len(SOURCES)
-    fabric.cut(0, 1)
+    fabric.cut_link(0, 1)
     assert used(fabric, far, near) == {0, 2}, "now they are told"
 
 
-def test_after_another_draw_the_same_connections_go_elsewhere(fabric: LeafSpine) -> None:
+def test_after_another_draw_the_same_connections_go_elsewhere(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
 
     def carried() -> list[int]:
         """Bytes by each spine, as the leaf at the other end has got them."""
-        before = fabric.received(far.leaf)
+        before = fabric.read_received_bytes(far.leaf)
         used(fabric, near, far)
-        return [now - was for now, was in zip(fabric.received(far.leaf), before, strict=True)]
+        return [now - was for now, was in zip(fabric.read_received_bytes(far.leaf), before, strict=True)]
 
     first = carried()
-    assert carried() == pytest.approx(first, abs=200), "neighbours are asked for now and then"
-    fabric.draw(1)
+    assert carried() == pytest.approx(first, abs=200), "neighbors are asked for now and then"
+    fabric.reseed_hashes(1)
     assert carried() != pytest.approx(first, abs=200)
 
 
-def test_without_any_spine_everybody_knows_that_there_is_no_way(fabric: LeafSpine) -> None:
+def test_without_any_spine_everybody_knows_that_there_is_no_way(fabric: HostedLeafSpine) -> None:
     near, far, other = fabric.hosts
     for spine in range(3):
-        fabric.cut(0, spine)
+        fabric.cut_link(0, spine)
     assert connected(near, far) == connected(far, near) == 0
     assert used(fabric, far, other) == {0, 1, 2}
     for spine in range(3):
-        fabric.heal(0, spine)
+        fabric.heal_link(0, spine)
     assert used(fabric, near, far) == {0, 1, 2}
 
 
-def test_a_link_is_slowed_and_is_as_the_others_again(fabric: LeafSpine) -> None:
-    fabric.shape("50mbit")
-    fabric.slow(2, 0, "10mbit")
-    assert fabric.rates() == {link: 10e6 if link == (2, 0) else 50e6 for link in fabric.links}
-    fabric.heal(2, 0, "50mbit")
-    assert set(fabric.rates().values()) == {50e6}
-    fabric.shape("")
-    assert fabric.rates() == {}
+def test_a_link_is_slowed_and_is_as_the_others_again(fabric: HostedLeafSpine) -> None:
+    fabric.set_all_rates("50mbit")
+    fabric.slow_link(2, 0, "10mbit")
+    assert fabric.list_rates() == {link: 10e6 if link == (2, 0) else 50e6 for link in fabric.links}
+    fabric.heal_link(2, 0, "50mbit")
+    assert set(fabric.list_rates().values()) == {50e6}
+    fabric.set_all_rates("")
+    assert fabric.list_rates() == {}
 
 
 def test_the_fabric_that_is_printed_tells_what_everybody_knows(
-    fabric: LeafSpine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fabric: HostedLeafSpine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "fabric.json"
     record.write_text('{"nodes": 3, "ports": 1, "rate": "50mbit"}')
-    monkeypatch.setattr(testcluster.fabric, "_RECORD", record)
-    monkeypatch.setattr(testcluster.fabric, "network", lambda: fabric)
-    fabric.shape("50mbit")
-    assert testcluster.fabric.manifest()["spec"]["exceptions"] == []
-    fabric.cut(0, 1)
-    fabric.cut(1, 2, told=False)
-    fabric.slow(2, 0, "10mbit")
-    spec = testcluster.fabric.manifest()["spec"]
+    monkeypatch.setattr(testcluster.fabric, "_LAYOUT_FILE", record)
+    monkeypatch.setattr(testcluster.fabric, "get_network", lambda: fabric)
+    fabric.set_all_rates("50mbit")
+    assert testcluster.fabric.build_manifest()["spec"]["exceptions"] == []
+    fabric.cut_link(0, 1)
+    fabric.cut_link(1, 2, propagate=False)
+    fabric.slow_link(2, 0, "10mbit")
+    spec = testcluster.fabric.build_manifest()["spec"]
     assert spec["uplink"] == {"capacity": "50M"}
     assert spec["exceptions"] == [
         {"leaf": "l1", "spine": "s2", "state": "Down"},
@@ -161,30 +163,30 @@ def test_the_fabric_that_is_printed_tells_what_everybody_knows(
     ]
 
 
-def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: LeafSpine) -> None:
+def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
-    fabric.cut(0, 1)
-    fabric.slow(1, 1, "1mbit")
-    run("ip", "-n", fabric.leaf(0), "link", "delete", "up2")
-    run("ip", "netns", "delete", fabric.spine(0))
-    Path("/run/netns", fabric.spine(0)).touch()  # as an `ip netns add` leaves it that is killed half-way
+    fabric.cut_link(0, 1)
+    fabric.slow_link(1, 1, "1mbit")
+    run_command("ip", "-n", fabric.get_leaf_namespace(0), "link", "delete", "up2")
+    run_command("ip", "netns", "delete", fabric.get_spine_namespace(0))
+    Path("/run/netns", fabric.get_spine_namespace(0)).touch()  # as an `ip netns add` leaves it that is killed half-way
     fabric.ensure()
-    assert (fabric.broken(), fabric.rates()) == (Broken(), {})
+    assert (fabric.find_broken(), fabric.list_rates()) == (BrokenLinks(), {})
     assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
 
 
 def test_pods_of_a_node_with_two_ports_outlive_one_of_them() -> None:
-    with leaf_spine(leaves=2, spines=2, pods=True, planes=2) as fabric:
+    with create_leaf_spine(leaves=2, spines=2, pods=True, planes=2) as fabric:
         near, far = fabric.hosts
         assert used(fabric, near, far) == {0, 1, 2, 3}
-        first, second = fabric.cables(fabric.machines[0])
-        first.far.plug(False)
-        fabric.reroute()
+        first, second = fabric.list_cables(fabric.machines[0])
+        first.far.set_plugged(False)
+        fabric.update_routes()
         assert used(fabric, near, far) == {2, 3}
         assert used(fabric, far, near) == {2, 3}
-        second.far.plug(False)
-        fabric.reroute()
+        second.far.set_plugged(False)
+        fabric.update_routes()
         assert connected(far, near) == 0
-        first.far.plug(True)
-        fabric.reroute()
+        first.far.set_plugged(True)
+        fabric.update_routes()
         assert used(fabric, near, far) == {0, 1}

@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.plain import pack, unpack
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
+from pacekeeper.safe_serialization import pack_value, unpack_value
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from tests.support.ranks import run_ranks, unpickle_nothing
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from testing.training.ranks import forbid_unpickling, run_ranks
 
 RANKS = 4
 BATCH = 16
-PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER)
+PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER)
 
 
 def make_job(**arguments: Any) -> tuple[pk.Job, nn.Module, torch.optim.Optimizer]:
@@ -68,7 +68,7 @@ def train(step: pk.Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def state(runtime: Path, rank: int) -> NDArray[np.void]:
-    return RingReader(Runtime(runtime).ring(rank)).state()  # type: ignore[return-value]
+    return RingReader(RuntimeFolder(runtime).ring(rank)).state()  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -77,7 +77,7 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
 
     def rank_main(rank: int) -> tuple[list[int], list[int]]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, PLAN.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, PLAN.to_json())
         job, model, optimizer = make_job()
         sizes, used = [], []
         for step in job.steps(make_loader(job, num_workers=workers), until=16):
@@ -86,7 +86,7 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
             used += mine
             if rank == 0 and step.number in shares:
                 plan = replace(PLAN, version=1 + step.number, shares=shares[step.number])
-                write_json(Runtime(tmp_path).plan, plan.to_json())
+                write_json(RuntimeFolder(tmp_path).plan, plan.to_json())
         return sizes, used
 
     results = run_ranks(rank_main, RANKS, runtime=tmp_path)
@@ -103,7 +103,7 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
     assert [int(state(tmp_path, rank)["samples"]) for rank in range(RANKS)] == [sum(sizes) for sizes, _ in results]
     assert {int(state(tmp_path, rank)["plan_version"]) for rank in range(RANKS)} == {10}
     assert {int(state(tmp_path, rank)["global_batch"]) for rank in range(RANKS)} == {BATCH}
-    assert {int(state(tmp_path, rank)["share_grain"]) for rank in range(RANKS)} == {1}
+    assert {int(state(tmp_path, rank)["share_granularity"]) for rank in range(RANKS)} == {1}
     assert {int(state(tmp_path, rank)["total_steps"]) for rank in range(RANKS)} == {16}
     assert {int(state(tmp_path, rank)["replica_ranks"]) for rank in range(RANKS)} == {1}
 
@@ -117,13 +117,13 @@ def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
     def rank_main(rank: int) -> list[int]:
         logging.getLogger("pacekeeper").addHandler(logging.StreamHandler())
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, good.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, good.to_json())
         job, model, optimizer = make_job()
         sizes = []
         for step in job.steps(make_loader(job), until=8):
             sizes.append(len(train(step, model, optimizer)))
             if rank == 0 and step.number == 2:
-                path = Runtime(tmp_path).plan
+                path = RuntimeFolder(tmp_path).plan
                 if isinstance(bad, str):
                     path.write_text(bad)
                 else:
@@ -131,19 +131,21 @@ def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
         return sizes
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[7] * 8, [4] * 8, [3] * 8, [2] * 8]
-    assert "the last good" in capfd.readouterr().err
+    assert "the last valid" in capfd.readouterr().err
 
 
 def test_plans_of_the_next_membership_leave_this_rounds_shares_alone(tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[int]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, replace(PLAN, shares=(7, 4, 3, 2)).to_json())
+            write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, shares=(7, 4, 3, 2)).to_json())
         job, model, optimizer = make_job()
         sizes = []
         for step in job.steps(make_loader(job), until=6):
             sizes.append(len(train(step, model, optimizer)))
             if rank == 0 and step.number == 2:
-                write_json(Runtime(tmp_path).plan, replace(PLAN, version=2, membership=2, shares=(8, 8)).to_json())
+                write_json(
+                    RuntimeFolder(tmp_path).plan, replace(PLAN, version=2, membership=2, shares=(8, 8)).to_json()
+                )
         return sizes
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[7] * 6, [4] * 6, [3] * 6, [2] * 6]
@@ -152,7 +154,7 @@ def test_plans_of_the_next_membership_leave_this_rounds_shares_alone(tmp_path: P
 def test_a_requested_checkpoint_is_published_and_answered(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[int, int]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, PLAN.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, PLAN.to_json())
         job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path / "volume", every=1000))
         loader = make_loader(job)
         job.register(model=model, optimizer=optimizer, loader=loader)
@@ -160,7 +162,7 @@ def test_a_requested_checkpoint_is_published_and_answered(tmp_path: Path) -> Non
         for step in job.steps(loader):
             train(step, model, optimizer)
             if rank == 0 and step.number == 3:
-                write_json(Runtime(tmp_path).plan, replace(PLAN, version=2, checkpoint_request=1).to_json())
+                write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, version=2, checkpoint_request=1).to_json())
             # All ranks see it alike only where they agree; the ring of rank 0 is what the launcher looks at.
             answered = torch.tensor(int(state(tmp_path, 0)["checkpoint_request"]))
             torch.distributed.all_reduce(answered, torch.distributed.ReduceOp.MIN)
@@ -277,7 +279,7 @@ def test_a_state_that_cannot_be_kept_is_named_before_the_first_step(tmp_path: Pa
 
     (words,) = run_ranks(rank_main, 1)
     assert words.startswith("tracker.where.0: a pathlib.")
-    assert "let state_dict() give tensors" in words
+    assert "let state_dict() return tensors" in words
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -313,8 +315,8 @@ def test_the_schedules_of_torch_go_on_as_if_nothing_had_been(make: Callable[[tor
     optimizer, before = schedule()
     advance(optimizer, before, 4)
     again, after = schedule()
-    again.load_state_dict(unpack(pack(optimizer.state_dict())))
-    after.load_state_dict(unpack(pack(before.state_dict())))
+    again.load_state_dict(unpack_value(pack_value(optimizer.state_dict())))
+    after.load_state_dict(unpack_value(pack_value(before.state_dict())))
     assert advance(again, after, 6) == advance(optimizer, before, 6)
 
 
@@ -324,8 +326,10 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
 
     def run(until: int, folders: list[str]) -> Callable[[int], Any]:
         def rank_main(rank: int) -> Any:
-            unpickle_nothing()
-            os.environ.update(LOCAL_RANK="0", PACEKEEPER_RUNTIME=str(Runtime(tmp_path / folders[rank]).make().root))
+            forbid_unpickling()
+            os.environ.update(
+                LOCAL_RANK="0", PACEKEEPER_RUNTIME=str(RuntimeFolder(tmp_path / folders[rank]).create().root)
+            )
             job = pk.init(
                 mesh={"shard": -1} if sharded else None,
                 checkpoints=pk.Checkpoints(tmp_path / "volume", every=4),
@@ -385,7 +389,7 @@ def test_bad_arguments_of_init_are_named(
 def test_garbage_is_collected_at_the_planned_steps_on_all_ranks(tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[int]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, replace(PLAN, garbage_every=4).to_json())
+            write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, gc_every=4).to_json())
         job, model, optimizer = make_job()
         collected = []
 
@@ -457,8 +461,8 @@ def test_leaving_microbatches_out_is_an_error() -> None:
         return errors
 
     ((before, between, after),) = run_ranks(rank_main, 1)
-    assert "step 1: a backward pass behind 0 microbatches" in before
-    assert "behind 3 microbatches, 1 of which had theirs; call step.backward(loss) in the loop" in between
+    assert "step 1: backward pass after 0 microbatches" in before
+    assert "after 3 microbatches, of which only 1 had one; call step.backward(loss) in the loop" in between
     assert "step 1: 3 of 6 microbatches were not used" in after
 
 
@@ -512,9 +516,9 @@ def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: 
         return errors
 
     ((nothing, taken, a_part, late, twice),) = run_ranks(rank_main, 1)
-    assert nothing.endswith("say job.restore(model=model, optimizer=optimizer, loader=loader)")
+    assert nothing.endswith("call job.restore(model=model, optimizer=optimizer, loader=loader)")
     assert taken == "job: under this name the job keeps its own progress; take another one"
-    assert a_part.endswith("say job.restore(optimizer=optimizer, loader=loader)")
+    assert a_part.endswith("call job.restore(optimizer=optimizer, loader=loader)")
     assert late == "schedule: the job's state is restored already; register it before restore()"
     assert "call it once" in twice
 
@@ -580,7 +584,7 @@ def test_the_package_is_imported_without_torch() -> None:
     import subprocess
     import sys
 
-    modules = "pacekeeper, pacekeeper.observe.windows, pacekeeper.modes.course, pacekeeper.runtime"
+    modules = "pacekeeper, pacekeeper.observe.rank_history, pacekeeper.sync.training_config, pacekeeper.runtime_folder"
     script = f"import {modules}, sys, json; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) is False

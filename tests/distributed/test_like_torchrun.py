@@ -30,7 +30,7 @@ import pytest
 import torch.distributed.run
 
 from pacekeeper.launcher import command
-from tests.support.launchers import eventually, fork
+from testing.training.launchers import fork_process, wait_until_true
 
 RANKS = 2
 PREFIX = re.compile(r"(?m)^\[\d\] ")
@@ -224,14 +224,14 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
         result = main([*options, *shlex.split(case.options), *module, name, *shlex.split(case.arguments)])
         return result if isinstance(result, int) else 0
 
-    pid = fork(run, folder / "log", case.environment)
+    pid = fork_process(run, folder / "log", case.environment)
 
     def outcome() -> Outcome:
         try:
             for number, signum in enumerate(case.signals):
-                eventually((folder / "work" / f"ready-{number}").exists, f"ready-{number}")
+                wait_until_true((folder / "work" / f"ready-{number}").exists, f"ready-{number}")
                 os.kill(pid, signum)
-            code = eventually(lambda: _code(pid), "the run ends")[0]
+            code = wait_until_true(lambda: _code(pid), "the run ends")[0]
         except AssertionError as error:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -265,7 +265,7 @@ def _wait_for_children(folder: Path) -> None:
                     return True
         return False
 
-    eventually(lambda: not is_left(), "all processes end")
+    wait_until_true(lambda: not is_left(), "all processes end")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

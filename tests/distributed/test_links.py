@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_analysis.diagnose import link_probe, links
-from pacekeeper_analysis.diagnose.link_probe import Party, Verdict
-from pacekeeper_analysis.diagnose.links import Links, SpotKind
-from pacekeeper_analysis.reports import BlockedConnection, Evidence, LinkProbe
-from tests.support.namespaces import Network, network
+from pacekeeper_analysis.network import delay_matrix, link_probe
+from pacekeeper_analysis.network.delay_matrix import LinkDiagnosis, SpotKind
+from pacekeeper_analysis.network.link_probe import LinkProbeVerdict, ProbeParty
+from pacekeeper_analysis.protocol.reports import BlockedConnection, Evidence, LinkProbe
+from testing.network.namespaces import NamespaceNetwork, create_network
 
 ATTEMPTS = 10
 SLOW = "80mbit"
@@ -25,8 +25,8 @@ USUAL = "400mbit"
 
 
 @pytest.fixture
-def four() -> Iterator[Network]:
-    with network(4) as made:
+def four() -> Iterator[NamespaceNetwork]:
+    with create_network(4) as made:
         yield made
 
 
@@ -34,7 +34,7 @@ class TestConnections:
     """What the sidecars' looks at the ranks' connections come to. Rank i is worker wi."""
 
     @contextmanager
-    def hosts(self, made: Network, folder: Path, shape: str) -> Iterator[list[subprocess.Popen[str]]]:
+    def hosts(self, made: NamespaceNetwork, folder: Path, shape: str) -> Iterator[list[subprocess.Popen[str]]]:
         folder.chmod(0o777)
         addresses = [host.address for host in made.hosts]
         places = [folder / str(rank) for rank in range(len(addresses))]
@@ -42,7 +42,7 @@ class TestConnections:
             place.mkdir()
             place.chmod(0o777)
         ranks = [
-            host.python("tests.support.link_host", str(place), str(rank), shape, *addresses)
+            host.python("testing.network.link_sender", str(place), str(rank), shape, *addresses)
             for rank, (host, place) in enumerate(zip(made.hosts, places, strict=True))
         ]
         try:
@@ -51,35 +51,39 @@ class TestConnections:
             for rank in ranks:
                 rank.communicate("\n", timeout=300)
 
-    def shown(self, made: Network, folder: Path, shape: str) -> tuple[Links, list[Evidence]]:
+    def shown(self, made: NamespaceNetwork, folder: Path, shape: str) -> tuple[LinkDiagnosis, list[Evidence]]:
         with self.hosts(made, folder, shape) as ranks:
             evidence = [Evidence.from_json(json.loads(_line(rank))) for rank in ranks]
-        return links.judge(*links.join(evidence)), evidence
+        return delay_matrix.diagnose_links(*delay_matrix.join_link_ends(evidence)), evidence
 
-    def test_a_slow_link_among_all_pairs_is_told_from_its_two_ends(self, four: Network, tmp_path: Path) -> None:
+    def test_a_slow_link_among_all_pairs_is_told_from_its_two_ends(
+        self, four: NamespaceNetwork, tmp_path: Path
+    ) -> None:
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW, quick_acknowledgements=True)
         shown, _ = self.shown(four, tmp_path, "all")
-        (hot,) = shown.hot
+        (hot,) = shown.hot_spots
         assert (hot.kind, hot.source, hot.destination) == (SpotKind.LINK, 1, 2)
         assert hot.bytes_per_second == pytest.approx(10e6, rel=0.3), "the shaper's 80 Mbit/s"
-        assert (shown.cells, shown.unknown) == (12, 0)
+        assert (shown.cells, shown.unknown_ends) == (12, 0)
 
     def test_where_acknowledgements_wait_in_the_slow_queue_the_direction_is_right(
-        self, four: Network, tmp_path: Path
+        self, four: NamespaceNetwork, tmp_path: Path
     ) -> None:
         """How long the way back takes is luck of which connection has filled the queue: told as a pair or as a link."""
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW)
-        (hot,) = self.shown(four, tmp_path, "all")[0].hot
+        (hot,) = self.shown(four, tmp_path, "all")[0].hot_spots
         assert hot.kind in (SpotKind.LINK, SpotKind.PAIR)
         assert (hot.source, hot.destination) == (1, 2)
 
-    def test_what_is_lost_on_the_way_blocks_the_ends_of_that_way_alone(self, four: Network, tmp_path: Path) -> None:
+    def test_what_is_lost_on_the_way_blocks_the_ends_of_that_way_alone(
+        self, four: NamespaceNetwork, tmp_path: Path
+    ) -> None:
         """What is slow, and who does not read, moves or has no room: that is no lost packet."""
         four.slow_pair(four.hosts[2], four.hosts[3], "8mbit")
         with self.hosts(four, tmp_path, "all") as ranks:
             for rank in ranks:
                 _line(rank)
-            four.lose(four.hosts[0], four.hosts[1])
+            four.drop_packets(four.hosts[0], four.hosts[1])
             for _ in range(ATTEMPTS):  # until both ends have waited for long enough
                 for rank in ranks:
                     _ask(rank, "blocked")
@@ -93,23 +97,23 @@ class TestConnections:
         assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "nobody says: received"
 
     @pytest.mark.parametrize("way", ["egress", "ingress"])
-    def test_a_slow_side_is_a_row_or_column(self, four: Network, tmp_path: Path, way: str) -> None:
+    def test_a_slow_side_is_a_row_or_column(self, four: NamespaceNetwork, tmp_path: Path, way: str) -> None:
         """Which of the two is the probe's to tell: the acknowledgements of one side stand in the queue of the other."""
         slow = four.slow_egress if way == "egress" else four.slow_ingress
         slow(four.hosts[1], "160mbit")
-        (hot,) = self.shown(four, tmp_path, "all")[0].hot
+        (hot,) = self.shown(four, tmp_path, "all")[0].hot_spots
         assert hot.kind in (SpotKind.SENDER, SpotKind.RECEIVER)
         assert {hot.source, hot.destination} == {1, -1}
 
-    def test_in_a_ring_the_pair_is_all_that_can_be_told(self, four: Network, tmp_path: Path) -> None:
+    def test_in_a_ring_the_pair_is_all_that_can_be_told(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         four.slow_egress(four.hosts[1], SLOW)
         shown, evidence = self.shown(four, tmp_path, "next")
-        (hot,) = shown.hot
+        (hot,) = shown.hot_spots
         assert (hot.kind, hot.pairs) == (SpotKind.PAIR, ((1, 2),))
         renamed = [_translated(answer, "10.217.0.2", "192.0.2.9") for answer in evidence]
-        through_nat = links.judge(*links.join([renamed[0], evidence[1], *renamed[2:]]))
-        assert through_nat.unknown == 4, "both ends of both of its connections"
-        assert all(1 not in pair for spot in through_nat.hot for pair in spot.pairs), "unknown, and not wrong"
+        through_nat = delay_matrix.diagnose_links(*delay_matrix.join_link_ends([renamed[0], evidence[1], *renamed[2:]]))
+        assert through_nat.unknown_ends == 4, "both ends of both of its connections"
+        assert all(1 not in pair for spot in through_nat.hot_spots for pair in spot.pairs), "unknown, and not wrong"
 
 
 def _line(rank: subprocess.Popen[str]) -> str:
@@ -132,10 +136,10 @@ def _translated(answer: Evidence, address: str, seen: str) -> Evidence:
 class Launchers:
     """Launchers' ends of a probe, one a host."""
 
-    parties: Sequence[Party]
-    _ask: Callable[[Sequence[Party], str], link_probe.Judgement]
+    parties: Sequence[ProbeParty]
+    _ask: Callable[[Sequence[ProbeParty], str], link_probe.LinkProbeResult]
 
-    def ask(self, name: str, others: int = 2) -> link_probe.Judgement:
+    def ask(self, name: str, others: int = 2) -> link_probe.LinkProbeResult:
         return self._ask(self.parties[2 : 2 + others], name)
 
 
@@ -143,18 +147,18 @@ class TestProbe:
     """From rank 0's worker w0 to w1; w2 and w3 are the controls."""
 
     @contextmanager
-    def launchers(self, made: Network, folder: Path) -> Iterator[Launchers]:
+    def launchers(self, made: NamespaceNetwork, folder: Path) -> Iterator[Launchers]:
         folder.chmod(0o777)
-        running = [host.python("tests.support.probe_host", host.address, str(folder)) for host in made.hosts]
+        running = [host.python("testing.network.link_prober_host", host.address, str(folder)) for host in made.hosts]
         try:
             ports = [int(one.stdout.readline()) for one in running if one.stdout is not None]
             parties = [
-                Party(f"w{i}", f"{host.address}:{port}")
+                ProbeParty(f"w{i}", f"{host.address}:{port}")
                 for i, (host, port) in enumerate(zip(made.hosts, ports, strict=True))
             ]
 
-            def measure(others: Sequence[Party], name: str) -> dict[str, list[LinkProbe]]:
-                asked = link_probe.layout(name, parties[0], parties[1], others)
+            def measure(others: Sequence[ProbeParty], name: str) -> dict[str, list[LinkProbe]]:
+                asked = link_probe.plan_probe(name, parties[0], parties[1], others)
                 for party, one in zip(parties, running, strict=True):
                     targets = dict(zip(asked.sources, asked.targets, strict=True)).get(party.worker, ())
                     task = {"name": name, "targets": [asdict(target) for target in targets]}
@@ -169,45 +173,45 @@ class TestProbe:
                         answers[party.worker] = [LinkProbe(**probe) for probe in found]
                 return answers
 
-            def ask(others: Sequence[Party], name: str) -> link_probe.Judgement:
+            def ask(others: Sequence[ProbeParty], name: str) -> link_probe.LinkProbeResult:
                 """Measure again where a host was too busy for what a probe may take: no way here is cut."""
                 for attempt in range(ATTEMPTS):
                     answers = measure(others, f"{name}-{attempt}")
                     if not any(probe.failed for probes in answers.values() for probe in probes):
                         break
-                return link_probe.judge(answers, "w0", "w1")
+                return link_probe.evaluate_probe(answers, "w0", "w1")
 
             yield Launchers(parties, ask)
         finally:
             for one in running:
                 one.communicate(timeout=300)
 
-    def test_link_sender_receiver_and_nothing_are_told_apart(self, four: Network, tmp_path: Path) -> None:
+    def test_link_sender_receiver_and_nothing_are_told_apart(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         s, d, *_ = four.hosts
         for host in four.hosts:
             four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
-            assert made.ask("well").verdict is Verdict.NOTHING
+            assert made.ask("well").verdict is LinkProbeVerdict.NOTHING
             four.slow_pair(s, d, SLOW)
-            assert made.ask("pair").verdict is Verdict.LINK
-            four.mend(s)
+            assert made.ask("pair").verdict is LinkProbeVerdict.LINK
+            four.restore_speed(s)
             four.slow_pair(d, s, SLOW)
-            assert made.ask("back").verdict is Verdict.REVERSED
-            four.mend(d)
+            assert made.ask("back").verdict is LinkProbeVerdict.REVERSED
+            four.restore_speed(d)
             four.slow_egress(s, SLOW)
             told = made.ask("egress")
-            assert told.verdict is Verdict.SENDER, told.words
-            four.mend(s)
+            assert told.verdict is LinkProbeVerdict.SENDER, told.message
+            four.restore_speed(s)
             four.slow_ingress(d, SLOW)
             told = made.ask("ingress")
-            assert told.verdict is Verdict.RECEIVER, told.words
+            assert told.verdict is LinkProbeVerdict.RECEIVER, told.message
 
-    def test_three_launchers_are_enough(self, four: Network, tmp_path: Path) -> None:
+    def test_three_launchers_are_enough(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         for host in four.hosts:
             four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
             four.slow_egress(four.hosts[0], SLOW)
-            assert made.ask("egress", others=1).verdict is Verdict.SENDER
-            four.mend(four.hosts[0])
+            assert made.ask("egress", others=1).verdict is LinkProbeVerdict.SENDER
+            four.restore_speed(four.hosts[0])
             four.slow_ingress(four.hosts[1], SLOW)
-            assert made.ask("ingress", others=1).verdict is Verdict.RECEIVER
+            assert made.ask("ingress", others=1).verdict is LinkProbeVerdict.RECEIVER

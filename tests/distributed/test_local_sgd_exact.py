@@ -14,9 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pacekeeper.replication.local_sgd import OuterSGD
-from pacekeeper_analysis.pseudo_gradient import Penalty
-from tests.support.local_sgd import Run, Training, digest, loss_sum, make_mesh, make_net, meet, samples, sgd, whole
-from tests.support.ranks import run_ranks
+from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
+from testing.training.local_sgd import (
+    ReplicaRun,
+    ReplicaTraining,
+    compute_digest,
+    create_sgd,
+    draw_samples,
+    gather_parameters,
+    init_process_group,
+    loss_sum,
+    make_mesh,
+    make_net,
+)
+from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -33,19 +44,19 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1
 @pytest.mark.parametrize("batches", [(8,), (12, 4)], ids=["even", "uneven"])
 def test_one_step_a_synchronisation_is_synchronous_sgd(replicas: int, shards: int, batches: tuple[int, ...]) -> None:
     """Uneven: replicas are weighed by their samples."""
-    count, run = 5, Run(PLAIN, sgd, steps=(1,), batches=batches)
+    count, run = 5, ReplicaRun(PLAIN, create_sgd, steps=(1,), batches=batches)
 
     def rank_main(_rank: int) -> tuple[list[Tensor], list[str], list[str]]:
-        meet()
-        training = Training(make_mesh(replicas, shards), run)
-        for _ in training.synchronisations(count):
+        init_process_group()
+        training = ReplicaTraining(make_mesh(replicas, shards), run)
+        for _ in training.run_steps_and_syncs(count):
             pass
-        return whole(training.net), training.own, training.common
+        return gather_parameters(training.net), training.own, training.common
 
     net = make_net()
-    optimizer = sgd(net)
+    optimizer = create_sgd(net)
     for step in range(count):
-        parts = [samples(run.seed, replica, step, batches[replica % len(batches)]) for replica in range(replicas)]
+        parts = [draw_samples(run.seed, replica, step, batches[replica % len(batches)]) for replica in range(replicas)]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))
         (loss_sum(net, x, y) / len(x)).backward()
         optimizer.step()
@@ -58,16 +69,16 @@ def test_one_step_a_synchronisation_is_synchronous_sgd(replicas: int, shards: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_replicas_are_bit_equal_after_each_synchronisation(dtype: torch.dtype) -> None:
     """With unequal numbers of steps, momentum and penalty; and so are sums that the backend cuts into chunks."""
-    run = Run(dtype=dtype, steps=(4, 3, 1, 2))
+    run = ReplicaRun(dtype=dtype, steps=(4, 3, 1, 2))
 
     def rank_main(rank: int) -> tuple[list[str], list[str]]:
-        meet()
-        training = Training(make_mesh(4, 1), run)
-        for _ in training.synchronisations(6):
-            assert training.replicas.pending
+        init_process_group()
+        training = ReplicaTraining(make_mesh(4, 1), run)
+        for _ in training.run_steps_and_syncs(6):
+            assert training.replicas.is_pending
         large = torch.randn(300_001, generator=torch.Generator().manual_seed(rank)).to(dtype)
         dist.all_reduce(large)
-        training.common.append(digest([large]))
+        training.common.append(compute_digest([large]))
         return training.own, training.common
 
     results = run_ranks(rank_main, 4)
@@ -79,14 +90,14 @@ def test_replicas_are_bit_equal_after_each_synchronisation(dtype: torch.dtype) -
 
 def test_sharded_equals_unsharded() -> None:
     """With everything on, and φ so small that each mean is clipped."""
-    run = Run(OuterSGD(penalty=Penalty(warmup=2, clip=0.01)), steps=(2, 4))
+    run = ReplicaRun(OuterSGD(penalty=Penalty(warmup=2, clip=0.01)), steps=(2, 4))
 
     def rank_main(shards: int) -> Callable[[int], tuple[list[Tensor], Any]]:
         def main(_rank: int) -> tuple[list[Tensor], Any]:
-            meet()
-            training = Training(make_mesh(2, shards), run)
-            found = [synchronisation.weights for synchronisation in training.synchronisations(5)]
-            return whole(training.net), found
+            init_process_group()
+            training = ReplicaTraining(make_mesh(2, shards), run)
+            found = [synchronization.weights for synchronization in training.run_steps_and_syncs(5)]
+            return gather_parameters(training.net), found
 
         return main
 
@@ -99,11 +110,11 @@ def test_sharded_equals_unsharded() -> None:
     unclipped = replace(run, settings=OuterSGD(penalty=Penalty(warmup=2)))
 
     def unclipped_main(_rank: int) -> list[Tensor]:
-        meet()
-        training = Training(make_mesh(2, 1), unclipped)
-        for _ in training.synchronisations(5):
+        init_process_group()
+        training = ReplicaTraining(make_mesh(2, 1), unclipped)
+        for _ in training.run_steps_and_syncs(5):
             pass
-        return whole(training.net)
+        return gather_parameters(training.net)
 
     moved = run_ranks(unclipped_main, 2)[0]
     assert max(float((one - other).abs().max()) for one, other in zip(moved, parameters, strict=True)) > 1e-3
@@ -112,7 +123,7 @@ def test_sharded_equals_unsharded() -> None:
 @pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
 def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
     """Overlap, activation checkpointing, torch.compile, CPU off-load, an evaluation that leaves parameters gathered."""
-    plain = Run(OuterSGD(prefetch=0), eager=True, steps=(2,))
+    plain = ReplicaRun(OuterSGD(prefetch=0), eager=True, steps=(2,))
     overlapped = replace(plain, settings=OuterSGD(), eager=False)
     runs = {
         "eager": plain,
@@ -128,15 +139,15 @@ def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
     }
 
     def rank_main(_rank: int) -> dict[str, list[str]]:
-        meet()
+        init_process_group()
         mesh = make_mesh(replicas, shards)
         digests = {}
         for name, run in runs.items():
-            training = Training(mesh, run)
-            for synchronisation in training.synchronisations(3):
+            training = ReplicaTraining(mesh, run)
+            for synchronization in training.run_steps_and_syncs(3):
                 overlaps = not (run.eager or (run.compiled == "whole" and shards == 1))  # FSDP2 breaks the graph
-                assert training.replicas.pending is overlaps, name
-                assert (synchronisation.ended_ns == 0) is overlaps, name
+                assert training.replicas.is_pending is overlaps, name
+                assert (synchronization.ended_ns == 0) is overlaps, name
             digests[name] = training.common
         return digests
 
@@ -148,12 +159,12 @@ def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
 @pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
 def test_a_unit_whose_forward_pass_never_comes_is_complete_before_the_step(replicas: int, shards: int) -> None:
     def rank_main(_rank: int) -> tuple[list[str], list[str]]:
-        meet()
+        init_process_group()
         mesh = make_mesh(replicas, shards)
         found = []
         for eager in (True, False):
-            training = Training(mesh, Run(eager=eager, skipped=2))
-            for _ in training.synchronisations(3):
+            training = ReplicaTraining(mesh, ReplicaRun(eager=eager, skipped=2))
+            for _ in training.run_steps_and_syncs(3):
                 pass
             found.append(training.common)
         return found[0], found[1]
@@ -166,12 +177,12 @@ def test_a_resumed_run_goes_on_to_the_bit() -> None:
     """Model, both optimizers and what the penalty has learnt are all that there is."""
 
     def rank_main(_rank: int) -> tuple[list[str], list[str]]:
-        meet()
+        init_process_group()
         mesh = make_mesh(2, 1)
-        through = Training(mesh, Run())
-        for _ in through.synchronisations(3):
+        through = ReplicaTraining(mesh, ReplicaRun())
+        for _ in through.run_steps_and_syncs(3):
             pass
-        resumed = Training(mesh, Run())
+        resumed = ReplicaTraining(mesh, ReplicaRun())
         resumed.net.load_state_dict(through.net.state_dict())
         resumed.optimizer.load_state_dict(deepcopy(through.optimizer.state_dict()))
         resumed.replicas.outer.load_state_dict(through.replicas.outer.state_dict())
@@ -179,9 +190,9 @@ def test_a_resumed_run_goes_on_to_the_bit() -> None:
         resumed.replicas.start()
         resumed.done = through.done
         for training in (through, resumed):
-            for _ in training.synchronisations(3):
+            for _ in training.run_steps_and_syncs(3):
                 pass
-        assert digest(through.net.parameters()) == digest(resumed.net.parameters())
+        assert compute_digest(through.net.parameters()) == compute_digest(resumed.net.parameters())
         assert resumed.replicas.last is not None
         assert resumed.replicas.last.number == 6
         return through.common[3:], resumed.common

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pacekeeper.replication import parallel
-from tests.support.local_sgd import loss_sum, make_mesh, make_net, meet, samples
-from tests.support.ranks import run_ranks
+from testing.training.local_sgd import draw_samples, init_process_group, loss_sum, make_mesh, make_net
+from testing.training.ranks import run_ranks
 
 SHARES = [(6, 6, 6, 6), (9, 7, 5, 3), (2, 2, 14, 6)]
 BATCH = 24
@@ -20,7 +20,7 @@ BATCH = 24
 
 def gradient_of_one_process(indices: list[int], weight: float) -> list[Tensor]:
     net = make_net()
-    x, y = samples(1, 0, 0, BATCH)
+    x, y = draw_samples(1, 0, 0, BATCH)
     (loss_sum(net, x[indices], y[indices]) / weight).backward()
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
 
@@ -36,17 +36,17 @@ def test_two_replicas_of_two_shards(shares: tuple[int, ...]) -> None:
     """In Sync, in local modes, in Sync again; each rank adds up two microbatches of uneven size."""
 
     def rank_main(rank: int) -> list[list[Tensor]]:
-        meet()
+        init_process_group()
         net = make_net()
-        parallel.shard(net, make_mesh(2, 2), net.blocks, {})
-        x, y = samples(1, 0, 0, BATCH)
+        parallel.shard_model(net, make_mesh(2, 2), net.blocks, {})
+        x, y = draw_samples(1, 0, 0, BATCH)
         mine = range(sum(shares[:rank]), sum(shares[: rank + 1]))
         found = []
         for local in (False, True, False):
             weight = BATCH if not local else sum(shares[:2] if rank < 2 else shares[2:])
             parts = [list(mine)[part::2] for part in range(2)]
             for number, part in enumerate(parts):
-                parallel.synchronise_gradients(net, number == 1, local)
+                parallel.synchronize_gradients(net, number == 1, local)
                 (loss_sum(net, x[part], y[part]) / weight).backward()
             found.append(gradients(net))
             net.zero_grad()
@@ -67,11 +67,11 @@ def test_two_replicas_of_two_shards(shares: tuple[int, ...]) -> None:
 
 def test_small_buckets_sum_the_same_one_after_the_other() -> None:
     def rank_main(rank: int) -> list[tuple[int, list[Tensor]]]:
-        meet()
+        init_process_group()
         found = []
         for bucket_cap_mb in (None, 1e-5):
-            model = parallel.replicate(make_net(), {"bucket_cap_mb": bucket_cap_mb})
-            x, y = samples(1, rank, 0)
+            model = parallel.replicate_model(make_net(), {"bucket_cap_mb": bucket_cap_mb})
+            x, y = draw_samples(1, rank, 0)
             with patch.object(parallel, "_sum_bucket", side_effect=parallel._sum_bucket) as summed:
                 (loss_sum(model, x, y) / 16).backward()
             found.append((summed.call_count, gradients(model)))
@@ -97,13 +97,13 @@ def test_whole_replicas_neither_exchange_gradients_nor_buffers_in_local_modes() 
     """One rank trains on while the other waits for it: nothing in its steps is collective."""
 
     def rank_main(rank: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        meet()
-        model = parallel.replicate(Normed(), {})
-        x, y = samples(1, rank, 0)
+        init_process_group()
+        model = parallel.replicate_model(Normed(), {})
+        x, y = draw_samples(1, rank, 0)
 
         def step(local: bool) -> list[Tensor]:
             model.zero_grad()
-            parallel.synchronise_gradients(model, True, local)
+            parallel.synchronize_gradients(model, True, local)
             (loss_sum(model, x, y) / 16).backward()
             return gradients(model)
 

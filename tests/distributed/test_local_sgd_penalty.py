@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from pacekeeper.replication.local_sgd import OuterSGD, Synchronisation
-from pacekeeper_analysis.pseudo_gradient import Penalty
-from tests.support.local_sgd import Run, Training, digest, make_mesh, meet
-from tests.support.ranks import run_ranks
+from pacekeeper.replication.local_sgd import OuterSGD, Synchronization
+from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
+from testing.training.local_sgd import ReplicaRun, ReplicaTraining, compute_digest, init_process_group, make_mesh
+from testing.training.ranks import run_ranks
 
 REPLICAS = 4
 BAD = 2
-"""The replica that sends garbage, before these synchronisations."""
+"""The replica that sends garbage, before these synchronizations."""
 WHEN = (2, 9, 10, 16)
 COUNT = 20
 PENALTY = Penalty(warmup=5)
 OFF = OuterSGD(penalty=replace(PENALTY, enabled=False))
-GOOD = Run(OuterSGD(penalty=PENALTY), steps=(4,))
+GOOD = ReplicaRun(OuterSGD(penalty=PENALTY), steps=(4,))
 
 
 def garbage(factor: float, replica: int, number: int) -> float:
@@ -29,17 +29,17 @@ def garbage(factor: float, replica: int, number: int) -> float:
 
 
 NAN = replace(GOOD, poison=lambda *of: garbage(math.nan, *of))
-HUGE = replace(GOOD, garbage=lambda *of: garbage(1000.0, *of))
+HUGE = replace(GOOD, corrupt_input=lambda *of: garbage(1000.0, *of))
 
 
-def train(mesh: torch.distributed.device_mesh.DeviceMesh, run: Run) -> tuple[list[float], list[Synchronisation]]:
-    """Held-out loss of the common parameters after each synchronisation, and what it was like."""
-    training = Training(mesh, run)
+def train(mesh: torch.distributed.device_mesh.DeviceMesh, run: ReplicaRun) -> tuple[list[float], list[Synchronization]]:
+    """Held-out loss of the common parameters after each synchronization, and what it was like."""
+    training = ReplicaTraining(mesh, run)
     curve, seen = [], []
-    for synchronisation in training.synchronisations(COUNT):
+    for synchronization in training.run_steps_and_syncs(COUNT):
         training.replicas.finish()
-        curve.append(training.held_out())
-        seen.append(synchronisation)
+        curve.append(training.compute_held_out_loss())
+        seen.append(synchronization)
     return curve, seen
 
 
@@ -48,8 +48,8 @@ def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
     runs |= {"NaN": NAN, "x1000": HUGE}
     runs |= {"NaN, off": replace(NAN, settings=OFF), "x1000, off": replace(HUGE, settings=OFF)}
 
-    def rank_main(_rank: int) -> dict[str, tuple[list[float], list[Synchronisation]]]:
-        meet()
+    def rank_main(_rank: int) -> dict[str, tuple[list[float], list[Synchronization]]]:
+        init_process_group()
         mesh = make_mesh(REPLICAS, 1)
         return {name: train(mesh, run) for name, run in runs.items()}
 
@@ -60,34 +60,34 @@ def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
     for name in ("NaN", "x1000"):
         curve, seen = found[name]
         assert (np.abs(np.array(curve) - clean[0]) <= spread).all(), (name, curve, clean, spread)
-        for synchronisation in seen:
-            bad = synchronisation.number in WHEN
-            assert bool(synchronisation.replica_weights[BAD] < 1e-9) is bad, (name, synchronisation)
-            assert synchronisation.not_finite == ((BAD,) if bad and name == "NaN" else ())
-            assert not synchronisation.rolled_back
+        for synchronization in seen:
+            bad = synchronization.number in WHEN
+            assert bool(synchronization.replica_weights[BAD] < 1e-9) is bad, (name, synchronization)
+            assert synchronization.not_finite == ((BAD,) if bad and name == "NaN" else ())
+            assert not synchronization.rolled_back
     assert not math.isfinite(found["NaN, off"][0][-1])
     assert found["x1000, off"][0][-1] > 10 * clean[:, -1].max()
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (2, 2)], ids=str)
 def test_without_one_good_replica_all_go_back(replicas: int, shards: int) -> None:
-    """To the last common parameters; the outer momentum stays, and the next synchronisation is a good one."""
+    """To the last common parameters; the outer momentum stays, and the next synchronization is a good one."""
     run = replace(GOOD, poison=lambda _, number: math.nan if number == 3 else 1.0)
 
     def rank_main(_rank: int) -> None:
-        meet()
-        training = Training(make_mesh(replicas, shards), run)
+        init_process_group()
+        training = ReplicaTraining(make_mesh(replicas, shards), run)
         momenta = []
-        for synchronisation in training.synchronisations(5):
+        for synchronization in training.run_steps_and_syncs(5):
             training.replicas.finish()
-            momenta.append(digest(state["momentum_buffer"] for state in training.replicas.outer.state.values()))
-            bad = synchronisation.number == 3
-            assert synchronisation.rolled_back == (synchronisation.units if bad else ())
-            assert synchronisation.not_finite == (tuple(range(replicas)) if bad else ())
-            assert (synchronisation.nbytes == 0) is bad
+            momenta.append(compute_digest(state["momentum_buffer"] for state in training.replicas.outer.state.values()))
+            bad = synchronization.number == 3
+            assert synchronization.rolled_back == (synchronization.units if bad else ())
+            assert synchronization.not_finite == (tuple(range(replicas)) if bad else ())
+            assert (synchronization.nbytes == 0) is bad
         assert training.common[2] == training.common[1]
         assert momenta[2] == momenta[1]
         assert len({*training.common}) == len({*momenta}) == 4
-        assert math.isfinite(training.held_out())
+        assert math.isfinite(training.compute_held_out_loss())
 
     run_ranks(rank_main, 4)

@@ -20,17 +20,26 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas, equalise, reset_moments
+from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas, equalize_replicas, reset_moments
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.pseudo_gradient import Penalty
-from tests.support.local_sgd import Run, Training, loss_sum, make_mesh, make_net, meet, samples, whole
-from tests.support.ranks import run_ranks
+from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
+from testing.training.local_sgd import (
+    ReplicaRun,
+    ReplicaTraining,
+    draw_samples,
+    gather_parameters,
+    init_process_group,
+    loss_sum,
+    make_mesh,
+    make_net,
+)
+from testing.training.ranks import run_ranks
 
 LAYOUTS = {torch.float64: [(1, 4), (2, 1)], torch.bfloat16: [(2, 2)]}
 """(replicas, shards) that read what two replicas of two shards have written; the last one off-loads."""
 
 
-def outer_momentum(training: Training) -> list[Tensor]:
+def outer_momentum(training: ReplicaTraining) -> list[Tensor]:
     """[parameters], gathered."""
     momenta = [training.replicas.outer.state[p]["momentum_buffer"] for p in training.net.parameters()]
     return [m.full_tensor() if isinstance(m, DTensor) else m.clone() for m in momenta]
@@ -38,21 +47,21 @@ def outer_momentum(training: Training) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", LAYOUTS, ids=str)
 def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype: torch.dtype, tmp_path: Path) -> None:
-    run = Run(dtype=dtype)
+    run = ReplicaRun(dtype=dtype)
 
     def write(_rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        meet()
-        training = Training(make_mesh(2, 2), run)
-        for _ in training.synchronisations(3):
+        init_process_group()
+        training = ReplicaTraining(make_mesh(2, 2), run)
+        for _ in training.run_steps_and_syncs(3):
             pass
         net, outer = training.net, training.replicas.outer
         save({"net": get_model_state_dict(net), "outer": get_optimizer_state_dict(net, outer)}, checkpoint_id=tmp_path)
-        return whole(net), outer_momentum(training)
+        return gather_parameters(net), outer_momentum(training)
 
     def read(replicas: int, shards: int, settings: OuterSGD) -> Callable[[int], tuple[list[Tensor], list[Tensor]]]:
         def main(_rank: int) -> tuple[list[Tensor], list[Tensor]]:
-            meet()
-            training = Training(make_mesh(replicas, shards), replace(run, settings=settings))
+            init_process_group()
+            training = ReplicaTraining(make_mesh(replicas, shards), replace(run, settings=settings))
             net, outer = training.net, training.replicas.outer
             state: dict[str, Any] = {
                 "net": get_model_state_dict(net),
@@ -61,11 +70,11 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
             load(state, checkpoint_id=tmp_path)
             set_model_state_dict(net, state["net"])
             set_optimizer_state_dict(net, outer, state["outer"])
-            for _ in training.synchronisations(0):
+            for _ in training.run_steps_and_syncs(0):
                 pass
-            found = whole(net), outer_momentum(training)
+            found = gather_parameters(net), outer_momentum(training)
             training.replicas.start()
-            for _ in training.synchronisations(1):  # what was loaded is of the kind that it works with
+            for _ in training.run_steps_and_syncs(1):  # what was loaded is of the kind that it works with
                 pass
             return found
 
@@ -87,26 +96,26 @@ def test_equalise_makes_one_state_of_the_replicas(replicas: int, shards: int) ->
     """Means of the moments that are finite, the largest step, buffers too; a state that only some have is shared."""
 
     def rank_main(_rank: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
-        meet()
+        init_process_group()
         mesh = make_mesh(replicas, shards)
         replica = mesh.get_local_rank("sync")
-        training = Training(mesh, Run(steps=tuple(range(2, 2 + replicas))))
+        training = ReplicaTraining(mesh, ReplicaRun(steps=tuple(range(2, 2 + replicas))))
         late = nn.Parameter(torch.ones(3, dtype=torch.float64))
         optimizer = training.optimizer
         optimizer.add_param_group({"params": [late]})
         if replica == 1:
             late.grad = torch.full((3,), 2.0, dtype=torch.float64)
-        for _ in training.synchronisations(1):
+        for _ in training.run_steps_and_syncs(1):
             pass
         late.grad = None
         norm = nn.BatchNorm1d(2).double()
-        norm(samples(1, replica, 0)[1])
+        norm(draw_samples(1, replica, 0)[1])
         if replica == 0:
             first = optimizer.state[next(training.net.parameters())]["exp_avg"]
             part = first.to_local() if isinstance(first, DTensor) else first
             part[0] = torch.nan
         before = _state_of(training, late, norm)
-        equalise(optimizer, [training.net, norm], mesh.get_group("sync"))
+        equalize_replicas(optimizer, [training.net, norm], mesh.get_group("sync"))
         after = _state_of(training, late, norm)
         return replica, mesh.get_local_rank("shard"), before, after
 
@@ -127,7 +136,7 @@ def test_equalise_makes_one_state_of_the_replicas(replicas: int, shards: int) ->
     assert float(results[-1][3]["0 step"]) == 1 + replicas
 
 
-def _state_of(training: Training, late: nn.Parameter, norm: nn.Module) -> dict[str, Tensor]:
+def _state_of(training: ReplicaTraining, late: nn.Parameter, norm: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each moment and buffer."""
     named = {str(index): parameter for index, parameter in enumerate(training.net.parameters())} | {"late": late}
     found = {f"{name} {key}": value for name, p in named.items() for key, value in training.optimizer.state[p].items()}
@@ -143,7 +152,7 @@ def test_reset_moments_lets_the_optimizer_begin_anew(kind: type[torch.optim.Opti
     nets = [make_net(), make_net()]
     fresh, reset = (kind(net.parameters(), lr=0.01) for net in nets)  # type: ignore[call-arg]
     before = [parameter.detach().clone() for parameter in nets[1].parameters()]
-    (loss_sum(nets[1], *samples(1, 0, 0)) * torch.nan).backward()
+    (loss_sum(nets[1], *draw_samples(1, 0, 0)) * torch.nan).backward()
     reset.step()
     reset_moments(reset)
     with torch.no_grad():
@@ -151,7 +160,7 @@ def test_reset_moments_lets_the_optimizer_begin_anew(kind: type[torch.optim.Opti
             parameter.copy_(wanted)
     for net, optimizer in zip(nets, (fresh, reset), strict=True):
         optimizer.zero_grad()
-        loss_sum(net, *samples(1, 0, 1)).backward()
+        loss_sum(net, *draw_samples(1, 0, 1)).backward()
         optimizer.step()
     for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -160,7 +169,7 @@ def test_reset_moments_lets_the_optimizer_begin_anew(kind: type[torch.optim.Opti
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_an_outer_step_is_that_of_torch(nesterov: bool) -> None:
     def rank_main(_rank: int) -> None:
-        meet()
+        init_process_group()
         net, reference = make_net(), make_net()
         settings = OuterSGD(lr=0.7, momentum=0.8, nesterov=nesterov, penalty=Penalty(enabled=False))
         replicas = Replicas(ForwardPass(net, net.blocks), make_mesh(1, 1).get_group("sync"), None, settings)
@@ -182,7 +191,7 @@ def test_an_outer_step_is_that_of_torch(nesterov: bool) -> None:
 
 def test_wrong_use_is_told() -> None:
     def rank_main(_rank: int) -> None:
-        meet()
+        init_process_group()
         group = make_mesh(1, 1).get_group("sync")
         net = make_net()
         with pytest.raises(InputError, match="units: Linear is not a part"):
@@ -209,7 +218,7 @@ def test_wrong_use_is_told() -> None:
         assert replicas.finish() is last
         assert last.ended_ns >= last.started_ns + last.waited_ns > last.started_ns
         replicas.stop()
-        assert not replicas.running
+        assert not replicas.is_running
         with pytest.raises(RuntimeError, match="start"):
             replicas.begin(1)
         with pytest.raises(RuntimeError, match="the outer optimizer steps"):
@@ -220,7 +229,7 @@ def test_wrong_use_is_told() -> None:
 
 def test_replicas_must_have_done_as_many_steps_unless_asynchronous() -> None:
     def rank_main(rank: int) -> None:
-        meet()
+        init_process_group()
         net = make_net()
         replicas = Replicas(ForwardPass(net, net.blocks), make_mesh(2, 1).get_group("sync"), None, OuterSGD())
         replicas.start()

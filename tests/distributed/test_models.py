@@ -1,6 +1,6 @@
 """Models as scripts have them (options, torch.compile, activation checkpointing, GradScaler) in every mode.
 
-Through Sync, EDiT, AsyncEDiT and back, with a synchronisation after each step and outer SGD with learning rate 1, all
+Through Sync, EDiT, AsyncEDiT and back, with a synchronization after each step and outer SGD with learning rate 1, all
 modes make the same steps: those of SGD in one process. So there is one reference for everything, to rounding.
 """
 
@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import pacekeeper as pk
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
-from tests.support.mode_jobs import mode_steps
-from tests.support.ranks import import_before_forks, run_ranks
+from pacekeeper_analysis.protocol.plan import SyncMode, WorkerPlan, WorkerRole
+from testing.training.ranks import import_before_forks, run_ranks
+from testing.training.sync_mode_jobs import list_mode_starts
 
 BATCH, SIZE, STEPS, RATE = 8, 64, 16, 0.002
 BLOCKS = 4
 MOST_COMPILED = BLOCKS - 1
 """How often dynamo compiles one piece of code, here: fewer than there are blocks that share one."""
-PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=1, sync_seconds=1e-6)
+PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, sync_every=1, sync_seconds=1e-6)
 SWITCHES = {4: SyncMode.EDIT, 7: SyncMode.ASYNC_EDIT, 11: SyncMode.SYNC}
 MODES = (SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT, SyncMode.SYNC)
 
@@ -124,7 +124,7 @@ class Seen:
 def run_case(case: Case, runtime: Path) -> list[Seen]:
     def rank_main(rank: int) -> Seen:
         if rank == 0:
-            write_json(Runtime(runtime).plan, PLAN.to_json())
+            write_json(RuntimeFolder(runtime).plan, PLAN.to_json())
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         graphs: list[Any] = []
 
@@ -172,7 +172,7 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
             seen.graphs.append(len(graphs))
             if rank == 0 and coming and step.number >= min(coming):
                 changed = replace(PLAN, version=1 + step.number, sync_mode=coming.pop(min(coming)))
-                write_json(Runtime(runtime).plan, changed.to_json())
+                write_json(RuntimeFolder(runtime).plan, changed.to_json())
         names = {name.replace("_orig_mod.", "").replace("module.", ""): p for name, p in net.named_parameters()}
         for name, parameter in names.items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -180,7 +180,7 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
         return seen
 
     run = run_ranks(rank_main, 2 * case.shard, runtime=runtime)
-    modes = mode_steps(runtime, 0)
+    modes = list_mode_starts(runtime, 0)
     assert [mode for mode, _ in modes] == list(MODES), "the job went through all modes"
     return run
 
@@ -251,7 +251,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
 def test_a_compiled_model_trains_the_same_and_is_never_compiled_anew(case: Case, tmp_path: Path) -> None:
-    """Neither by a synchronisation nor by a switch; and a model that has no graph break of its own has none of ours."""
+    """Neither by a synchronization nor by a switch; and a model that has no graph break of its own has none of ours."""
     run = run_case(case, tmp_path)
     check(run, case.shard)
     for seen in run:
@@ -275,8 +275,8 @@ def test_a_grad_scaler_leaves_steps_out_on_one_replica(shard: int, tmp_path: Pat
 def test_options_that_are_not_the_scripts_are_refused_by_name() -> None:
     frozen = Net().requires_grad_(False)
     refused: list[tuple[str, dict[str, Any], str]] = [
-        ("replicate", {"device_ids": [0]}, "device_ids is the job's device"),
-        ("replicate", {"process_group": None}, "process_group is of all ranks; see pk.init"),
+        ("replicate", {"device_ids": [0]}, "device_ids is set to the job's device"),
+        ("replicate", {"process_group": None}, "process_group is the group of all ranks; see pk.init"),
         ("replicate", {"static_graph": True}, "static_graph needs a first backward pass that reduces gradients"),
         ("replicate", {"bucket_mb": 3}, "replicate: the option 'bucket_mb' is unknown; it takes units,"),
         ("fully_shard", {"mesh": None}, "fully_shard: mesh is the job's"),

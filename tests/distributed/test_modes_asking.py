@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import SyncMode
-from tests.support.mode_jobs import BATCH, PLAN, Numbers, digest
-from tests.support.ranks import run_ranks
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
+from pacekeeper_analysis.protocol.plan import SyncMode
+from testing.training.ranks import run_ranks
+from testing.training.sync_mode_jobs import BATCH, PLAN, Numbers, compute_digest
 
 EDIT, ASYNC_EDIT = SyncMode.EDIT, SyncMode.ASYNC_EDIT
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
 def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path: Path) -> None:
-    """More units than the two whose synchronisation is under way at a time. Were the rest completed on the asking rank
+    """More units than the two whose synchronization is under way at a time. Were the rest completed on the asking rank
     alone, it would wait for its sync group, which waits for shards that the asking rank has to gather. One of the units
     has no parameters, as those of `nn.Module.children` may."""
 
     def rank_main(rank: int) -> tuple[list[int], dict[int, str]]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode, "sync_seconds": 0.02})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode, "sync_seconds": 0.02})
         job = pk.init(mesh={"sync": 2, "shard": 2})
         net = job.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Tanh(), nn.Linear(4, 1)))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
@@ -40,7 +40,7 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
                 due.append(job.step)
             if mode is EDIT:  # a collective of the script's own, behind what only one rank asks
                 torch.distributed.barrier()
-            parameters[job.step] = digest(net.parameters())
+            parameters[job.step] = compute_digest(net.parameters())
         return due, parameters
 
     (due, parameters), *others = run_ranks(rank_main, 4, runtime=tmp_path)
@@ -54,8 +54,8 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
 
 def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up() -> None:
     """Two models of more units than are under way at a time. Rank 0 has used up all samples while rank 1 has two steps
-    to go, so it comes to a synchronisation without a forward pass. Then rank 1 must not wait for it in anything but
-    this synchronisation. And rank 1 evaluates the second model first."""
+    to go, so it comes to a synchronization without a forward pass. Then rank 1 must not wait for it in anything but
+    this synchronization. And rank 1 evaluates the second model first."""
 
     def rank_main(rank: int) -> tuple[list[int], int, str]:
         job = pk.init(sync_mode=ASYNC_EDIT, sync_seconds=0.05)
@@ -74,7 +74,7 @@ def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up
             optimizer.step()
             optimizer.zero_grad()
             own.append(step.samples)
-        return own, job.samples, digest(parameters)
+        return own, job.samples, compute_digest(parameters)
 
     (zero, used, parameters), (one, used_too, parameters_too) = run_ranks(rank_main, 2)
     assert sum(zero) + sum(one) == used == used_too == 6 * BATCH
@@ -87,7 +87,7 @@ def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) ->
 
     def rank_main(rank: int) -> dict[str, list[int]]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
         job = pk.init()
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
@@ -111,11 +111,11 @@ def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) ->
 
 
 def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None:
-    """What the second one does is part of what they synchronise."""
+    """What the second one does is part of what they synchronize."""
 
     def rank_main(rank: int) -> list[str]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
         job = pk.init()
         parts = nn.Linear(4, 4), nn.Linear(4, 1)
         net = job.replicate(nn.Sequential(*parts))
@@ -128,7 +128,7 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
                 optimizer.step()
                 optimizer.zero_grad()
             if step.due("look", every=4):
-                found.append(digest(net.parameters()))
+                found.append(compute_digest(net.parameters()))
         return found
 
     zero, one = run_ranks(rank_main, 2, runtime=tmp_path)
@@ -139,7 +139,7 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
 @pytest.mark.parametrize("mode", SyncMode)
 @pytest.mark.parametrize("before_the_microbatches", [False, True])
 def test_who_asks_before_the_optimizers_step_is_told_so(mode: SyncMode, before_the_microbatches: bool) -> None:
-    """In the first step, in Sync too: in a Local-SGD mode he would synchronise without it, and its peers with it."""
+    """In the first step, in Sync too: in a Local-SGD mode he would synchronize without it, and its peers with it."""
 
     def rank_main(_: int) -> str:
         job = pk.init(sync_mode=mode, sync_every=3)
@@ -159,4 +159,4 @@ def test_who_asks_before_the_optimizers_step_is_told_so(mode: SyncMode, before_t
         return "nothing was said"
 
     (said,) = run_ranks(rank_main, 1)
-    assert said == "step 1: step.due was asked before optimizer.step(); ask behind it"
+    assert said == "step 1: step.due was called before optimizer.step(); call it afterwards"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import pacekeeper as pk
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import SyncMode
-from tests.support.mode_jobs import BATCH, PLAN, Numbers, mode_steps, run_job
-from tests.support.ranks import run_ranks
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
+from pacekeeper_analysis.protocol.plan import SyncMode
+from testing.training.ranks import run_ranks
+from testing.training.sync_mode_jobs import BATCH, PLAN, Numbers, list_mode_starts, run_job
 
 SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
 
@@ -28,7 +28,7 @@ SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
         ({"sync_mode": "Sync", "sequence_cost": [0.0, -1.0, 0.0]}, "plan.sequence_cost: cost: "),
         (
             {"sync_mode": "Sync", "sequence_cost": [0.0, 0.0, 1.0]},
-            "does not know how long samples are; give dataloader",
+            "the lengths of samples are unknown; pass lengths to dataloader",
         ),
         ("no plan", "plan.json: not JSON"),
     ],
@@ -40,7 +40,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_and_the_last_good_one_goes_on
     said: list[str] = []
 
     def rank_main(rank: int) -> list[str]:
-        runtime = Runtime(tmp_path)
+        runtime = RuntimeFolder(tmp_path)
 
         def give(version: int, changes: Any) -> None:
             if isinstance(changes, str):
@@ -59,7 +59,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_and_the_last_good_one_goes_on
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
-                said.append(runtime.refused.read_text())
+                said.append(runtime.refusal.read_text())
                 if step.number == 4:
                     give(2, bad)
                 if step.number == 9:  # the ranks meet in the next one
@@ -70,13 +70,13 @@ def test_a_plan_that_cannot_be_followed_is_refused_and_the_last_good_one_goes_on
     assert said[:4] == [""] * 4
     assert words in said[8]
     assert said[-1] == ""
-    assert mode_steps(tmp_path, 1) == [(EDIT, 1), (SYNC, 11)]
+    assert list_mode_starts(tmp_path, 1) == [(EDIT, 1), (SYNC, 11)]
 
 
 def test_a_local_mode_needs_the_optimizer(tmp_path: Path) -> None:
     def rank_main(rank: int) -> str:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": "AsyncEDiT"})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": "AsyncEDiT"})
         job = pk.init()
         net = job.replicate(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -85,11 +85,11 @@ def test_a_local_mode_needs_the_optimizer(tmp_path: Path) -> None:
                 (net(x).sum() / step.total_weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return Runtime(tmp_path).refused.read_text()
+        return RuntimeFolder(tmp_path).refusal.read_text()
 
     (refused, _) = run_ranks(rank_main, 2, runtime=tmp_path)
-    assert "sync_mode: Local-SGD needs the optimizer; give it to job.optimizer(…)" in refused
-    assert mode_steps(tmp_path, 1) == [(SYNC, 1)]
+    assert "sync_mode: Local-SGD needs the optimizer; pass it to job.optimizer(…)" in refused
+    assert list_mode_starts(tmp_path, 1) == [(SYNC, 1)]
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
@@ -105,9 +105,9 @@ def test_a_rank_whose_loss_is_not_finite_is_told_and_does_not_count(mode: SyncMo
         return loss
 
     run = run_job(tmp_path, until=24, plans={0: {"sync_mode": mode}}, ranks=3, sabotage=bad)
-    assert len({seen.ordinals[-1].parameters for seen in run}) == 1
+    assert len({seen.sync_points[-1].parameters for seen in run}) == 1
     assert all(torch.tensor(seen.losses[-1]).isfinite() for seen in run)
-    told = [int(RingReader(Runtime(tmp_path).ring(rank)).state()["bad_loss_step"]) for rank in range(3)]
+    told = [int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["bad_loss_step"]) for rank in range(3)]
     assert told == [-1, -1, int((tmp_path / "spoilt").read_text())]
 
 
@@ -116,7 +116,7 @@ def test_what_is_asked_on_one_rank_only_holds_nobody_up(tmp_path: Path) -> None:
 
     def rank_main(rank: int) -> list[int]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": "EDiT"})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": "EDiT"})
         job = pk.init()
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
@@ -139,7 +139,7 @@ def test_ranks_answer_alike_where_one_leaves_the_optimizers_step_out(mode: SyncM
 
     def rank_main(rank: int) -> tuple[list[int], list[int]]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode})
         job = pk.init()
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)

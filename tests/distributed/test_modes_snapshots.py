@@ -1,4 +1,4 @@
-"""In Local-SGD modes a snapshot is worth a synchronisation that all wait for, where it can be taken."""
+"""In Local-SGD modes a snapshot is worth a synchronization that all wait for, where it can be taken."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.keep.neighbours import Neighbours
-from pacekeeper.modes.pace import SynchronisationTimes
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import SyncMode
-from tests.support.mode_jobs import BATCH, PLAN, Numbers
-from tests.support.ranks import run_ranks
+from pacekeeper.checkpointing.snapshots.peer_replication import PeerReplication
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
+from pacekeeper.sync.step_timer import SynchronizationTimes
+from pacekeeper_analysis.protocol.plan import SyncMode
+from testing.training.ranks import run_ranks
+from testing.training.sync_mode_jobs import BATCH, PLAN, Numbers
 
 STEPS, EVERY = 16, 4
-"""Of the job; between two synchronisations, at each of which a snapshot is due."""
+"""Of the job; between two synchronizations, at each of which a snapshot is due."""
 
 
 @pytest.mark.parametrize(("delivered", "waited_for"), [(True, STEPS // EVERY), (False, 1)], ids=["there", "under way"])
@@ -30,11 +30,11 @@ def test_no_synchronisation_is_waited_for_where_the_last_snapshot_is_on_its_way_
     def rank_main(rank: int) -> int:
         waits: list[None] = []
         # of a process that ends with the test
-        Neighbours.have_last = lambda *_: delivered  # type: ignore[method-assign]
-        SynchronisationTimes.finish = lambda *_: waits.append(None)  # type: ignore[method-assign]
+        PeerReplication.wait_for_delivery = lambda *_: delivered  # type: ignore[method-assign]
+        SynchronizationTimes.finish = lambda *_: waits.append(None)  # type: ignore[method-assign]
         if rank == 0:
             plan = replace(PLAN, sync_mode=SyncMode.EDIT, sync_every=EVERY)
-            write_json(Runtime(tmp_path).plan, plan.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, plan.to_json())
         job = pk.init(mesh={"sync": -1}, snapshot_every=EVERY)
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import pacekeeper as pk
-from pacekeeper.environment import LEFT_WHEN_TOLD
-from pacekeeper_analysis.plan import SyncMode
-from tests.support.mode_jobs import BATCH, each_once_an_epoch, run_job, used_by_all
+from pacekeeper.environment import RANK_LEFT_EXIT_CODE
+from pacekeeper_analysis.protocol.plan import SyncMode
+from testing.training.sync_mode_jobs import BATCH, count_used_samples, is_each_used_once_per_epoch, run_job
 
 SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
 UNEVEN = (0.003, 0.02, 0.006)
@@ -46,7 +46,7 @@ def test_told_to_leave_in_a_local_mode_and_on_in_others(
         at_step=sigterm_to_rank_1,
         **before,
     )
-    assert {seen.left_with for seen in left} == {LEFT_WHEN_TOLD}
+    assert {seen.left_with for seen in left} == {RANK_LEFT_EXIT_CODE}
     (samples,) = {seen.samples for seen in left}
     assert sum(len(seen.used) for seen in left) == samples
     stopped = samples // BATCH
@@ -57,7 +57,7 @@ def test_told_to_leave_in_a_local_mode_and_on_in_others(
         tmp_path, until=stopped + 20, plans={0: {"sync_mode": ASYNC_EDIT}}, pauses=UNEVEN, volume=volume, **before
     )
     assert {seen.restored for seen in again} == {stopped + 6}
-    assert each_once_an_epoch(used_by_all(left, sync, again), (stopped + 20) * BATCH)
+    assert is_each_used_once_per_epoch(count_used_samples(left, sync, again), (stopped + 20) * BATCH)
 
 
 def test_the_outer_momentum_goes_through_sync_and_to_other_ranks(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_checkpoint_without_outer_state_begins_with_none(tmp_path: Path) -> No
     run_job(tmp_path, until=4, plans={}, ranks=2, volume=volume)
     local = run_job(tmp_path, until=12, plans={0: {"sync_mode": EDIT}}, ranks=2, volume=volume)
     assert [(seen.restored, seen.step) for seen in local] == [(4, 12)] * 2
-    assert [one.step for one in local[0].ordinals] == [8, 12]
+    assert [one.step for one in local[0].sync_points] == [8, 12]
 
 
 def test_resumed_edit_equals_edit_that_was_never_interrupted(tmp_path: Path) -> None:
@@ -94,5 +94,5 @@ def test_resumed_edit_equals_edit_that_was_never_interrupted(tmp_path: Path) -> 
     for one, other in zip(whole, resumed, strict=True):
         assert other.restored == 8
         assert other.losses == one.losses[8:]
-        assert other.ordinals == one.ordinals[2:]
+        assert other.sync_points == one.sync_points[2:]
         assert other.moments == one.moments

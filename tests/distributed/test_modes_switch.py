@@ -10,33 +10,33 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.records import Kind
-from tests.support.mode_jobs import (
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.records import RecordKind
+from testing.training.ranks import run_ranks
+from testing.training.sync_mode_jobs import (
     BATCH,
     PLAN,
+    JobRankTrace,
     Numbers,
-    Seen,
-    each_once_an_epoch,
-    mode_steps,
-    records,
+    count_used_samples,
+    is_each_used_once_per_epoch,
+    list_mode_starts,
+    read_records,
     run_job,
-    used_by_all,
 )
-from tests.support.ranks import run_ranks
 
 SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
 THROUGH_ALL = {3: {"sync_mode": EDIT}, 13: {"sync_mode": ASYNC_EDIT}, 40: {"sync_mode": SYNC}}
 
 
-def check_ordinals(run: list[Seen], shard: int = 1) -> None:
+def check_ordinals(run: list[JobRankTrace], shard: int = 1) -> None:
     """Ranks agree on step, samples and learning rate; those of a sync group have the same parameters to the bit."""
     for rank, seen in enumerate(run):
-        assert [(one.step, one.samples, one.rate) for one in seen.ordinals] == [
-            (one.step, one.samples, one.rate) for one in run[0].ordinals
+        assert [(one.step, one.samples, one.rate) for one in seen.sync_points] == [
+            (one.step, one.samples, one.rate) for one in run[0].sync_points
         ]
-        assert [one.parameters for one in seen.ordinals] == [one.parameters for one in run[rank % shard].ordinals]
-        assert all(one.step == one.samples // BATCH for one in seen.ordinals)
+        assert [one.parameters for one in seen.sync_points] == [one.parameters for one in run[rank % shard].sync_points]
+        assert all(one.step == one.samples // BATCH for one in seen.sync_points)
 
 
 @pytest.mark.oldest_torch
@@ -45,19 +45,21 @@ def test_through_all_modes_and_back(shard: int, tmp_path: Path) -> None:
     run = run_job(tmp_path, until=60, plans=THROUGH_ALL, shard=shard, weighs=shard > 1, pauses=(0.004, 0.012))
     check_ordinals(run, shard)
     assert {(seen.step, seen.samples) for seen in run} == {(60, 60 * BATCH)}
-    assert each_once_an_epoch(used_by_all(run), 60 * BATCH)
-    switches = [mode_steps(tmp_path, rank) for rank in range(4)]
+    assert is_each_used_once_per_epoch(count_used_samples(run), 60 * BATCH)
+    switches = [list_mode_starts(tmp_path, rank) for rank in range(4)]
     assert switches == [switches[0]] * 4
     (_, first), (_, edit), (_, leased), (_, back) = switches[0]
     assert [mode for mode, _ in switches[0]] == [SYNC, EDIT, ASYNC_EDIT, SYNC]
     assert (first, edit) == (1, 5)  # written in step 3, read when step 4 begins, agreed when it is over
     assert (leased - edit) % PLAN.sync_every == 0
-    between = [one.step for one in run[0].ordinals if edit <= one.step < leased]
+    between = [one.step for one in run[0].sync_points if edit <= one.step < leased]
     assert between == list(range(edit + 3, leased, PLAN.sync_every))
-    assert [one.step for one in run[0].ordinals if one.step >= back] == list(range(back, 61))
-    synchronised = [int((records(tmp_path, rank)["kind"] == Kind.SYNCHRONISATION).sum()) for rank in range(4)]
-    assert synchronised == [synchronised[0]] * 4
-    assert synchronised[0] >= len([one for one in run[0].ordinals if edit <= one.step < back])
+    assert [one.step for one in run[0].sync_points if one.step >= back] == list(range(back, 61))
+    synchronized = [
+        int((read_records(tmp_path, rank)["kind"] == RecordKind.SYNCHRONIZATION).sum()) for rank in range(4)
+    ]
+    assert synchronized == [synchronized[0]] * 4
+    assert synchronized[0] >= len([one for one in run[0].sync_points if edit <= one.step < back])
 
 
 @pytest.mark.oldest_torch
@@ -75,9 +77,9 @@ def test_orders_are_followed_long_before_the_clock_is_up(shard: int, workers: in
     volume = tmp_path / "volume"
     run = run_job(tmp_path, until=60, plans=plans, shard=shard, workers=workers, pauses=(0.004, 0.012), volume=volume)
     assert {(seen.step, seen.samples) for seen in run} == {(60, 60 * BATCH)}
-    assert each_once_an_epoch(used_by_all(run), 60 * BATCH)
-    (_, first), (_, back) = mode_steps(tmp_path, 0)
-    assert [mode for mode, _ in mode_steps(tmp_path, 0)] == [ASYNC_EDIT, SYNC]
+    assert is_each_used_once_per_epoch(count_used_samples(run), 60 * BATCH)
+    (_, first), (_, back) = list_mode_starts(tmp_path, 0)
+    assert [mode for mode, _ in list_mode_starts(tmp_path, 0)] == [ASYNC_EDIT, SYNC]
     assert first == 1
     assert 10 < back < 40
     kept = sorted(int(folder.name.rpartition("-")[2]) for folder in volume.glob("step-*"))
@@ -90,7 +92,7 @@ def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_it_in_a_step(tmp_pat
         tmp_path, until=60, plans={0: {"sync_mode": ASYNC_EDIT, "sync_seconds": 0.6}}, pauses=(0.01, 0.3, 0.01)
     )
     check_ordinals(run)
-    assert each_once_an_epoch(used_by_all(run), 60 * BATCH)
+    assert is_each_used_once_per_epoch(count_used_samples(run), 60 * BATCH)
     fast = [seen.own_steps for rank, seen in enumerate(run) if rank != 1]
     assert run[1].own_steps < min(fast) / 2
     assert [len(seen.used) for seen in run] == [4 * seen.own_steps for seen in run]
@@ -100,14 +102,14 @@ def test_the_job_ends_in_a_step_of_all_ranks_whatever_the_mode(tmp_path: Path) -
     """So that an evaluation which is due then happens, on all of them."""
     run = run_job(tmp_path, until=20, plans={0: {"sync_mode": ASYNC_EDIT}}, pauses=(0.002, 0.03))
     check_ordinals(run)
-    assert [seen.ordinals[-1].step for seen in run] == [20] * 4
+    assert [seen.sync_points[-1].step for seen in run] == [20] * 4
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
 def test_one_rank_alone(mode: SyncMode, tmp_path: Path) -> None:
     (seen,) = run_job(tmp_path, until=12, plans={0: {"sync_mode": mode}, 8: {"sync_mode": SYNC}}, ranks=1)
     assert (seen.step, seen.samples) == (12, 12 * BATCH)
-    assert each_once_an_epoch(used_by_all([seen]), 12 * BATCH)
+    assert is_each_used_once_per_epoch(count_used_samples([seen]), 12 * BATCH)
 
 
 def test_without_an_operator_the_script_says_how_to_train() -> None:

@@ -6,31 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict, verdict
-from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Fault, FaultKind
-from tests.support.launchers import Team, team
+from pacekeeper_analysis.failures.hang import HangKind, HangVerdict, diagnose_hang
+from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport
+from testing.training.launchers import LauncherTeam, create_team
 
 PORT = 29417
-SCRIPT = Path(__file__).parents[1] / "support" / "scripts" / "nested.py"
+SCRIPT = Path(__file__).parents[2] / "testing" / "scripts" / "nested.py"
 
 
-def start(one: Team) -> None:
+def start(one: LauncherTeam) -> None:
     """Workers a and b, each with a replica."""
     for name in ("a", "b"):
         one.start(name)
-    members = one.members(a=[0, 1, 2, 3], b=[4, 5, 6, 7])
-    one.give(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
+    members = one.build_members(a=[0, 1, 2, 3], b=[4, 5, 6, 7])
+    one.give_plan(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
 
 
-def stalls(one: Team) -> list[Fault]:
-    return [fault for worker in one.workers.values() for fault in worker.faults(FaultKind.STALLED)]
+def stalls(one: LauncherTeam) -> list[FaultReport]:
+    return [fault for worker in one.workers.values() for fault in worker.read_faults(FaultKind.STALLED)]
 
 
 def judge(tmp_path: Path, rank: int, kind: str) -> HangVerdict:
-    with team(tmp_path, steps=12, faults=[{"rank": rank, "step": 7, "kind": kind}], script=SCRIPT, hang=0.6) as one:
+    with create_team(
+        tmp_path, steps=12, faults=[{"rank": rank, "step": 7, "kind": kind}], script=SCRIPT, hang_deadline=0.6
+    ) as one:
         start(one)
-        found = one.wait_for(lambda: verdict(stalls(one), world_size=8), "a verdict")
+        found = one.wait_for(lambda: diagnose_hang(stalls(one), world_size=8), "a verdict")
         newest = {state.rank: (state, fault) for fault in stalls(one) for state in fault.ranks}
         for state, fault in newest.values():
             if state.collective != "NONE":
@@ -81,13 +83,13 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
 
 def test_a_rank_that_dies_is_no_hang_and_the_next_round_knows_its_own_groups(tmp_path: Path) -> None:
     faults = [{"rank": 2, "step": 7, "kind": "kill"}, {"rank": 2, "step": 3, "kind": "none"}]
-    with team(tmp_path, steps=9, faults=faults, script=SCRIPT, hang=5.0) as one:
+    with create_team(tmp_path, steps=9, faults=faults, script=SCRIPT, hang_deadline=5.0) as one:
         start(one)
-        assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.logs()
-        assert "round 2 step 9" in one.diary(2)
-        assert verdict(stalls(one), world_size=8) is None
-        from pacekeeper.observe.communicators import read_communicators
+        assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.read_logs()
+        assert "round 2 step 9" in one.read_diary(2)
+        assert diagnose_hang(stalls(one), world_size=8) is None
+        from pacekeeper.observe.collectives.communicators import read_communicators
 
-        known = read_communicators(one.workers["a"].runtime.communicators_of(2))
+        known = read_communicators(one.workers["a"].runtime.communicators_file(2))
         assert {group.ranks for group in known if group.name == "tensor"} == {(2, 3)}
         assert len({group.name for group in known} & {"data", "tensor", "pipeline"}) == 3

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.scripts.guard import descendants
-from tests.support.launchers import eventually
-from tests.support.readme import commands
+from bench.scripts.guard import list_descendants
+from testing.readme import read_commands
+from testing.training.launchers import wait_until_true
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "*.so", ".*_cache")
@@ -28,7 +28,7 @@ WITHOUT = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "*.so
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It has what the first door installs."""
     clone = Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("newcomer") / "clone", ignore=WITHOUT))
-    install, _ = commands("Try it")
+    install, _ = read_commands("Try it")
     make, install = install.split(" && ")
     bash(make, clone)
     (packages,) = (clone / ".venv").glob("lib/python*/site-packages")
@@ -39,7 +39,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_try_it_and_kill_a_rank_meanwhile(clone: Path) -> None:
-    _, run = commands("Try it")
+    _, run = read_commands("Try it")
     losses = told(run, clone)
     assert list(losses)[-1] == 300
     assert losses[300] < 0.5 * losses[50]
@@ -47,7 +47,7 @@ def test_try_it_and_kill_a_rank_meanwhile(clone: Path) -> None:
 
 def test_watch_a_script_as_it_is_and_kill_a_rank_meanwhile(clone: Path) -> None:
     """It has no checkpoint of its own: all begin again."""
-    (run,) = commands("Watch your script as it is")
+    (run,) = read_commands("Watch your script as it is")
     losses = told(run, clone, STEPS="500")
     assert list(losses)[-1] == 500
     assert losses[500] < 0.5 * losses[50]
@@ -61,7 +61,7 @@ def told(run: str, clone: Path, **environment: str) -> dict[int, float]:
             ["bash", "-ec", f"exec {run}"], cwd=clone, env=clean() | environment, stdout=output, stderr=output
         )
     try:
-        eventually(lambda: "step 50: loss" in log.read_text(), "steps", seconds=600.0)
+        wait_until_true(lambda: "step 50: loss" in log.read_text(), "steps", seconds=600.0)
         os.kill(max(ranks(running.pid)), signal.SIGKILL)
         assert running.wait(timeout=600) == 0, log.read_text()
     finally:
@@ -90,4 +90,4 @@ def clean() -> dict[str, str]:
 
 def ranks(launcher: int) -> set[int]:
     """Descendants without children."""
-    return {pid for pid in descendants(launcher) if not descendants(pid)}
+    return {pid for pid in list_descendants(launcher) if not list_descendants(pid)}

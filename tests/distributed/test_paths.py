@@ -15,25 +15,26 @@ from typing import Any
 
 import pytest
 
-from pacekeeper.runtime import Runtime, write_plan
-from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath
-from pacekeeper_analysis.reports import Heartbeat, LauncherState, PathFault
-from tests.support import paths
-from tests.support.fabric import FabricHost, LeafSpine, leaf_spine
-from tests.support.launchers import eventually
-from tests.support.paths import Shim, python
+from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper_analysis.protocol.plan import Hop, Member, Paths, Plan, PlannedPath
+from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState, PathFault
+from testing.network import paths
+from testing.network.fabric import FabricHost, HostedLeafSpine, create_leaf_spine
+from testing.network.paths import PathShim, build_python_command
+from testing.training.launchers import wait_until_true
 
 NOBODY = 65534
 BULK = 1_000_000
-RANK = Path(paths.__file__).parent / "scripts" / "fabric_rank.py"
+RANK = Path(paths.__file__).parents[1] / "scripts" / "fabric_rank.py"
 
 TRACE = """
 import json, socket, sys
-from pacekeeper.launcher.hops import HopProbe, trace
+from pacekeeper.launcher.network.hop_trace import HopProbe, trace_hops
 own, peer, port, hops, kind, *sources = sys.argv[1:]
 kind = socket.SOCK_DGRAM if kind == "udp" else socket.SOCK_STREAM
-found = trace(own, [HopProbe(int(source), peer, int(port), int(hops)) for source in sources], 0.3, kind)
-print(json.dumps([{probe.source_port: end for probe, end in found.ends.items()}, [p.source_port for p in found.taken]]))
+found = trace_hops(own, [HopProbe(int(source), peer, int(port), int(hops)) for source in sources], 0.3, kind)
+ends = {probe.source_port: end for probe, end in found.end_addresses.items()}
+print(json.dumps([ends, [probe.source_port for probe in found.unavailable]]))
 """
 SERVE = """
 import os, socket, sys
@@ -72,8 +73,8 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def fabric() -> Iterator[LeafSpine]:
-    with leaf_spine() as made:
+def fabric() -> Iterator[HostedLeafSpine]:
+    with create_leaf_spine() as made:
         yield made
 
 
@@ -92,15 +93,17 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def shim() -> Iterator[Shim]:
+def shim() -> Iterator[PathShim]:
     with open_folder() as folder:
-        yield paths.build(folder)
+        yield paths.build_shim(folder)
 
 
 def trace(
     host: FabricHost, peer: str, hops: int, sources: range, kind: str = "tcp"
 ) -> tuple[dict[int, str], list[int]]:
-    said = host.run(*python(TRACE), host.address, peer, "20001", str(hops), kind, *map(str, sources), user=NOBODY)
+    said = host.run(
+        *build_python_command(TRACE), host.address, peer, "20001", str(hops), kind, *map(str, sources), user=NOBODY
+    )
     ends, taken = json.loads(said)
     return {int(port): end for port, end in ends.items()}, taken
 
@@ -114,7 +117,7 @@ def sent_again(host: FabricHost) -> int:
 class TestTrace:
     """Without privileges."""
 
-    def test_packets_end_at_the_leaf_a_spine_the_far_leaf_and_the_peer(self, fabric: LeafSpine) -> None:
+    def test_packets_end_at_the_leaf_a_spine_the_far_leaf_and_the_peer(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         sources = range(25000, 25024)
         ends = [set(trace(near, far.address, hops, sources)[0].values()) for hops in (1, 2, 3, 4)]
@@ -123,35 +126,37 @@ class TestTrace:
         assert ends[2] == {"10.98.1.0", "10.98.1.2", "10.98.1.4"}
         assert ends[3] == {far.address}
 
-    def test_what_is_told_is_where_a_connections_bytes_go(self, fabric: LeafSpine) -> None:
+    def test_what_is_told_is_where_a_connections_bytes_go(self, fabric: HostedLeafSpine) -> None:
         """All 24 of them: spine s carries what the ports that lead there have sent."""
         near, far, _ = fabric.hosts
-        server = far.start(*python(SERVE.replace(", 0))", ", 20001))")), far.address)
+        server = far.start(*build_python_command(SERVE.replace(", 0))", ", 20001))")), far.address)
         assert server.stdout is not None
         server.stdout.readline()
         ends, taken = trace(near, far.address, 2, range(25000, 25024))
         assert (len(ends), taken) == (24, [])
-        before = fabric.sent(0)
+        before = fabric.read_sent_bytes(0)
         expected = [0, 0, 0]
         for number, (port, end) in enumerate(ends.items()):
             expected[int(fabric.hops[end][1:])] += (number + 1) * 10_000
-            done = near.start(*python(SEND), far.address, "20001", str((number + 1) * 10_000), "0", str(port))
+            done = near.start(
+                *build_python_command(SEND), far.address, "20001", str((number + 1) * 10_000), "0", str(port)
+            )
             done.communicate("\n", timeout=300)
             assert done.returncode == 0
         server.kill()
         server.communicate()
-        moved = [after - was for after, was in zip(fabric.sent(0), before, strict=True)]
+        moved = [after - was for after, was in zip(fabric.read_sent_bytes(0), before, strict=True)]
         assert moved == pytest.approx(expected, rel=0.1)
 
-    def test_datagrams_are_traced_too(self, fabric: LeafSpine) -> None:
+    def test_datagrams_are_traced_too(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         ends, _ = trace(near, far.address, 2, range(49200, 49212), "udp")
         assert len(ends) == 12
         assert len(set(ends.values())) == 3
 
-    def test_ports_that_somebody_listens_at_are_told(self, fabric: LeafSpine) -> None:
+    def test_ports_that_somebody_listens_at_are_told(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
-        server = near.start(*python(SERVE.replace(", 0))", ", 25001))")), near.address)
+        server = near.start(*build_python_command(SERVE.replace(", 0))", ", 25001))")), near.address)
         assert server.stdout is not None
         server.stdout.readline()
         ends, taken = trace(near, far.address, 2, range(25000, 25003))
@@ -159,7 +164,7 @@ class TestTrace:
         server.communicate()
         assert (set(ends), taken) == ({25000, 25002}, [25001])
 
-    def test_silence_ends_the_search(self, fabric: LeafSpine) -> None:
+    def test_silence_ends_the_search(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         fabric.filter_icmp()
         assert trace(near, far.address, 2, range(25000, 25012)) == ({}, [])
@@ -172,8 +177,10 @@ class Host:
         folder.mkdir(parents=True)
         folder.chmod(0o777)
         self.at, self.folder, self.worker = at, folder, worker
-        self._process = at.start(sys.executable, "-m", "tests.support.path_host", at.address, str(folder), user=NOBODY)
-        self._say(plan.part(worker).to_json())
+        self._process = at.start(
+            sys.executable, "-m", "testing.network.path_finder_host", at.address, str(folder), user=NOBODY
+        )
+        self._say(plan.build_worker_plan(worker).to_json())
 
     def wait_until_ready(self) -> None:
         assert self._hear() == "ready"
@@ -217,7 +224,7 @@ def half_open(host: FabricHost) -> int:
     return len(host.run("ss", "-Htn", "state", "syn-recv").splitlines())
 
 
-def plan_of(fabric: LeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
+def plan_of(fabric: HostedLeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
     """Rank i is worker wi on host i. s9 is a spine that is not there. Of the ports that are tried one in three goes by
     each of the others; of those of the first membership none goes by s1 one way."""
     members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(fabric.hosts[:ranks]))
@@ -231,8 +238,8 @@ class Team:
 
     def __init__(
         self,
-        fabric: LeafSpine,
-        shim: Shim,
+        fabric: HostedLeafSpine,
+        shim: PathShim,
         folder: Path,
         *wanted: PlannedPath,
         ranks: int = 2,
@@ -259,17 +266,17 @@ class Team:
             ports = [int(port) for port in line.split()[3:]]
             return ports if len(ports) >= count else []
 
-        return eventually(look, f"ports of rank {rank}")
+        return wait_until_true(look, f"ports of rank {rank}")
 
     def transfer(self, connecting: int, listening: int, there: int, back: int) -> dict[tuple[int, int], int]:
         """Ranks with the shim: one connects to the other, sends `there` bytes and gets `back` bytes. Answers bytes by
         leaf and spine: what each leaf has sent up to each spine, as far as it is more than small change."""
-        before = [self.fabric.sent(leaf) for leaf in range(self.fabric.leaves)]
+        before = [self.fabric.read_sent_bytes(leaf) for leaf in range(self.fabric.leaves)]
         server, port = self._start(listening, SERVE)
         client, _ = self._start(connecting, SEND, self.hosts[listening].at.address, port, str(there), str(back))
         self._running += [server, client]
         moved = {
-            (leaf, spine): self.fabric.sent(leaf)[spine] - before[leaf][spine]
+            (leaf, spine): self.fabric.read_sent_bytes(leaf)[spine] - before[leaf][spine]
             for leaf in range(self.fabric.leaves)
             for spine in range(self.fabric.spines)
         }
@@ -278,9 +285,9 @@ class Team:
     def _start(self, rank: int, program: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
         """The process, and its first line."""
         host = self.hosts[rank]
-        environment = self.shim.environment(Runtime(host.folder).paths_of(0))
+        environment = self.shim.build_environment(RuntimeFolder(host.folder).paths_file(0))
         process = host.at.start(
-            *python(program), *(arguments or (host.at.address,)), user=NOBODY, environment=environment
+            *build_python_command(program), *(arguments or (host.at.address,)), user=NOBODY, environment=environment
         )
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -298,7 +305,7 @@ class Team:
 class TestPlannedPaths:
     @pytest.mark.parametrize("spine", [0, 1, 2])
     def test_the_side_that_connects_sends_by_the_planned_spine(
-        self, fabric: LeafSpine, shim: Shim, folder: Path, spine: int
+        self, fabric: HostedLeafSpine, shim: PathShim, folder: Path, spine: int
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(1, 0, f"s{spine}"))
         team.wait_for_ports(1)
@@ -309,7 +316,7 @@ class TestPlannedPaths:
 
     @pytest.mark.parametrize("spine", [0, 1, 2])
     def test_the_side_that_is_connected_to_sends_by_it(
-        self, fabric: LeafSpine, shim: Shim, folder: Path, spine: int
+        self, fabric: HostedLeafSpine, shim: PathShim, folder: Path, spine: int
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(0, 1, f"s{spine}"))
         team.wait_for_ports(1)
@@ -319,7 +326,7 @@ class TestPlannedPaths:
         team.end()
 
     def test_both_directions_of_one_connection_take_their_spines(
-        self, fabric: LeafSpine, shim: Shim, folder: Path
+        self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
         assert all(team.hosts[1].found())
@@ -327,10 +334,12 @@ class TestPlannedPaths:
         assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
         team.end()
 
-    def test_pods_are_one_hop_further_and_their_nodes_let_what_was_tried_pass(self, shim: Shim, folder: Path) -> None:
+    def test_pods_are_one_hop_further_and_their_nodes_let_what_was_tried_pass(
+        self, shim: PathShim, folder: Path
+    ) -> None:
         """Nodes follow connections and drop what belongs to none, as kube-proxy has it: a packet that was tried the
         other way must not have spoiled the ports for it."""
-        with leaf_spine(pods=True) as fabric:
+        with create_leaf_spine(pods=True) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
             assert all(team.hosts[1].found())
             before = sent_again(fabric.hosts[1])
@@ -340,10 +349,10 @@ class TestPlannedPaths:
             team.end()
 
     def test_rounds_that_follow_each_other_find_ways_that_nodes_have_not_seen_tried(
-        self, shim: Shim, folder: Path
+        self, shim: PathShim, folder: Path
     ) -> None:
         """A port that was tried towards a knock is shut for two minutes: what would come back from there is dropped."""
-        with leaf_spine(pods=True) as fabric:
+        with create_leaf_spine(pods=True) as fabric:
             for membership in (1, 2):
                 ways = PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s2")
                 team = Team(fabric, shim, folder, *ways, membership=membership)
@@ -351,10 +360,12 @@ class TestPlannedPaths:
                 assert half_open(fabric.hosts[1]) == 0
                 team.end()
 
-    def test_a_port_that_is_taken_meanwhile_is_the_next_one(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+    def test_a_port_that_is_taken_meanwhile_is_the_next_one(
+        self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
+    ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
         first, _ = team.wait_for_ports(1, count=2)
-        thief = fabric.hosts[1].start(*python(SERVE.replace(", 0))", f", {first}))")), "0.0.0.0")
+        thief = fabric.hosts[1].start(*build_python_command(SERVE.replace(", 0))", f", {first}))")), "0.0.0.0")
         assert thief.stdout is not None
         thief.stdout.readline()
         assert list(team.transfer(1, 0, there=BULK, back=0)) == [(1, 2)]
@@ -362,14 +373,18 @@ class TestPlannedPaths:
         thief.communicate()
         team.end()
 
-    def test_switches_that_answer_six_at_once_are_enough(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+    def test_switches_that_answer_six_at_once_are_enough(
+        self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
+    ) -> None:
         """Linux's default: as real switches do, it answers few."""
         fabric.set_on_switches("net.ipv4.icmp_ratelimit", 1000)
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s0"))
         assert list(team.transfer(1, 0, there=BULK, back=0)) == [(1, 0)]
         team.end()
 
-    def test_labels_for_roce_are_found_by_datagrams(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+    def test_labels_for_roce_are_found_by_datagrams(
+        self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
+    ) -> None:
         """Unproven beyond this: no network card was asked."""
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
         (line,) = (line for line in team.hosts[0].told() if line.startswith("label"))
@@ -377,7 +392,14 @@ class TestPlannedPaths:
         near, far, _ = fabric.hosts
         assert address == far.address
         said = near.run(
-            *python(TRACE), near.address, far.address, "4791", "2", "udp", str(0xC000 + int(label)), user=NOBODY
+            *build_python_command(TRACE),
+            near.address,
+            far.address,
+            "4791",
+            "2",
+            "udp",
+            str(0xC000 + int(label)),
+            user=NOBODY,
         )
         assert list(json.loads(said)[0].values()) == ["10.98.0.3"]
         team.end()
@@ -386,46 +408,50 @@ class TestPlannedPaths:
 class TestFallback:
     """Whatever is wrong with a path, its connection comes about; and the launcher says what is wrong."""
 
-    def test_where_icmp_is_filtered(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+    def test_where_icmp_is_filtered(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         fabric.filter_icmp()
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s0"))
         assert sum(team.transfer(1, 0, there=BULK, back=0).values()) >= BULK
         assert team.hosts[1].look(100.0) == [(False, PathFault.FILTERED)]
         team.end()
 
-    def test_where_a_spine_swallows_what_it_gets(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
-        fabric.cut(0, 2, told=False)
+    def test_where_a_spine_swallows_what_it_gets(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
+        fabric.cut_link(0, 2, propagate=False)
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
         assert team.hosts[1].look(100.0) == [(False, PathFault.BLACK_HOLE)]
         assert [line.split()[0] for line in team.hosts[1].told()] == ["listen"]
         team.end()
 
-    def test_where_the_spine_is_not_there(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+    def test_where_the_spine_is_not_there(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         """As when a Fabric names another network's switches."""
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s9"))
         assert sum(team.transfer(1, 0, there=BULK, back=0).values()) >= BULK
         assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
         team.end()
 
-    def test_where_a_label_puts_a_neighbour_below_another_leaf(self, shim: Shim, folder: Path) -> None:
+    def test_where_a_label_puts_a_neighbour_below_another_leaf(self, shim: PathShim, folder: Path) -> None:
         """What is planned between the two passes no spine at all."""
-        with leaf_spine(hosts=2) as fabric:
+        with create_leaf_spine(hosts=2) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(1, 0, "s1"))
             assert team.transfer(1, 0, there=BULK, back=0) == {}, "they are below one leaf"
             assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
             team.end()
 
-    def test_where_addresses_are_rewritten_on_the_way(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
-        fabric.translate(1)
+    def test_where_addresses_are_rewritten_on_the_way(
+        self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
+    ) -> None:
+        fabric.translate_addresses(1)
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
         team.transfer(1, 0, there=0, back=BULK)
         assert team.hosts[0].look(100.0) == [(False, "")]
         assert team.hosts[0].look(110.0) == [(False, PathFault.TRANSLATED)]
         team.end()
 
-    def test_where_all_ports_are_taken(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
+    def test_where_all_ports_are_taken(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         """The listener's: whoever has it was there first."""
-        thief = fabric.hosts[0].start(*python(SERVE.replace(", 0))", ", 20000))")), fabric.hosts[0].address)
+        thief = fabric.hosts[0].start(
+            *build_python_command(SERVE.replace(", 0))", ", 20000))")), fabric.hosts[0].address
+        )
         assert thief.stdout is not None
         thief.stdout.readline()
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
@@ -450,11 +476,11 @@ class Job:
 
     SECONDS = 4.0
 
-    def __init__(self, fabric: LeafSpine, folder: Path, number: int, first_port: int) -> None:
+    def __init__(self, fabric: HostedLeafSpine, folder: Path, number: int, first_port: int) -> None:
         self.fabric, self.folder, self.first_port = fabric, folder / f"job{number}", first_port
         self.folder.mkdir()
         self.hosts = [fabric.hosts[number], fabric.hosts[2 + number]]
-        self.runtimes = [Runtime(self.folder / f"w{worker}").make() for worker in (0, 1)]
+        self.runtimes = [RuntimeFolder(self.folder / f"w{worker}").create() for worker in (0, 1)]
         for path in (self.folder, *self.folder.rglob("*")):
             path.chmod(0o777)
         self.logs = [self.folder / f"log{worker}" for worker in (0, 1)]
@@ -484,8 +510,8 @@ class Job:
 
     def begin(self, spine: str) -> None:
         """The next membership, whose traffic goes by this spine both ways."""
-        self._wait(lambda: all(runtime.alive.exists() for runtime in self.runtimes), "launchers")
-        self._wait(lambda: self.beat(0).meeting_port, "where launchers meet")  # not yet in the first heartbeat
+        self._wait(lambda: all(runtime.liveness.exists() for runtime in self.runtimes), "launchers")
+        self._wait(lambda: self.beat(0).rendezvous_port, "where launchers meet")  # not yet in the first heartbeat
         self._membership += 1
         (self.folder / "go").unlink(missing_ok=True)
         members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts))
@@ -496,13 +522,13 @@ class Job:
             membership=self._membership,
             round=self._membership,
             members=members,
-            store_port=self.beat(0).meeting_port,
+            store_port=self.beat(0).rendezvous_port,
             paths=Paths(wanted, hops, self.first_port, self.first_port + 999),
-        ).sealed(Plan(), "5ec2e7" * 8)
+        ).with_membership_secret(Plan(), "5ec2e7" * 8)
         for worker, runtime in enumerate(self.runtimes):
             with as_nobody():  # a plan may be read by its own user only, from its first moment
-                write_plan(runtime.plan, plan.part(f"w{worker}"))
-            runtime.contact.touch()
+                write_plan(runtime.plan, plan.build_worker_plan(f"w{worker}"))
+            runtime.operator_contact.touch()
 
     def wait_until_ready(self) -> None:
         ready = [self.folder / f"ready-{self._membership}-{rank}" for rank in (0, 1)]
@@ -529,20 +555,20 @@ class Job:
 
     def _wait(self, look: Any, what: str) -> None:
         try:
-            eventually(look, what, seconds=300.0)
+            wait_until_true(look, what, seconds=300.0)
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(log.read_text() for log in self.logs)) from None
 
 
-def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, folder: Path) -> None:
+def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: PathShim, folder: Path) -> None:
     """gloo's all-reduces in pods, by ranks of real launchers without privileges. The next round takes the new paths."""
-    with leaf_spine(hosts=2, pods=True) as fabric:
-        fabric.shape("50mbit")
+    with create_leaf_spine(hosts=2, pods=True) as fabric:
+        fabric.set_all_rates("50mbit")
         jobs = [Job(fabric, folder, number, 20000 + 1000 * number) for number in (0, 1)]
         launchers = [launcher for job in jobs for launcher in job.launchers]
         running = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.namespaced_launchers", RANK, json.dumps(launchers)],
-            env={**os.environ, **shim.environment(None), "PACEKEEPER_PRELOAD_BEFORE": ""},
+            [sys.executable, "-m", "testing.network.namespaced_launchers", RANK, json.dumps(launchers)],
+            env={**os.environ, **shim.build_environment(None), "PACEKEEPER_PREVIOUS_PRELOAD": ""},
         )
         try:
             rates = {}
@@ -551,13 +577,13 @@ def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: Shim, fold
                     job.begin(spine)
                 for job in jobs:
                     job.wait_until_ready()
-                before = [fabric.sent(leaf) for leaf in (0, 1)]
+                before = [fabric.read_sent_bytes(leaf) for leaf in (0, 1)]
                 for job in jobs:
                     job.go()
                 rates[spines] = [job.rate() for job in jobs]
                 told = [job.beat(worker).paths for job in jobs for worker in (0, 1)]
                 for leaf in (0, 1):
-                    moved = [after - was for after, was in zip(fabric.sent(leaf), before[leaf], strict=True)]
+                    moved = [after - was for after, was in zip(fabric.read_sent_bytes(leaf), before[leaf], strict=True)]
                     used = {int(spine[1:]) for spine in spines}
                     assert all((count > BULK) == (spine in used) for spine, count in enumerate(moved)), (moved, told)
                 for job in jobs:

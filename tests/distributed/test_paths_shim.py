@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.shim import SHIM, preload, why_unusable
-from tests.support import paths
-from tests.support.paths import Shim, python
+from pacekeeper.launcher.network.path_shim import SHIM_PATH, explain_unusable_shim, preload_shim
+from testing.network import paths
+from testing.network.paths import PathShim, build_python_command
 
 LOOPBACK = "127.0.0.1"
 CONNECT = """
@@ -33,13 +33,13 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "sanitized"], scope="module")
-def shim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shim:
-    return paths.build(tmp_path_factory.mktemp("shim"), sanitized=request.param)
+def shim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PathShim:
+    return paths.build_shim(tmp_path_factory.mktemp("shim"), sanitized=request.param)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(paths.build(tmp_path_factory.mktemp("plain")).libraries[-1])
+    return Path(paths.build_shim(tmp_path_factory.mktemp("plain")).libraries[-1])
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def entries(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(shim: Shim, server: socket.socket, entries: Path) -> Run:
+def run(shim: PathShim, server: socket.socket, entries: Path) -> Run:
     """Runs a program with the shim; what it prints. Its arguments: the server's address and port."""
 
     def run(program: str, *more: str) -> str:
         address, port = server.getsockname()[:2]
-        command = [*python(CONNECT + program), address, str(port), *more]
-        environment = {**os.environ, **shim.environment(entries)}
+        command = [*build_python_command(CONNECT + program), address, str(port), *more]
+        environment = {**os.environ, **shim.build_environment(entries)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "ERROR: AddressSanitizer" not in done.stderr
@@ -198,18 +198,18 @@ a = socket.socket(); print(errno.errorcode[a.connect_ex((sys.argv[1], {closed}))
 b = socket.socket(); b.setblocking(False); print(errno.errorcode[b.connect_ex((sys.argv[1], {closed}))], port(b))"""
         assert run(program).split() == ["ECONNREFUSED", "EINPROGRESS", str(wanted)]
 
-    def test_it_knows_ipv6(self, shim: Shim, entries: Path) -> None:
+    def test_it_knows_ipv6(self, shim: PathShim, entries: Path) -> None:
         (wanted,) = free_ports(1)
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
             entries.write_text(f"connect ::1 {port_of(listener)} {wanted}\n")
-            command = [*python(CONNECT + "print(port(connect()))"), "::1", str(port_of(listener))]
-            environment = {**os.environ, **shim.environment(entries)}
+            command = [*build_python_command(CONNECT + "print(port(connect()))"), "::1", str(port_of(listener))]
+            environment = {**os.environ, **shim.build_environment(entries)}
             said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         assert said.stdout.split() == [str(wanted)]
 
-    def test_who_is_told_of_no_file_is_left_alone(self, shim: Shim, server: socket.socket) -> None:
-        command = [*python(CONNECT + "print(port(connect()))"), LOOPBACK, str(port_of(server))]
-        environment = {**os.environ, **shim.environment(None)}
+    def test_who_is_told_of_no_file_is_left_alone(self, shim: PathShim, server: socket.socket) -> None:
+        command = [*build_python_command(CONNECT + "print(port(connect()))"), LOOPBACK, str(port_of(server))]
+        environment = {**os.environ, **shim.build_environment(None)}
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         assert int(said.stdout) > 0
 
@@ -252,52 +252,52 @@ class TestRoce:
     """Unproven: a stand-in plays libibverbs, by the layout that its header has. No network card was asked."""
 
     @pytest.fixture
-    def driver(self, shim: Shim, tmp_path: Path) -> Path:
-        folder = Path(paths.__file__).parent
+    def driver(self, shim: PathShim, tmp_path: Path) -> Path:
+        folder = Path(paths.__file__).parents[1]
         common = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror"]
         script = ["-shared", "-fPIC", "-Wl,--version-script=/dev/stdin"]
         verbs = [*common, *script, "-o", f"{tmp_path}/libverbs.so", f"{folder}/verbs_double.c"]
         subprocess.run(verbs, input="IBVERBS_1.1 { global: *; };", text=True, check=True, timeout=60)
-        renamed = [paths.RENAMED, shim.libraries[-1], "-Wl,--allow-shlib-undefined"] if shim.sanitized else []
+        renamed = [paths.RENAME_DLVSYM, shim.libraries[-1], "-Wl,--allow-shlib-undefined"] if shim.is_sanitized else []
         command = [*common, "-o", f"{tmp_path}/driver", f"{folder}/verbs_driver.c", *renamed, "-ldl"]
         subprocess.run(command, check=True, timeout=60)
         return tmp_path
 
-    def labels(self, shim: Shim, driver: Path, content: str, *peers: str) -> list[str]:
+    def labels(self, shim: PathShim, driver: Path, content: str, *peers: str) -> list[str]:
         (driver / "0").write_text(content)
         command = [str(driver / "driver"), str(driver / "libverbs.so"), *peers]
-        environment = {**os.environ, **shim.environment(driver / "0")}
+        environment = {**os.environ, **shim.build_environment(driver / "0")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         return done.stdout.split()
 
-    def test_queue_pairs_to_a_known_peer_get_its_label(self, shim: Shim, driver: Path) -> None:
+    def test_queue_pairs_to_a_known_peer_get_its_label(self, shim: PathShim, driver: Path) -> None:
         content = "label 10.0.0.7 1234\nlabel fd00::7 99\n"
         told = self.labels(shim, driver, content, "::ffff:10.0.0.7", "fd00::7", "::ffff:10.0.0.8")
         assert told == ["1234:0", "99:0", "0:0"], "the label that the card sees, and the caller's own afterwards"
 
-    def test_a_card_that_refuses_it_is_asked_again_without(self, shim: Shim, driver: Path) -> None:
+    def test_a_card_that_refuses_it_is_asked_again_without(self, shim: PathShim, driver: Path) -> None:
         assert self.labels(shim, driver, "label 10.0.0.7 4095\n", "::ffff:10.0.0.7") == ["0:0"]
 
 
-SAY = "from pacekeeper.launcher.shim import why_missing; print(not why_missing())"
+SAY = "from pacekeeper.launcher.network.path_shim import explain_missing_shim; print(not explain_missing_shim())"
 """Whether a process has the shim."""
 
 
 class TestPreload:
     def test_this_machine_can_have_it(self, plain: Path) -> None:
-        assert why_unusable(plain) == ""
+        assert explain_unusable_shim(plain) == ""
 
     def test_what_cannot_be_loaded_is_left_out_with_a_reason(self, tmp_path: Path) -> None:
         """As a shim for another architecture, or another libc, is: the process would not start with some of them."""
         broken = tmp_path / "paths.so"
-        assert "no shim" in why_unusable(broken)
+        assert "no shim" in explain_unusable_shim(broken)
         broken.write_bytes(b"\x7fELF of another machine")
-        assert "cannot be loaded" in why_unusable(broken)
+        assert "cannot be loaded" in explain_unusable_shim(broken)
         other = tmp_path / "other.so"
         subprocess.run(["cc", "-shared", "-o", other, "-x", "c", "/dev/null"], check=True, timeout=60)
-        assert "is no shim" in why_unusable(other)
+        assert "is no shim" in explain_unusable_shim(other)
         environment = {"LD_PRELOAD": "theirs.so"}
-        preload(environment, broken)
+        preload_shim(environment, broken)
         assert environment == {"LD_PRELOAD": "theirs.so"}
 
     def test_it_starts_the_process_again_once_and_leaves_nothing_to_children(self, plain: Path, tmp_path: Path) -> None:
@@ -305,12 +305,12 @@ class TestPreload:
         script.write_text(f"""
 import os, subprocess, sys
 from pathlib import Path
-from pacekeeper.launcher.shim import preload, why_missing
-print("start", not why_missing(), flush=True)
-preload(shim=Path({str(plain)!r}))
-print(not why_missing(), os.environ.get("LD_PRELOAD"), sys.argv[1:], flush=True)
+from pacekeeper.launcher.network.path_shim import explain_missing_shim, preload_shim
+print("start", not explain_missing_shim(), flush=True)
+preload_shim(shim=Path({str(plain)!r}))
+print(not explain_missing_shim(), os.environ.get("LD_PRELOAD"), sys.argv[1:], flush=True)
 if os.fork() == 0:
-    print("fork", not why_missing(), flush=True)
+    print("fork", not explain_missing_shim(), flush=True)
     os._exit(0)
 os.wait()
 subprocess.run([sys.executable, "-c", {SAY!r}])
@@ -322,10 +322,10 @@ subprocess.run([sys.executable, "-c", {SAY!r}])
 
     def test_ranks_of_pacekeeper_run_have_it_and_what_they_start_has_not(self, plain: Path, tmp_path: Path) -> None:
         """As installed: the library lies beside its source."""
-        package = SHIM.parents[1]
+        package = SHIM_PATH.parents[1]
         installed = tmp_path / package.name
         shutil.copytree(package, installed, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        shutil.copy(plain, installed / SHIM.relative_to(package))
+        shutil.copy(plain, installed / SHIM_PATH.relative_to(package))
         script = tmp_path / "script.py"
         script.write_text(f"import subprocess, sys\n{SAY}\nsubprocess.run([sys.executable, '-c', {SAY!r}])\n")
         command = [sys.executable, "-m", "pacekeeper.cli", "run", "--local", "1", str(script)]

@@ -10,40 +10,42 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import FaultKind, Heartbeat, StartStage
-from pacekeeper_operator.decide.restart import fold
-from tests.support.launchers import Team, team
+from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.reports import FaultKind, Heartbeat, StartStage
+from pacekeeper_operator.decide.lifecycle.restart_breakdown import break_down_restart
+from testing.training.launchers import LauncherTeam, create_team
 
-TRAIN_SCRIPT = Path(__file__).parents[1] / "support/scripts/train.py"
+TRAIN_SCRIPT = Path(__file__).parents[2] / "testing/scripts/train.py"
 PORT = 29441
 CRASH = json.dumps([{"rank": 1, "round": 1, "step": 60, "kind": "sigkill"}])
 
 
 @contextmanager
-def training(folder: Path, **variables: Any) -> Iterator[Team]:
+def training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
     """Two ranks on two workers."""
-    with team(folder, script=TRAIN_SCRIPT) as one:
+    with create_team(folder, script=TRAIN_SCRIPT) as one:
         one.environment.update(UNTIL="100000", SLEEP="0.01", SNAPSHOT_EVERY="2", PACEKEEPER_CHECKPOINT_EVERY="5")
         one.environment.update(PACEKEEPER_CHECKPOINT_PATH=str(folder / "checkpoints"))
         one.environment.update({name: str(value) for name, value in variables.items()})
         one.start("a")
         one.start("b")
-        one.give(Plan(version=1, membership=1, members=one.members(a=[0], b=[1]), store_port=PORT, restarts=5))
+        one.give_plan(
+            Plan(version=1, membership=1, members=one.build_members(a=[0], b=[1]), store_port=PORT, restarts=5)
+        )
         yield one
 
 
-def trains(one: Team, names: str, round_: int) -> list[Heartbeat]:
+def trains(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
     """What the workers say once they all train in this round."""
 
     def beats() -> list[Heartbeat] | None:
-        said = [one.workers[name].heartbeat() for name in names]
+        said = [one.workers[name].read_heartbeat() for name in names]
         return said if all(beat.round == round_ and beat.first_step_at > 0 for beat in said) else None
 
     return one.wait_for(beats, f"round {round_} trains")
 
 
-MEMORY = {"MEMORY", "NEIGHBOUR"}
+MEMORY = {"MEMORY", "PEER"}
 """Which of them depends on whether the killed rank had made its last snapshot valid, as its peer has."""
 
 
@@ -51,17 +53,17 @@ MEMORY = {"MEMORY", "NEIGHBOUR"}
 def test_a_killed_ranks_recovery_by_its_parts(tmp_path: Path, snapshots: int, origins: set[str]) -> None:
     with training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
         first, second = trains(one, "ab", 1), trains(one, "ab", 2)
-        (fault,) = one.workers["b"].faults(FaultKind.RANK_FAILED)
+        (fault,) = one.workers["b"].read_faults(FaultKind.RANK_FAILED)
     assert {(beat.origin, beat.teardown_seconds) for beat in first} == {("NOTHING", 0.0)}
     for beat in second:
-        assert [one.stage for one in beat.start] == list(StartStage)
-        seconds = [one.seconds for one in beat.start]
+        assert [one.stage for one in beat.start_stages] == list(StartStage)
+        seconds = [one.seconds for one in beat.start_stages]
         assert seconds == sorted(seconds), "in their order"
         assert seconds[-1] == pytest.approx(beat.first_step_at - beat.round_started_at, abs=0.05)
         assert beat.teardown_seconds > 0
         assert beat.origin in origins
     recovery = max(beat.first_step_at for beat in second) - fault.noticed_at
-    found = fold(recovery, second, ranks=2)
+    found = break_down_restart(recovery, second, ranks=2)
     assert found is not None
     assert sum(part.seconds for part in found.parts) == pytest.approx(recovery)
     assert len(found.parts) == 7
@@ -75,11 +77,11 @@ def test_a_newcomers_state_comes_from_its_neighbour(tmp_path: Path) -> None:
         one.workers["b"].kill()
         one.workers["b"].wait()
         one.start("c")
-        members = one.members(a=[0], c=[1])
-        one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="ac")
+        members = one.build_members(a=[0], c=[1])
+        one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="ac")
         stayed, came = trains(one, "ac", 2)
-    assert (stayed.origin, came.origin) == ("MEMORY", "NEIGHBOUR")
+    assert (stayed.origin, came.origin) == ("MEMORY", "PEER")
     assert came.teardown_seconds == 0
-    found = fold(20.0, [stayed, came], ranks=2)
+    found = break_down_restart(20.0, [stayed, came], ranks=2)
     assert found is not None
-    assert found.restored_from == "Neighbour"
+    assert found.restored_from == "Peer"

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.data.stream import Permutations
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import MODES, Role, SyncMode, WorkerPlan
-from tests.support.ranks import run_ranks
+from pacekeeper.data.sample_stream import IndexedStream
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
+from pacekeeper_analysis.protocol.plan import SYNC_MODES, SyncMode, WorkerPlan, WorkerRole
+from testing.training.ranks import run_ranks
 
 SYNC, EDIT, ASYNC = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
 SIZE, BATCH = 50, 12
-PLAN = WorkerPlan(version=1, role=Role.MEMBER, sync_every=3, sync_seconds=0.02)
+PLAN = WorkerPlan(version=1, role=WorkerRole.MEMBER, sync_every=3, sync_seconds=0.02)
 
 Sample = tuple[int, torch.Tensor]
 
@@ -45,18 +45,18 @@ class Streamed(torch.utils.data.IterableDataset[Sample]):
     """The same samples in the same order, without an index and without saying how many."""
 
     def __init__(self) -> None:
-        self.order = Permutations(SIZE, seed=0)
+        self.order = IndexedStream(SIZE, seed=0)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(sample, self.order.indices([(self.epoch * SIZE, (self.epoch + 1) * SIZE)]))
+        return map(sample, self.order.get_indices([(self.epoch * SIZE, (self.epoch + 1) * SIZE)]))
 
 
 def expected(steps: int) -> Counter[int]:
-    return Counter(Permutations(SIZE, seed=0).indices([(0, steps * BATCH)]))
+    return Counter(IndexedStream(SIZE, seed=0).get_indices([(0, steps * BATCH)]))
 
 
 def used_by(results: list[tuple[list[int], list[SyncMode]]]) -> Counter[int]:
@@ -99,12 +99,14 @@ def train(
             time.sleep(
                 0.002 * (1 + rank)
             )  # the last rank is the slowest, and none so fast that the samples do not last
-            mode = MODES[job.recorder.ring.state.sync_mode]
+            mode = SYNC_MODES[job.recorder.ring.state.sync_mode]
             steps = steps + 1 if seen[-1:] == [mode] else 1
             if steps == 1:
                 seen.append(mode)
             if rank == 0 and steps >= 4 and wanted < len(modes) and mode is (SYNC, *modes)[wanted]:
-                write_json(Runtime(runtime).plan, replace(PLAN, version=2 + wanted, sync_mode=modes[wanted]).to_json())
+                write_json(
+                    RuntimeFolder(runtime).plan, replace(PLAN, version=2 + wanted, sync_mode=modes[wanted]).to_json()
+                )
                 wanted += 1
             if leaves and rank == 1 and mode is ASYNC and steps == 10:
                 os.kill(os.getpid(), signal.SIGTERM)

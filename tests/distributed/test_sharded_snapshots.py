@@ -15,16 +15,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from pacekeeper.checkpointing.snapshots.snapshot_copies import CopyTime, HostCopies, TornCopyError
+from pacekeeper.checkpointing.snapshots.snapshot_slots import Snapshots
+from pacekeeper.checkpointing.state_store import StateStore
+from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
-from pacekeeper.keep.copies import CopyTime, HostCopies, TornCopyError
-from pacekeeper.keep.snapshots import Snapshots
-from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Store
-from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime
-from tests.support.ranks import run_ranks
+from pacekeeper.runtime_folder import RuntimeFolder
+from testing.training.ranks import run_ranks
 
 RANKS = 2
 PATIENCE = 300.0
@@ -36,7 +36,7 @@ class Beside(HostCopies):
     asynchronous = True
 
     def finish(self) -> CopyTime | None:
-        return CopyTime(held=0.0, beside=0.0)
+        return CopyTime(blocked_seconds=0.0, concurrent_seconds=0.0)
 
 
 class _Rank:
@@ -46,8 +46,8 @@ class _Rank:
         fully_shard(self.model, mesh=replication.mesh["shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         state = TrainingState({"model": self.model, "optimizer": self.optimizer}, replication, rank)
-        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(runtime))
-        self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, None)
+        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(runtime))
+        self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, None)
 
     def step(self) -> None:
         self.model(torch.randn(3, 6)).sum().backward()
@@ -123,8 +123,8 @@ def test_beside_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_trai
     def rank_main(rank: int) -> int:
         dist.init_process_group("gloo")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pacekeeper.keep.store.copies_for", lambda _: Beside())
-            hold = _Hold(patch, "_new_slot")
+            patch.setattr("pacekeeper.checkpointing.state_store.create_slot_copies", lambda _: Beside())
+            hold = _Hold(patch, "_create_slot")
             writer = _Rank(rank, tmp_path)
             writer.step()
             for step in (1, 2):
@@ -151,7 +151,7 @@ def test_no_copy_is_written_over_before_all_ranks_have_the_next_one(tmp_path: Pa
         dist.init_process_group("gloo")
         seen: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pacekeeper.keep.store.copies_for", lambda _: Beside())
+            patch.setattr("pacekeeper.checkpointing.state_store.create_slot_copies", lambda _: Beside())
             writer = _Rank(rank, tmp_path)
             writer.step()
             for step in (1, 2):

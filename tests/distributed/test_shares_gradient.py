@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import pacekeeper as pk
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
-from tests.support.ranks import run_ranks
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
+from pacekeeper_analysis.protocol.plan import SyncMode, WorkerPlan, WorkerRole
+from testing.training.ranks import run_ranks
 
 RANKS = 4
 BATCH, SIZE = 24, 100
@@ -92,9 +92,9 @@ def one_step(
     """`itself`: the script divides the loss and goes backward itself. `scale`: of a GradScaler."""
 
     def rank_main(rank: int) -> tuple[list[int], list[Tensor], float]:
-        plan = WorkerPlan(version=1, role=Role.MEMBER, shares=shares)
+        plan = WorkerPlan(version=1, role=WorkerRole.MEMBER, shares=shares)
         if rank == 0:
-            write_json(Runtime(runtime).plan, plan.to_json())
+            write_json(RuntimeFolder(runtime).plan, plan.to_json())
         job = pk.init(mesh={"shard": -1} if sharded else None)
         model = make_model().float() if bfloat16 else make_model()
         model = job.fully_shard(model) if sharded else job.replicate(model)
@@ -140,8 +140,8 @@ def test_gradient_equals_that_of_one_process(by_tokens: bool, sharded: bool, tmp
     def rank_main(rank: int) -> list[tuple[list[int], list[Tensor], float]]:
         def publish(version: int) -> None:
             if rank == 0:
-                plan = WorkerPlan(version=version, role=Role.MEMBER, shares=SHARES[version - 1])
-                write_json(Runtime(tmp_path).plan, plan.to_json())
+                plan = WorkerPlan(version=version, role=WorkerRole.MEMBER, shares=SHARES[version - 1])
+                write_json(RuntimeFolder(tmp_path).plan, plan.to_json())
 
         publish(1)
         job = pk.init(mesh={"shard": -1} if sharded else None)
@@ -204,9 +204,9 @@ def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
             time.sleep(0.01)
 
     def rank_main(rank: int) -> tuple[int, bool, float]:
-        plan = WorkerPlan(version=1, role=Role.MEMBER, sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=60.0)
+        plan = WorkerPlan(version=1, role=WorkerRole.MEMBER, sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=60.0)
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, plan.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, plan.to_json())
         job = pk.init(mesh={"sync": 2, "shard": 2})
         model = job.fully_shard(make_model())
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), warmup_steps=0)

@@ -15,19 +15,27 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pacekeeper.launcher.sockets import SocketFile
-from pacekeeper.observe.ring import RingWriter, create_ring
-from pacekeeper.runtime import Runtime, read_json, write_json, write_text
-from pacekeeper_analysis.plan import EvidencePart, ProbeTarget, ProbeTask, Role, WorkerPlan
-from pacekeeper_analysis.records import Kind, Phase
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, GpuHealth, Heartbeat, LauncherState, LinkProbe
-from tests.support.network import free_port
-from tests.support.tls import Authority
+from pacekeeper.launcher.network.sockets import SocketFile
+from pacekeeper.observe.record_ring import RingWriter, create_ring
+from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json, write_text
+from pacekeeper_analysis.protocol.plan import EvidencePart, LinkProbeTask, ProbeTarget, WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_analysis.protocol.reports import (
+    Evidence,
+    FaultKind,
+    FaultReport,
+    GpuHealth,
+    Heartbeat,
+    LauncherState,
+    LinkProbe,
+)
+from testing.network.ports import find_free_port
+from testing.operators.tls import Authority
 
 TOKEN = "a-token"
 LONG_POLL_SECONDS = 600.0
 """Nothing comes by its end: what comes, comes beside it."""
-PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, ranks=(0,), world_size=1, workers=1)
+PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, ranks=(0,), world_size=1, workers=1)
 
 
 @dataclass
@@ -37,7 +45,7 @@ class Operator:
     plan: WorkerPlan = PLAN
     away: bool = False
     heartbeats: list[Heartbeat] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[FaultReport] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
     patterns: dict[str, bytes] = field(default_factory=dict)
     refused: int = 0
@@ -78,7 +86,7 @@ class Operator:
         return web.json_response(self.plan.to_json())
 
     async def _fault(self, request: web.Request) -> web.Response:
-        self.faults.append(Fault.from_json(await request.json()))
+        self.faults.append(FaultReport.from_json(await request.json()))
         return web.Response(status=202)
 
     async def _evidence(self, request: web.Request) -> web.Response:
@@ -94,7 +102,7 @@ class Operator:
 class Worker:
     """A sidecar process with its runtime folder."""
 
-    runtime: Runtime
+    runtime: RuntimeFolder
     token_file: Path
     metrics_port: int
     process: asyncio.subprocess.Process
@@ -114,11 +122,11 @@ async def sidecar(
     # Polls that a sidecar has left behind are not waited for.
     runner = web.AppRunner(operator.application(), access_log=None, handler_cancellation=True)
     await runner.setup()
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port = find_free_port(), find_free_port()
     await web.TCPSite(runner, "127.0.0.1", port, ssl_context=authority.server_context()).start()
     token_file = folder / "token"
     token_file.write_text(token)
-    runtime = Runtime(folder / "runtime").make()
+    runtime = RuntimeFolder(folder / "runtime").create()
     environment = os.environ | {
         "PACEKEEPER_RUNTIME": str(runtime.root),
         "PACEKEEPER_JOB": "gpt",
@@ -156,7 +164,7 @@ async def test_plans_come_down_and_heartbeats_go_up(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         await until(lambda: read_json(worker.runtime.plan) == PLAN.to_json(), "the first plan")
-        assert worker.runtime.contact.exists()
+        assert worker.runtime.operator_contact.exists()
         operator.plan = replace(PLAN, version=2, checkpoint_request=7)
         await until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 2, "a changed plan")
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
@@ -169,7 +177,7 @@ async def test_plans_come_down_and_heartbeats_go_up(tmp_path: Path) -> None:
 
 async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> None:
     operator = Operator(away=True)
-    fault = Fault("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
+    fault = FaultReport("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
     async with sidecar(tmp_path, operator) as worker:
         write_json(worker.runtime.fault(fault.name), fault.to_json())
         await until(lambda: operator.refused >= 3, "tries while the operator is away")
@@ -217,8 +225,8 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
         create_ring(worker.runtime.ring(0), rank=0, round_=1, capacity=64)
         ring = RingWriter(worker.runtime.ring(0))
         for step in range(1, 9):
-            ring.write(Kind.STEP, 0, 100_000_000, step, Phase.TRAIN, 8.0)
-            ring.write(Kind.COMPUTE, 0, 60_000_000, step, Phase.TRAIN, 8.0)
+            ring.write(RecordKind.STEP, 0, 100_000_000, step, Phase.TRAIN, 8.0)
+            ring.write(RecordKind.COMPUTE, 0, 60_000_000, step, Phase.TRAIN, 8.0)
         operator.plan = replace(PLAN, version=2, evidence_request="straggler-2")
         await until(lambda: bool(operator.evidence), "the evidence")
         operator.plan = replace(PLAN, version=3, evidence_request="straggler-2")
@@ -233,7 +241,7 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
 
 
 async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
-    operator = Operator(plan=replace(PLAN, figures_band=0.05))
+    operator = Operator(plan=replace(PLAN, metrics_deadband=0.05))
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         create_ring(worker.runtime.ring(0), rank=5, round_=1, capacity=64)
         ring = RingWriter(worker.runtime.ring(0))
@@ -243,12 +251,12 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
             nonlocal clock
             for _ in range(4):
                 begun, clock = clock, clock + int(1e9 * (own + 0.04))
-                ring.write(Kind.COMPUTE, begun, begun + int(1e9 * own), 1, Phase.TRAIN, 8.0)
-                ring.write(Kind.STEP, begun, clock, 1, Phase.TRAIN, 8.0)
+                ring.write(RecordKind.COMPUTE, begun, begun + int(1e9 * own), 1, Phase.TRAIN, 8.0)
+                ring.write(RecordKind.STEP, begun, clock, 1, Phase.TRAIN, 8.0)
 
         train(0.06)
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
-        await until(lambda: any(beat.figures for beat in operator.heartbeats), "the first figures")
+        await until(lambda: any(beat.rank_metrics for beat in operator.heartbeats), "the first figures")
         await until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
         await asyncio.sleep(1.5)
         told = len(operator.heartbeats)
@@ -257,7 +265,7 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
         assert len(operator.heartbeats) == told, "nothing has changed"
         train(0.12)
         await until(lambda: len(operator.heartbeats) > told, "a slow rank is told of beside the long poll")
-        (figures,) = operator.heartbeats[-1].figures
+        (figures,) = operator.heartbeats[-1].rank_metrics
         assert (figures.rank, figures.steps) == (5, 4)
         assert figures.compute_seconds == pytest.approx(0.12)
         assert figures.compute_seconds_per_sample == pytest.approx(0.12 / 8)
@@ -268,11 +276,11 @@ async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_pol
     operator = Operator()
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
-        worker.runtime.alive.touch()
+        worker.runtime.liveness.touch()
         await until(lambda: any(beat.round == 1 for beat in operator.heartbeats), "the launcher runs")
         await until(lambda: operator.heartbeats[-1].launcher_silent_seconds >= 8, "eight seconds of silence")
         assert operator.heartbeats[-1].state is LauncherState.RUNNING
-        worker.runtime.alive.touch()
+        worker.runtime.liveness.touch()
         await until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
 
 
@@ -283,10 +291,10 @@ async def test_a_launcher_without_peers_has_the_operator_answer_beside_a_long_po
         told = len(operator.heartbeats)
         await asyncio.sleep(2.5)
         assert len(operator.heartbeats) == told, "nobody asks"
-        contact = worker.runtime.contact.stat().st_mtime_ns
-        worker.runtime.alone.touch()
+        contact = worker.runtime.operator_contact.stat().st_mtime_ns
+        worker.runtime.partitioned.touch()
         await until(lambda: len(operator.heartbeats) > told, "the operator is asked at once")
-        await until(lambda: worker.runtime.contact.stat().st_mtime_ns > contact, "its answer has come")
+        await until(lambda: worker.runtime.operator_contact.stat().st_mtime_ns > contact, "its answer has come")
 
 
 async def test_a_poll_may_be_held_for_twice_as_long_as_the_one_before(tmp_path: Path) -> None:
@@ -305,7 +313,7 @@ async def test_a_poll_may_be_held_for_twice_as_long_as_the_one_before(tmp_path: 
 async def test_that_the_launcher_has_finished_is_heard_before_the_sidecar_ends(tmp_path: Path) -> None:
     """The operator is away when the trainer ends and the kubelet tells the sidecar to."""
     operator = Operator()
-    fault = Fault("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
+    fault = FaultReport("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
     async with sidecar(tmp_path, operator) as worker:
         await until(lambda: bool(operator.heartbeats), "the first heartbeat")
         operator.away = True
@@ -347,7 +355,7 @@ async def test_a_renewed_token_is_used_without_a_restart(tmp_path: Path) -> None
 
 
 async def test_what_the_launcher_has_measured_is_told_once_for_the_probe_that_is_out(tmp_path: Path) -> None:
-    operator = Operator(plan=replace(PLAN, probe=ProbeTask("probe-7", (ProbeTarget("gpt-w1-0", "127.0.0.1:1"),))))
+    operator = Operator(plan=replace(PLAN, probe=LinkProbeTask("probe-7", (ProbeTarget("gpt-w1-0", "127.0.0.1:1"),))))
     found = LinkProbe("gpt-w1-0", 1e8, 0.001)
     async with sidecar(tmp_path, operator) as worker:
         await until(worker.runtime.plan.exists, "the plan")
@@ -375,7 +383,7 @@ async def test_connections_are_told_where_they_are_asked_for(tmp_path: Path) -> 
         local = f"127.0.0.1:{one.getsockname()[1]}"
         with one, other:
             async with sidecar(tmp_path, operator) as worker:
-                SocketFile(worker.runtime.sockets).look({0: os.getpid()}, now=0.0)
+                SocketFile(worker.runtime.sockets).refresh({0: os.getpid()}, now=0.0)
                 version = 1
 
                 async def ask() -> Evidence:

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from pacekeeper.checkpointing import state_sources
+from pacekeeper.checkpointing.snapshots.snapshot_copies import CopyTime, HostCopies
+from pacekeeper.checkpointing.state_sources import send_slot
+from pacekeeper.checkpointing.state_store import StateStore
+from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
-from pacekeeper.keep import sources
-from pacekeeper.keep.copies import CopyTime, HostCopies
-from pacekeeper.keep.sources import send_slot
-from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Store
-from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime
-from tests.support.ranks import run_ranks
+from pacekeeper.runtime_folder import RuntimeFolder
+from testing.training.ranks import run_ranks
 
 
 class Worker:
@@ -37,10 +37,10 @@ class Worker:
             fully_shard(self.model, mesh=replication.mesh["shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         state = TrainingState({"model": self.model, "optimizer": self.optimizer}, replication, rank)
-        runtime = Runtime(folder / f"worker-{rank // local}").make()
+        runtime = RuntimeFolder(folder / f"worker-{rank // local}").create()
         self.folder = runtime.snapshots
         environment = Environment(rank, ranks, local_rank=rank % local, round=1, runtime=runtime)
-        self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, None)
+        self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, None)
 
     def snapshot(self, step: int, wait: bool = False) -> int:
         """Of a state that `step` tells; what `settle` says. wait: for what is done beside the training."""
@@ -97,7 +97,7 @@ def test_a_worker_without_room_does_not_keep_the_others_from_theirs(tmp_path: Pa
         settled = [worker.snapshot(step) for step in range(1, 6)]
         memory.enough = True
         settled += [worker.snapshot(step) for step in range(6, 8)]
-        return settled, worker.store.can_snapshot
+        return settled, worker.store.stores_snapshots
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [
         ([1, 2, 3, 4, 5, 6, 7], True),
@@ -123,7 +123,9 @@ def test_what_rank_0_has_no_room_for_is_no_cheaper_for_the_others(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("device", "cost"), [(None, 50.0), (CopyTime(held=0.25, beside=3.0), 0.55)], ids=["host", "device"]
+    ("device", "cost"),
+    [(None, 50.0), (CopyTime(blocked_seconds=0.25, concurrent_seconds=3.0), 0.55)],
+    ids=["host", "device"],
 )
 def test_a_snapshot_costs_what_it_holds_up_and_a_tenth_of_what_goes_on_beside(
     device: CopyTime | None, cost: float, tmp_path: Path
@@ -145,8 +147,10 @@ def test_a_snapshot_costs_what_it_holds_up_and_a_tenth_of_what_goes_on_beside(
     def rank_main(rank: int) -> float:
         dist.init_process_group("gloo")
         here = pytest.MonkeyPatch()
-        here.setattr("pacekeeper.keep.store.copies_for", lambda _: Launched())
-        here.setattr("pacekeeper.keep.snapshot_writer.time", SimpleNamespace(perf_counter=lambda: now))
+        here.setattr("pacekeeper.checkpointing.state_store.create_slot_copies", lambda _: Launched())
+        here.setattr(
+            "pacekeeper.checkpointing.snapshots.snapshot_writer.time", SimpleNamespace(perf_counter=lambda: now)
+        )
         worker = Worker(rank, tmp_path, ranks=1, local=1)
         for step in (1, 2):
             assert worker.snapshot(step, wait=True) == step
@@ -190,7 +194,7 @@ def test_a_replica_that_one_worker_has_comes_to_the_others_from_each_other(
         sent.append(receiver)
         return send_slot(slot, receiver, group)
 
-    monkeypatch.setattr(sources, "send_slot", send)
+    monkeypatch.setattr(state_sources, "send_slot", send)
 
     def rank_main(rank: int) -> tuple[int, float, list[int]]:
         dist.init_process_group("gloo")

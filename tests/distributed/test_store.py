@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pacekeeper.checkpointing.state_store import RestoredState, StateStore
+from pacekeeper.checkpointing.storage.checkpoint_folder import CheckpointFolder
+from pacekeeper.checkpointing.storage.checkpoint_writer import WriteOutcome
+from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
-from pacekeeper.keep.checkpoint_writer import WriteOutcome
-from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Restored, Store
-from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import StateOrigin
-from tests.support.ranks import run_ranks
+from pacekeeper_analysis.protocol.records import StateOrigin
+from testing.training.ranks import run_ranks
 
 RANKS = 2
 IN_MEMORY, ON_VOLUME = 1.0, 2.0
@@ -53,7 +53,7 @@ class Rank:
     volume: CheckpointFolder
     model: nn.Linear
     weight: torch.Tensor
-    store: Store
+    store: StateStore
 
     def keep(self, kept: Kept) -> None:
         for step in kept.snapshots:
@@ -64,7 +64,7 @@ class Rank:
             self.weight.data.fill_(ON_VOLUME)
             self.store.checkpoint(step, 100 * step + self.environment.rank, lambda _: None)
             self.weight.data.fill_(0.0)  # what is being written is a copy
-            assert self.store.wait_for_checkpoint() is WriteOutcome.KEPT
+            assert self.store.wait_for_checkpoint() is WriteOutcome.PUBLISHED
         if kept.grown:
             self.model.register_buffer("late", torch.zeros(3))
             self.store.snapshot(kept.grown, samples=0)
@@ -92,12 +92,12 @@ class Rank:
 
 
 def a_rank(rank: int, folder: Path) -> Rank:
-    environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(folder / "runtime"))
+    environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(folder / "runtime"))
     volume = CheckpointFolder(folder / "volume", environment.round)
     model = nn.Linear(1, 1, bias=False)
     state = TrainingState({"model": model}, Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu")), rank)
     return Rank(
-        environment, volume, model, model.weight, Store(environment, CpuGroup(Recorder(NoRing())), state, volume)
+        environment, volume, model, model.weight, StateStore(environment, CpuGroup(Recorder(NoRing())), state, volume)
     )
 
 
@@ -129,7 +129,7 @@ def a_rank(rank: int, folder: Path) -> Rank:
 def test_the_newest_that_all_ranks_can_have_comes_back(
     kept: Kept, step: int, checkpoint_step: int, weight: float, tmp_path: Path
 ) -> None:
-    def rank_main(rank: int) -> tuple[Restored | None, float]:
+    def rank_main(rank: int) -> tuple[RestoredState | None, float]:
         dist.init_process_group("gloo")
         a_rank(rank, tmp_path).keep(kept)
         fresh = a_rank(rank, tmp_path)
@@ -137,7 +137,7 @@ def test_the_newest_that_all_ranks_can_have_comes_back(
 
     origin = StateOrigin.MEMORY if weight == IN_MEMORY else StateOrigin.CHECKPOINT
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [
-        (Restored(step, 100 * step + rank, checkpoint_step, origin), weight) for rank in range(RANKS)
+        (RestoredState(step, 100 * step + rank, checkpoint_step, origin), weight) for rank in range(RANKS)
     ]
 
 
@@ -166,16 +166,16 @@ class Particular:
         self.step = state["step"]
 
 
-def an_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer, Particular, Store]:
+def an_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer, Particular, StateStore]:
     """It trains the weight and not the bias, at first."""
-    environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(folder / "runtime"))
+    environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(folder / "runtime"))
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
     particular = Particular()
     replication = Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu"))
     state = TrainingState({"model": model, "optimizer": optimizer, "particular": particular}, replication, rank)
     volume = CheckpointFolder(folder / "volume", environment.round)
-    return model, optimizer, particular, Store(environment, CpuGroup(Recorder(NoRing())), state, volume)
+    return model, optimizer, particular, StateStore(environment, CpuGroup(Recorder(NoRing())), state, volume)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_snapshot_that_cannot_be_taken_over_sends_all_ranks_to_an_older_state(
         for number in checkpoints:
             train(number)
             store.checkpoint(number, number, lambda _: None)
-            assert store.wait_for_checkpoint() is WriteOutcome.KEPT
+            assert store.wait_for_checkpoint() is WriteOutcome.PUBLISHED
         for number in snapshots:
             train(number)
             store.snapshot(number, number)
@@ -239,8 +239,8 @@ def test_where_no_other_state_is_left_the_training_does_not_begin_with_half_of_o
 def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Path) -> None:
     """A graph that was captured before, and whoever has a tensor's `data`, sees it."""
 
-    def a_training_rank(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer, Store]:
-        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(tmp_path / "runtime"))
+    def a_training_rank(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer, StateStore]:
+        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(tmp_path / "runtime"))
         model = nn.Linear(2, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
         model(torch.ones(1, 2)).sum().backward()
@@ -248,7 +248,7 @@ def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Pa
         replication = Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu"))
         state = TrainingState({"model": model, "optimizer": optimizer}, replication, rank)
         volume = CheckpointFolder(tmp_path / "volume", environment.round)
-        return model, optimizer, Store(environment, CpuGroup(Recorder(NoRing())), state, volume)
+        return model, optimizer, StateStore(environment, CpuGroup(Recorder(NoRing())), state, volume)
 
     def tensors(model: nn.Linear, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         moments = [its for state in optimizer.state.values() for its in state.values()]
@@ -264,7 +264,7 @@ def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Pa
             store.settle()
         else:
             store.checkpoint(3, 3, lambda _: None)
-            assert store.wait_for_checkpoint() is WriteOutcome.KEPT
+            assert store.wait_for_checkpoint() is WriteOutcome.PUBLISHED
         dist.barrier()
         fresh, its, later = a_training_rank(rank)
         before = tensors(fresh, its)
@@ -279,19 +279,19 @@ def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Pa
 def test_an_outer_optimizer_of_a_newer_state_that_was_torn_leaves_nothing_behind(tmp_path: Path) -> None:
     """The job was not in a Local-SGD mode yet, when the older one was kept."""
 
-    def a_training_rank(rank: int) -> tuple[Replication, Particular, Store]:
-        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(tmp_path / "runtime"))
+    def a_training_rank(rank: int) -> tuple[Replication, Particular, StateStore]:
+        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(tmp_path / "runtime"))
         replication = Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu"))
         model = nn.Linear(1, 1)
         replication.replicate(model, lambda _: [], {})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        replication.train_with(optimizer, None)
+        replication.add_optimizer(optimizer, None)
         particular = Particular()
         objects = {"model": model, "optimizer": optimizer, "particular": particular}
         return (
             replication,
             particular,
-            Store(environment, CpuGroup(Recorder(NoRing())), TrainingState(objects, replication, rank), None),
+            StateStore(environment, CpuGroup(Recorder(NoRing())), TrainingState(objects, replication, rank), None),
         )
 
     def momentum(replication: Replication) -> list[float]:

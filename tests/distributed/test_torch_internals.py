@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pacekeeper import torch_internals
-from tests.support.ranks import run_ranks
+from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -51,10 +51,10 @@ def _alone() -> Any:
     return dist.group.WORLD
 
 
-def test_default_store() -> None:
+def test_get_default_store() -> None:
     def rank_main(rank: int) -> bytes:
         _alone()
-        store = torch_internals.default_store()
+        store = torch_internals.get_default_store()
         if rank == 0:
             store.set("said", "by rank 0")
         answer: bytes = store.get("said")
@@ -64,10 +64,10 @@ def test_default_store() -> None:
     assert run_ranks(rank_main, 2) == [b"by rank 0"] * 2
 
 
-def test_process_groups() -> None:
+def test_list_process_groups() -> None:
     def rank_main(_: int) -> bool:
         groups = [_alone(), dist.new_group([0])]
-        return torch_internals.process_groups() == groups
+        return torch_internals.list_process_groups() == groups
 
     assert run_ranks(rank_main, 1) == [True]
 
@@ -84,19 +84,19 @@ def test_on_new_process_group() -> None:
     assert run_ranks(rank_main, 2) == [True, True]
 
 
-def test_ranks_of() -> None:
+def test_get_group_ranks() -> None:
     def rank_main(rank: int) -> list[tuple[int, ...]]:
         group = _alone()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
         alone: Any = dist.new_group([rank], use_local_synchronization=True)
         groups = [group, mesh.get_group("b"), alone, object()]
         dist.barrier()
-        return [torch_internals.ranks_of(group) for group in groups]
+        return [torch_internals.get_group_ranks(group) for group in groups]
 
     assert run_ranks(rank_main, 2) == [[(0, 1), (0, 1), (rank,), ()] for rank in range(2)]
 
 
-def test_stand_in_front() -> None:
+def test_intercept_operator() -> None:
     """Of an operator, on all devices that there are here."""
 
     def rank_main(_: int) -> list[Any]:
@@ -110,7 +110,7 @@ def test_stand_in_front() -> None:
             seen.append((list(arguments), arguments["root_rank"], work.is_completed() in (True, False)))
             return result
 
-        torch_internals.stand_in_front("broadcast_", kernel)
+        torch_internals.intercept_operator("broadcast_", kernel)
         dist.broadcast(torch.ones(2), 0)
         return seen
 
@@ -122,25 +122,25 @@ def test_stand_in_front() -> None:
 # Backward passes
 
 
-def test_backends() -> None:
+def test_list_backends() -> None:
     def rank_main(_: int) -> list[str]:
         dist.init_process_group("gloo")
-        return torch_internals.backends()
+        return torch_internals.list_backends()
 
     assert run_ranks(rank_main, 1) == [["cpu:gloo,cuda:gloo"]]
 
 
-def test_flight_record() -> None:
-    """What stands in it is read in tests/unit/trainer/observe/test_flight.py."""
-    record = torch_internals.flight_record()
+def test_dump_flight_record() -> None:
+    """What stands in it is read in tests/unit/trainer/observe/collectives/test_flight_recorder.py."""
+    record = torch_internals.dump_flight_record()
     assert record is not None
     assert json.loads(record)["version"].startswith("2.")
 
 
-def test_used_gpus() -> None:
+def test_list_used_gpus() -> None:
     """Of one that is used, tests.gpu.test_faults asks."""
     assert callable(torch._C._cuda_hasPrimaryContext)
-    assert torch_internals.used_gpus() == []
+    assert torch_internals.list_used_gpus() == []
 
 
 def test_graph_task() -> None:
@@ -311,14 +311,14 @@ class _Workers(IterableDataset[int]):
     def __iter__(self) -> Any:
         for hidden in (False, True, False):
             if hidden:
-                with torch_internals.as_the_only_worker():
+                with torch_internals.hide_worker_info():
                     info = get_worker_info()
             else:
                 info = get_worker_info()
             yield 0 if info is None else info.num_workers
 
 
-def test_as_the_only_worker() -> None:
+def test_hide_worker_info() -> None:
     assert [int(count) for count in DataLoader(_Workers(), batch_size=None, num_workers=1)] == [1, 0, 1]
 
 
@@ -372,21 +372,21 @@ class _Sharded:
         self.model(torch.ones(1, 2)).sum().backward()
 
 
-def test_all_reduce_hooks() -> None:
+def test_list_all_reduce_hooks() -> None:
     def rank_main(_: int) -> tuple[bool, list[Any]]:
         sharded = _Sharded()
 
         def hook(_: Tensor) -> None: ...
 
         sharded.first.set_all_reduce_hook(hook)
-        given = list(torch_internals.all_reduce_hooks(sharded.first))
-        without_parameters = torch_internals.all_reduce_hooks(sharded.model)
-        return given == [hook], [*torch_internals.all_reduce_hooks(sharded.second), *without_parameters]
+        given = list(torch_internals.list_all_reduce_hooks(sharded.first))
+        without_parameters = torch_internals.list_all_reduce_hooks(sharded.model)
+        return given == [hook], [*torch_internals.list_all_reduce_hooks(sharded.second), *without_parameters]
 
     assert run_ranks(rank_main, 1) == [(True, [None])]
 
 
-def test_gather_after() -> None:
+def test_delay_gather() -> None:
     class Stream:
         """Of a device that is not here; it writes down what it is to wait for."""
 
@@ -398,23 +398,23 @@ def test_gather_after() -> None:
 
     def rank_main(_: int) -> list[list[str]]:
         sharded = _Sharded()
-        torch_internals.gather_after(sharded.first, "too early, and no error")
+        torch_internals.delay_gather(sharded.first, "too early, and no error")
         sharded.run()
         context = sharded.first._get_fsdp_state()._comm_ctx
         streams = [name for name in vars(context) if name.startswith("all_gather") and name.endswith("stream")]
         for name in streams:
             setattr(context, name, Stream())
-        torch_internals.gather_after(sharded.first, "update")
+        torch_internals.delay_gather(sharded.first, "update")
         return [getattr(context, name).waits for name in streams]
 
     assert run_ranks(rank_main, 1) == [[["update"], ["update"]]]
 
 
-def test_gathered_with() -> None:
+def test_list_prefetched_modules() -> None:
     def rank_main(_: int) -> list[bool]:
         sharded = _Sharded()
         sharded.first.set_modules_to_forward_prefetch([sharded.second])
-        first, second = map(torch_internals.gathered_with, (sharded.first, sharded.second))
+        first, second = map(torch_internals.list_prefetched_modules, (sharded.first, sharded.second))
         return [first == {sharded.second}, second == set()]
 
     assert run_ranks(rank_main, 1) == [[True, True]]
@@ -423,20 +423,20 @@ def test_gathered_with() -> None:
 # Tensors and states
 
 
-def test_copy_all() -> None:
+def test_copy_tensors() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
-    torch_internals.copy_all(targets, sources)
+    torch_internals.copy_tensors(targets, sources)
     assert [target.tolist() for target in targets] == [[1.0] * 2, [2.0] * 3]
 
 
-def test_version_of() -> None:
+def test_read_tensor_version() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     kept = parameter.detach()
-    before = torch_internals.version_of(kept)
-    assert torch_internals.version_of(kept) == before
+    before = torch_internals.read_tensor_version(kept)
+    assert torch_internals.read_tensor_version(kept) == before
     parameter.grad = torch.ones(2)
     torch.optim.SGD([parameter], lr=0.1).step()
-    assert torch_internals.version_of(kept) > before
+    assert torch_internals.read_tensor_version(kept) > before
 
 
 def test_a_state_is_filled_in_by_its_paths() -> None:
@@ -456,14 +456,14 @@ def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path
     assert (where.relative_path, where.offset) == ("__0_0.distcp", 0)
 
 
-def test_device_activities() -> None:
+def test_list_device_activities() -> None:
     """Of the host's activities here, where there is no GPU: a device's are told in the same way."""
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     began = time.time_ns()
     profile.start()
     torch.ones(64) + 1
     profile.stop()
-    assert list(torch_internals.device_activities(profile)) == []
+    assert list(torch_internals.list_device_activities(profile)) == []
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]  # it has run
     assert all(began <= event.start_ns() <= time.time_ns() for event in events)
     assert "aten::ones" in {event.name() for event in events}
@@ -484,7 +484,7 @@ def test_start_kernel_profile() -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_before_another_profile(ended: bool) -> None:
+def test_call_before_other_profile(ended: bool) -> None:
     """Another one's trace is whole, as ours has made room for it."""
     ours, its = (torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) for _ in range(2))
     ended_at: list[str] = []
@@ -494,7 +494,7 @@ def test_before_another_profile(ended: bool) -> None:
         ours.stop()
 
     ours.start()
-    end = torch_internals.before_another_profile(ours, make_room)
+    end = torch_internals.call_before_other_profile(ours, make_room)
     if ended:
         end()
         ours.stop()

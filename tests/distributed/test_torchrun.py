@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from pacekeeper.launcher.command import main
-from tests.support.launchers import eventually, fork
+from testing.training.launchers import fork_process, wait_until_true
 
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "scripts" / "what_it_sees.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "testing" / "scripts" / "launcher_environment.py"
 OPTIONS = [
     *("--standalone", "--nproc_per_node=2", "--nnodes", "1", "--rdzv-id", "x", "--max-restarts=3", "--tee", "3"),
     *("--role", "trainer", "--monitor-interval=1", "--start-method=spawn", "--node-rank=0", "--redirect=1"),
@@ -73,7 +73,7 @@ class Running:
     over: bool = False
 
     def wait_for(self, *words: str) -> None:
-        eventually(lambda: all(word in self.log.read_text() for word in words), f"{words} in {self.log}")
+        wait_until_true(lambda: all(word in self.log.read_text() for word in words), f"{words} in {self.log}")
 
     def end(self) -> int:
         """The exit code."""
@@ -83,7 +83,7 @@ class Running:
             return found if found[0] else None
 
         try:
-            _, status = eventually(ended, "the run ends")
+            _, status = wait_until_true(ended, "the run ends")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log.read_text()}") from None
         self.over = True
@@ -92,7 +92,7 @@ class Running:
 
 @contextmanager
 def running(tmp_path: Path, *arguments: str, **environment: str) -> Iterator[Running]:
-    one = Running(fork(lambda: main(arguments), tmp_path / "log", environment), tmp_path / "log")
+    one = Running(fork_process(lambda: main(arguments), tmp_path / "log", environment), tmp_path / "log")
     try:
         yield one
     finally:
@@ -143,7 +143,7 @@ def test_a_program_runs_once_for_each_rank_and_again_after_a_failure(tmp_path: P
     assert not [word for word in ("out 0", "err 0", "out 2", "err 2") if word in log], "redirected, or left out"
     assert "rank 1 ended with code 3 in round 1 before its first step: err 1" in log, "its last words are in its file"
     assert "from the environment: PET_NPROC_PER_NODE=3, " in log
-    assert "--event-log-handler passed over: faults are reported to the operator" in log
+    assert "--event-log-handler ignored: faults are reported to the operator" in log
 
 
 TRAPS = """
@@ -163,7 +163,7 @@ def test_a_named_signal_goes_on_to_the_ranks_and_ends_the_run(tmp_path: Path) ->
     log = run.log.read_text()
     assert "rank 0 got ALRM" in log
     assert "rank 1 got ALRM" in log
-    assert "told to end (SIGALRM)" in log
+    assert "received SIGALRM" in log
 
 
 INTERRUPTED = """

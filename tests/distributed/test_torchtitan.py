@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pacekeeper.integrations.torchtitan import run, watched
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime
+from pacekeeper.integrations.torchtitan import run_training, wrap_trainer
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import Kind, Phase
-from tests.support.ranks import run_ranks
+from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from testing.training.ranks import run_ranks
 
 SOURCES = "TORCHTITAN_SOURCES"
 """Names a checkout of torchtitan to be held to the same, as its newest: a folder with `torchtitan/` in it."""
@@ -145,7 +145,7 @@ class Loop:
         self.step = 2
         self.checkpointer: Any = Checkpointer()
         if not config.keeps:
-            self.checkpointer = SimpleNamespace(enable=False, close=lambda: None, save=lambda *_, **__: None)
+            self.checkpointer = SimpleNamespace(enable=False, affinity=lambda: None, save=lambda *_, **__: None)
         self.metrics_processor = SimpleNamespace(log=lambda *_: None)
         self.validator = SimpleNamespace(should_validate=lambda step: step % 3 == 0)
         self.steps, self.at_step = config.training.steps, config.at_step
@@ -232,7 +232,7 @@ def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(
 
         version(SimpleNamespace(training=SimpleNamespace(steps=20), keeps=keeps, at_step=at_step))
         try:
-            run()
+            run_training()
         except SystemExit as left:
             return left.code, WRITTEN
         return None, WRITTEN
@@ -245,11 +245,11 @@ def test_a_main_that_is_not_known_is_refused_in_words() -> None:
     def rank_main(_: int) -> str:
         in_its_place(main=lambda: None)
         with pytest.raises(InputError) as refused:
-            run()
+            run_training()
         return str(refused.value)
 
     (words,) = run_ranks(rank_main, 1)
-    assert "starts in a way that is not known here" in words
+    assert "starts in an unknown way" in words
     assert "-m torchtitan.train" in words
 
 
@@ -270,7 +270,7 @@ def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None
             )
             self.checkpointer = Checkpointer()
             self.checkpointer.enable = keeps
-            self.metrics_processor = SimpleNamespace(log=lambda *_: None, close=lambda: None)
+            self.metrics_processor = SimpleNamespace(log=lambda *_: None, affinity=lambda: None)
             self.validator = SimpleNamespace(should_validate=lambda step: step % 3 == 0, validate=lambda *_: None)
             self.gc_handler = SimpleNamespace(run=lambda _: None)
             self.dataloader = self.model_parts = ()
@@ -279,7 +279,7 @@ def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None
             at_step(self.step)
             self.metrics_processor.log(self.step, 0.5, 0.6, 1.0)
 
-    return watched(Bare)()
+    return wrap_trainer(Bare)()
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
@@ -305,10 +305,10 @@ def test_its_own_loop_is_told_where_all_that_it_needs_is_installed(keeps: bool, 
 
 
 def told_of_a_loop_to_step_7(folder: Path, keeps: bool) -> None:
-    ring = RingReader(Runtime(folder).ring(0))
+    ring = RingReader(RuntimeFolder(folder).ring(0))
     records = ring.records()
-    assert records[records["kind"] == Kind.STEP]["step"].tolist() == [3, 4, 5, 6, 7]
-    phases = records[records["kind"] == Kind.PHASE]
+    assert records[records["kind"] == RecordKind.STEP]["step"].tolist() == [3, 4, 5, 6, 7]
+    phases = records[records["kind"] == RecordKind.PHASE]
     evaluated, checkpointed = [
         [int(one["step"]) - 1 for one in phases if one["phase"] == phase]
         for phase in (Phase.EVALUATE, Phase.CHECKPOINT)

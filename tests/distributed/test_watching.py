@@ -18,12 +18,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.observe.watching import GARBAGE_NS, recorder
-from pacekeeper.runtime import Runtime
-from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
-from tests.support.fake_clock import FakeClock, install
-from tests.support.ranks import run_ranks
+from pacekeeper.observe.monitoring import MIN_RECORDED_GC_NS, get_recorder
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_analysis.protocol.records import SYMMETRIC_COLLECTIVES, Collective, Phase, RecordKind
+from testing.training.fake_clock import FakeClock, install_fake_clock
+from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -57,7 +57,7 @@ def watched_script(sharded: bool, folder: Path) -> Callable[[int], None]:
     """A script that knows nothing of Pacekeeper but one line."""
 
     def rank_main(rank: int) -> None:
-        clock = install(folder, rank, RANKS)
+        clock = install_fake_clock(folder, rank, RANKS)
         import pacekeeper.auto  # noqa: F401
 
         dist.init_process_group("gloo")
@@ -83,7 +83,7 @@ def watched_script(sharded: bool, folder: Path) -> Callable[[int], None]:
 
 def steered_script(sharded: bool, folder: Path) -> Callable[[int], None]:
     def rank_main(rank: int) -> None:
-        clock = install(folder, rank, RANKS)
+        clock = install_fake_clock(folder, rank, RANKS)
         import pacekeeper as pk
 
         job = pk.init(mesh={"shard": -1} if sharded else None)
@@ -105,10 +105,10 @@ def steered_script(sharded: bool, folder: Path) -> Callable[[int], None]:
 
 
 def records(runtime: Path, rank: int) -> NDArray[np.void]:
-    return RingReader(Runtime(runtime).ring(rank)).records()
+    return RingReader(RuntimeFolder(runtime).ring(rank)).records()
 
 
-def milliseconds(found: NDArray[np.void], kind: Kind) -> float:
+def milliseconds(found: NDArray[np.void], kind: RecordKind) -> float:
     """Median over the steps behind the first one."""
     chosen = found[(found["kind"] == kind) & (found["phase"] == Phase.TRAIN)]
     assert len(chosen) == STEPS - 1
@@ -145,8 +145,8 @@ def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
     own = [1000 * SHARE * seconds for seconds in SECONDS_A_SAMPLE]
     for rank in range(RANKS):
         found = records(folder, rank)
-        assert milliseconds(found, Kind.STEP) == pytest.approx(own[SLOW_RANK])  # all are as slow as the slowest
-        assert milliseconds(found, Kind.COMPUTE) == pytest.approx(own[rank])
+        assert milliseconds(found, RecordKind.STEP) == pytest.approx(own[SLOW_RANK])  # all are as slow as the slowest
+        assert milliseconds(found, RecordKind.COMPUTE) == pytest.approx(own[rank])
 
 
 @SHARDED
@@ -157,7 +157,7 @@ def test_in_c_is_recorded_what_is_recorded_in_python(script: Script, sharded: bo
     for rank in range(RANKS):
         in_python, in_c = (records(folder, rank) for folder in folders)
         for given in (in_python, in_c):
-            raced = given["kind"] == Kind.COLLECTIVE
+            raced = given["kind"] == RecordKind.COLLECTIVE
             for name in ("end_ns", "value", "flags"):
                 given[name][raced] = 0
         fields = [name for name in in_c.dtype.names or () if name != "index"]
@@ -172,8 +172,8 @@ def test_the_last_to_enter_waits_least(sharded: bool, native: str, folder_of: Fo
     waits: dict[tuple[int, ...], dict[int, float]] = {}
     for rank in range(RANKS):
         found = records(folder, rank)
-        collectives = found[(found["kind"] == Kind.COLLECTIVE) & (found["phase"] == Phase.TRAIN)]
-        for record in collectives[np.isin(collectives["collective"], list(SYMMETRIC))]:
+        collectives = found[(found["kind"] == RecordKind.COLLECTIVE) & (found["phase"] == Phase.TRAIN)]
+        for record in collectives[np.isin(collectives["collective"], list(SYMMETRIC_COLLECTIVES))]:
             key = (int(record["group"]), int(record["sequence"]), int(record["collective"]), int(record["bytes"]))
             waits.setdefault(key, {})[rank] = float(record["end_ns"] - record["start_ns"])
     assert all(len(by_rank) == RANKS for by_rank in waits.values())  # the same collectives on all ranks
@@ -214,7 +214,7 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
 
     def kinds(rank: int) -> list[tuple[Collective, int]]:
         found = records(tmp_path, rank)
-        found = found[found["kind"] == Kind.COLLECTIVE]
+        found = found[found["kind"] == RecordKind.COLLECTIVE]
         found = found[np.argsort(found["start_ns"])]
         return [(Collective(record["collective"]), int(record["bytes"])) for record in found]
 
@@ -230,7 +230,7 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
     world, in_pair_of, channel = groups[1] & groups[2], groups[1] - groups[2], groups[2] - groups[1]
     assert [len(found) for found in (world, in_pair_of, channel)] == [1, 1, 1]
     assert groups[0] == world | in_pair_of | channel, "what it sends to rank 2 is the same channel there"
-    state = RingReader(Runtime(tmp_path).ring(0)).state()
+    state = RingReader(RuntimeFolder(tmp_path).ring(0)).state()
     assert state["collective"] == Collective.NONE
     assert state["collectives_entered"] == len(kinds(0))
 
@@ -245,7 +245,7 @@ def test_the_state_says_who_never_came(tmp_path: Path) -> None:
         dist.init_process_group("gloo")
         dist.barrier()
         if rank == 1:
-            rings = [RingReader(Runtime(tmp_path).ring(other)) for other in range(3)]
+            rings = [RingReader(RuntimeFolder(tmp_path).ring(other)) for other in range(3)]
             deadline = time.monotonic() + 20
             while time.monotonic() < deadline:
                 if all(rings[other].state()["collective"] == Collective.ALL_REDUCE for other in (0, 2)):
@@ -277,7 +277,7 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
     def rank_main(rank: int) -> int:
         import gc
 
-        clock = install(tmp_path, rank, 1)
+        clock = install_fake_clock(tmp_path, rank, 1)
 
         import pacekeeper as pk
 
@@ -296,19 +296,19 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
             if step.due("eval", every=2):
                 with job.phase("eval"):
                     clock.work(0.2)
-        return int(RingReader(Runtime(tmp_path).ring(rank)).state()["phase"])
+        return int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["phase"])
 
     assert run_ranks(rank_main, 1, runtime=tmp_path) == [Phase.FINISHED]
     found = records(tmp_path, 0)
     duration = (found["end_ns"] - found["start_ns"]) / 1e9
-    phases = found[found["kind"] == Kind.PHASE]
+    phases = found[found["kind"] == RecordKind.PHASE]
     assert phases["phase"].tolist().count(Phase.EVALUATE) == 2
-    steps = duration[(found["kind"] == Kind.STEP) & (found["step"] > 1)]
+    steps = duration[(found["kind"] == RecordKind.STEP) & (found["step"] > 1)]
     assert len(steps) == 3
     assert steps.tolist() == pytest.approx([0.02] * 3)
-    data = duration[found["kind"] == Kind.DATA]
+    data = duration[found["kind"] == RecordKind.DATA]
     assert data.tolist().count(0.02) == 4
-    assert duration[found["kind"] == Kind.GARBAGE].tolist() == pytest.approx([0.05])
+    assert duration[found["kind"] == RecordKind.GC].tolist() == pytest.approx([0.05])
 
 
 class Busy(torch.utils.data.Dataset[Tensor]):
@@ -327,7 +327,7 @@ class Busy(torch.utils.data.Dataset[Tensor]):
         for x in torch.utils.data.DataLoader(plain):
             model(x).sum().backward()
             optimizer.step()
-        with recorder().during(Phase.EVALUATE):
+        with get_recorder().run_phase(Phase.EVALUATE):
             pass
         return torch.tensor([len([each for each in gc.callbacks if "pacekeeper" in each.__module__])])
 
@@ -351,22 +351,22 @@ def test_what_a_rank_forks_is_not_the_rank(tmp_path: Path) -> None:
             callbacks += int(x.sum())
             model(torch.ones(1, 1)).sum().backward()
             optimizer.step()
-        gc.callbacks.append(lambda *_: time.sleep(2 * GARBAGE_NS * 1e-9))
+        gc.callbacks.append(lambda *_: time.sleep(2 * MIN_RECORDED_GC_NS * 1e-9))
         gc.collect()
         return callbacks, len(gc.callbacks) - before
 
     assert run_ranks(rank_main, 1, runtime=tmp_path) == [(0, 1)]
     kinds = records(tmp_path, 0)["kind"].tolist()
-    assert [kinds.count(kind) for kind in (Kind.STEP, Kind.GARBAGE, Kind.PHASE)] == [6, 1, 0]
-    assert kinds.count(Kind.DATA) == 7, "the last one finds the end"
-    state = RingReader(Runtime(tmp_path).ring(0)).state()
+    assert [kinds.count(kind) for kind in (RecordKind.STEP, RecordKind.GC, RecordKind.PHASE)] == [6, 1, 0]
+    assert kinds.count(RecordKind.DATA) == 7, "the last one finds the end"
+    state = RingReader(RuntimeFolder(tmp_path).ring(0)).state()
     assert (state["step"], state["phase"]) == (6, Phase.TRAIN)
 
 
 @pytest.mark.usefixtures("native")
 def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_training(tmp_path: Path) -> None:
     def phase() -> str:
-        return Phase(int(RingReader(Runtime(tmp_path).ring(0)).state()["phase"])).name
+        return Phase(int(RingReader(RuntimeFolder(tmp_path).ring(0)).state()["phase"])).name
 
     class Told(io.BytesIO):
         """A file that notes the phase in which it is used."""
@@ -422,10 +422,10 @@ def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Pat
 
     run_ranks(rank_main, 1, runtime=tmp_path)
     found = records(tmp_path, 0)
-    compiled = found[(found["kind"] == Kind.PHASE) & (found["phase"] == Phase.COMPILE)]
+    compiled = found[(found["kind"] == RecordKind.PHASE) & (found["phase"] == Phase.COMPILE)]
     assert {1, 3} <= set(compiled["step"].tolist())
     assert not {2, 4} & set(compiled["step"].tolist())
-    assert found[found["kind"] == Kind.STEP]["phase"].tolist() == [Phase.START, *[Phase.TRAIN] * 3]
+    assert found[found["kind"] == RecordKind.STEP]["phase"].tolist() == [Phase.START, *[Phase.TRAIN] * 3]
 
 
 @pytest.mark.usefixtures("native")
@@ -445,7 +445,7 @@ def test_a_script_may_train_one_model_after_the_other(tmp_path: Path) -> None:
 
     run_ranks(rank_main, 1, runtime=tmp_path)
     found = records(tmp_path, 0)
-    assert found[found["kind"] == Kind.STEP]["step"].tolist() == list(range(1, 7))
+    assert found[found["kind"] == RecordKind.STEP]["step"].tolist() == list(range(1, 7))
 
 
 @pytest.mark.usefixtures("native")
@@ -457,7 +457,7 @@ def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
 
     run_ranks(rank_main, RANKS, runtime=tmp_path)
     found = records(tmp_path, 0)
-    assert found[found["kind"] == Kind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
+    assert found[found["kind"] == RecordKind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
 
 
 def test_without_a_launcher_nothing_is_watched() -> None:

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from pacekeeper_analysis.whatif import TraceError, WhatIf, analyse
-from pacekeeper_analysis.whatif.causes import Cause, diagnose
-from pacekeeper_analysis.whatif.inputs import load
+from pacekeeper_analysis.whatif import TraceError, WhatIf, analyze_window
+from pacekeeper_analysis.whatif.causes import SlowdownCause, diagnose_cause
+from pacekeeper_analysis.whatif.inputs import load_window
 from pacekeeper_analysis.whatif.trace import BACKWARD, FORWARD, OPTIMIZER, REDUCE_SCATTER
-from tests.support.ranks import run_ranks
+from testing.training.ranks import run_ranks
 
 RANKS = 4
 SLOW = 2
@@ -80,8 +80,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[flo
 
 
 def analysis(paths: list[Path]) -> WhatIf:
-    loaded = load(paths)
-    return analyse(loaded.window, loaded.worker_ranks)
+    loaded = load_window(paths)
+    return analyze_window(loaded.window, loaded.worker_ranks)
 
 
 def test_the_slow_rank_is_found(slow: tuple[list[Path], list[float]]) -> None:
@@ -90,15 +90,15 @@ def test_the_slow_rank_is_found(slow: tuple[list[Path], list[float]]) -> None:
     assert whatif.slowdown > 1.4  # three times 50 ms and once 500 ms: 3 at most
     assert whatif.decomposition is not None
     assert whatif.decomposition.worst_workers.workers == ((SLOW, 0),)
-    assert whatif.decomposition.by_type[FORWARD] > 1.3
-    finding = diagnose(whatif)
-    assert (finding.cause, finding.workers[0]) == (Cause.SLOW_WORKER, (SLOW, 0))
+    assert whatif.decomposition.slowdown_by_type[FORWARD] > 1.3
+    finding = diagnose_cause(whatif)
+    assert (finding.cause, finding.workers[0]) == (SlowdownCause.SLOW_WORKER, (SLOW, 0))
 
 
 def test_nobody_is_blamed_in_the_healthy_job(healthy: list[Path]) -> None:
     whatif = analysis(healthy)
     assert whatif.slowdown == pytest.approx(1.0, abs=0.05)
-    assert diagnose(whatif).cause is not Cause.SLOW_WORKER
+    assert diagnose_cause(whatif).cause is not SlowdownCause.SLOW_WORKER
 
 
 def test_own_work_is_told_apart_from_waiting(slow: tuple[list[Path], list[float]]) -> None:
@@ -117,16 +117,16 @@ def test_missing_traces_are_refused_and_of_a_damaged_one_what_can_be_read_is_tak
 ) -> None:
     paths = healthy
     with pytest.raises(TraceError, match="4 ranks, the traces are of rank 0, 1, 3"):
-        load([paths[0], paths[1], paths[3]])
+        load_window([paths[0], paths[1], paths[3]])
     cut = tmp_path / "rank2.json.gz"
     content = paths[2].read_bytes()
     cut.write_bytes(content[:100])
     with pytest.raises(TraceError, match=r"rank2\.json\.gz is not a readable profiler trace"):
-        load([paths[0], paths[1], cut, paths[3]])
+        load_window([paths[0], paths[1], cut, paths[3]])
     cut.write_bytes(content[: 3 * len(content) // 4])
-    window = load([paths[0], paths[1], cut, paths[3]]).window
+    window = load_window([paths[0], paths[1], cut, paths[3]]).window
     assert window.notes[0].startswith("rank2.json.gz: the end is missing: what comes after")
     assert any(note.startswith("left out: step") for note in window.notes)
-    whole = load(paths).window
+    whole = load_window(paths).window
     assert whole.notes == ()
     assert set(window.steps) < set(whole.steps)

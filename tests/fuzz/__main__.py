@@ -8,27 +8,27 @@ import sys
 import time
 from collections.abc import Iterator
 
-from .border import Finding, trials
-from .borders import all_of_them
+from .border import Finding, run_trials
+from .borders import load_borders
 
 
 def main() -> int:
     """1: something was found; it says how to find it again."""
-    borders = all_of_them()
-    arguments = _parser(sorted(borders)).parse_args()
+    borders = load_borders()
+    arguments = _build_parser(sorted(borders)).parse_args()
     chosen = [borders[name] for name in arguments.border or borders]
-    found = 0
+    finding_count = 0
     for border in chosen:
-        seeds = _seeds(arguments, arguments.seconds / len(chosen))
+        seeds = _iterate_seeds(arguments, arguments.seconds / len(chosen))
         try:
-            print(f"{border.name}: {trials(border, seeds)} values", flush=True)
+            print(f"{border.name}: {run_trials(border, seeds)} values", flush=True)
         except Finding as finding:
-            found += 1
+            finding_count += 1
             print(finding, flush=True)
-    return bool(found)
+    return bool(finding_count)
 
 
-def _seeds(arguments: argparse.Namespace, seconds: float) -> Iterator[int]:
+def _iterate_seeds(arguments: argparse.Namespace, seconds: float) -> Iterator[int]:
     """For so many seconds, or so many of them."""
     if arguments.cases is not None:
         yield from range(arguments.seed, arguments.seed + arguments.cases)
@@ -37,7 +37,7 @@ def _seeds(arguments: argparse.Namespace, seconds: float) -> Iterator[int]:
     yield from itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(arguments.seed))
 
 
-def _parser(names: list[str]) -> argparse.ArgumentParser:
+def _build_parser(names: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="for all borders together")
     parser.add_argument("--seed", type=int, default=0, help="the first; each value has one of its own")

@@ -19,15 +19,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import Longest, Within
+from pacekeeper_analysis.protocol.decoding import MaxLength, Within
 
 from .mutations import Mutated
 
-MOST_SECONDS = 10.0
+MAX_SECONDS = 10.0
 """Of processor time, for one value: what takes longer grows faster than the value's length."""
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Of address space beyond what there was."""
-LONGEST_COMPLAINT = 3_000
+MAX_MESSAGE_CHARACTERS = 3_000
 """Characters of an error: whoever sends nonsense does not fill the log by it."""
 
 Enter = Callable[[Any], object]
@@ -47,7 +47,7 @@ class Border:
     cases: int = 150  # in `make test`
 
 
-def by(function: Enter) -> Callable[[], AbstractContextManager[Enter]]:
+def call_directly(function: Enter) -> Callable[[], AbstractContextManager[Enter]]:
     """Of an entry point that needs nothing but the value."""
     return lambda: nullcontext(function)
 
@@ -60,73 +60,73 @@ class _TooMuch(BaseException):
     """The value has cost too much processor time."""
 
 
-def trials(border: Border, seeds: Iterator[int]) -> int:
+def run_trials(border: Border, seeds: Iterator[int]) -> int:
     """So many values have been tried. Raises Finding, which says how to do it again."""
     tried = 0
-    with _watched_threads() as broken, border.open() as enter:
+    with _watch_threads() as thread_errors, border.open() as enter:
         examples = border.examples()
         expected = [enter(example) for example in examples]
         for seed in seeds:
-            dice = Random(f"{border.name}/{seed}")
-            number = dice.randrange(len(examples))
-            mutated = border.mutate(dice, examples[number])
-            if trouble := _trial(border, enter, mutated, expected[number]) or "".join(broken):
+            rng = Random(f"{border.name}/{seed}")
+            number = rng.randrange(len(examples))
+            mutated = border.mutate(rng, examples[number])
+            if problem := _run_trial(border, enter, mutated, expected[number]) or "".join(thread_errors):
                 raise Finding(
-                    f"{border.name}, {mutated.how}: {trouble}\n"
+                    f"{border.name}, {mutated.how}: {problem}\n"
                     f"again: python -m tests.fuzz --border {border.name!r} --seed {seed} --cases 1\n"
-                    f"value: {_shown(mutated.value)}"
+                    f"value: {_format_value(mutated.value)}"
                 )
             tried += 1
     return tried
 
 
-def _trial(border: Border, enter: Enter, mutated: Mutated, expected: object) -> str:
+def _run_trial(border: Border, enter: Enter, mutated: Mutated, expected: object) -> str:
     """What is wrong; "": nothing."""
     try:
-        with _bounds(), warnings.catch_warnings():
+        with _limit_resources(), warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # numpy's, of numbers that are none
-            found = enter(mutated.value)
+            result = enter(mutated.value)
     except border.refusals as error:
-        return _complaint(error)
+        return _check_message(error)
     except _TooMuch:
-        return f"takes more than {MOST_SECONDS:g} s"
+        return f"takes more than {MAX_SECONDS:g} s"
     except Exception as error:
-        trace = "".join(_places(error))
-        return f"raises {type(error).__name__}: {_shown(error)}{trace}"
-    return border.judge(found, expected) or unsound(found)
+        trace = "".join(_format_frames(error))
+        return f"raises {type(error).__name__}: {_format_value(error)}{trace}"
+    return border.judge(result, expected) or find_unsound_value(result)
 
 
-def _complaint(error: BaseException) -> str:
-    words = str(error)
-    if len(words) > LONGEST_COMPLAINT:
-        return f"its error has {len(words)} characters: {words[:200]!r}"
-    return "" if words.strip() else f"a {type(error).__name__} says nothing"
+def _check_message(error: BaseException) -> str:
+    message = str(error)
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        return f"its error has {len(message)} characters: {message[:200]!r}"
+    return "" if message.strip() else f"a {type(error).__name__} says nothing"
 
 
-def unsound(found: object, path: str = "") -> str:
+def find_unsound_value(record: object, path: str = "") -> str:
     """Which figure of a record is none, or not what its field says; "": none. Most borders give records."""
-    if isinstance(found, float) and not math.isfinite(found):
-        return f"{path or 'the figure'} is {found}"
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        hints = _hints(type(found))
-        for each in dataclasses.fields(found):
-            value, where = getattr(found, each.name, None), f"{path}.{each.name}"
-            if wrong := _beyond(value, hints[each.name], where) or unsound(value, where):
-                return wrong
-    if isinstance(found, (list, tuple)):
-        for i, item in enumerate(found[:1_000]):
-            if wrong := unsound(item, f"{path}[{i}]"):
-                return wrong
+    if isinstance(record, float) and not math.isfinite(record):
+        return f"{path or 'the figure'} is {record}"
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        hints = _get_type_hints(type(record))
+        for field in dataclasses.fields(record):
+            value, field_path = getattr(record, field.name, None), f"{path}.{field.name}"
+            if problem := _check_bounds(value, hints[field.name], field_path) or find_unsound_value(value, field_path):
+                return problem
+    if isinstance(record, (list, tuple)):
+        for i, item in enumerate(record[:1_000]):
+            if problem := find_unsound_value(item, f"{path}[{i}]"):
+                return problem
     return ""
 
 
 @cache
-def _hints(record: type) -> dict[str, Any]:
+def _get_type_hints(record: type) -> dict[str, Any]:
     """Return the types of a record's fields; resolving them costs more than checking a value."""
     return typing.get_type_hints(record, include_extras=True)
 
 
-def _beyond(value: object, hint: Any, path: str) -> str:
+def _check_bounds(value: object, hint: Any, path: str) -> str:
     """Whether a field's value is of another type than is written there, or beyond the bounds that are."""
     kind, *bounds = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
     plain = kind in (bool, int, float, str)
@@ -136,44 +136,44 @@ def _beyond(value: object, hint: Any, path: str) -> str:
         match bound:
             case Within() if isinstance(value, (int, float)) and not bound.low <= value <= bound.high:
                 return f"{path} is {value}, and must be from {bound.low} to {bound.high}"
-            case Longest() if isinstance(value, (str, tuple)) and len(value) > bound.count:
+            case MaxLength() if isinstance(value, (str, tuple)) and len(value) > bound.count:
                 return f"{path} has {len(value)} items or characters, and may have {bound.count}"
     return ""
 
 
 @contextmanager
-def _bounds() -> Iterator[None]:
+def _limit_resources() -> Iterator[None]:
     """Of processor time and memory, both by the kernel."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    previous_limit = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    handler = signal.signal(signal.SIGPROF, _stop)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, before[1]))
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    handler = signal.signal(signal.SIGPROF, _raise_too_much)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, previous_limit[1]))
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, previous_limit)
         signal.signal(signal.SIGPROF, handler)
 
 
-def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
+def _raise_too_much(_number: int, _frame: FrameType | None) -> NoReturn:
     raise _TooMuch
 
 
 @contextmanager
-def _watched_threads() -> Iterator[list[str]]:
+def _watch_threads() -> Iterator[list[str]]:
     """What threads have ended by."""
-    broken: list[str] = []
-    before = threading.excepthook
-    threading.excepthook = lambda args: broken.append(f"a thread ends by {args.exc_value!r}; ")
+    errors: list[str] = []
+    previous_hook = threading.excepthook
+    threading.excepthook = lambda args: errors.append(f"a thread ends by {args.exc_value!r}; ")
     try:
-        yield broken
+        yield errors
     finally:
-        threading.excepthook = before
+        threading.excepthook = previous_hook
 
 
-def _places(error: BaseException) -> Iterator[str]:
+def _format_frames(error: BaseException) -> Iterator[str]:
     """The innermost frames."""
     trace, lines = error.__traceback__, []
     while trace is not None:
@@ -183,7 +183,7 @@ def _places(error: BaseException) -> Iterator[str]:
     yield from lines[-6:]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     try:
         text = ascii(value)
     except (ValueError, RecursionError):

@@ -14,100 +14,100 @@ from .border import Border
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("analysis", "operator", "trainer")
-PRIMITIVES = {"parse_json", "unpack", "unpack_from"}
+PRIMITIVES = {"parse_json", "unpack", "unpack_from", "unpack_slot", "unpack_value"}
 MODULES = {("json", "loads"), ("orjson", "loads"), ("np", "frombuffer"), ("torch", "load")}
 """What decodes: JSON, arrays, structs, and Pacekeeper's own packing."""
 
 TRUSTED = {
     "what was checked, or made, a few lines before": (
-        "analysis/pacekeeper_analysis/behaviour/pattern.py:_owners",
-        "operator/pacekeeper_operator/ledger.py:_write_table",
-        "operator/pacekeeper_operator/observe/figures.py:_joined",
-        "trainer/pacekeeper/observe/ring.py:RingWriter.__init__",
+        "analysis/pacekeeper_analysis/profiling/pattern.py:_read_owners",
+        "operator/pacekeeper_operator/state/state_codec.py:_write_table",
+        "operator/pacekeeper_operator/observe/rank_metrics.py:_join_rows",
+        "trainer/pacekeeper/observe/record_ring.py:RingWriter.__init__",
     ),
     "the kernel's own words": (
-        "operator/pacekeeper_operator/connections.py:_unheard_seconds",
-        "trainer/pacekeeper/launcher/hops.py:_switch",
-        "trainer/pacekeeper/launcher/probe.py:_acked",
-        "trainer/pacekeeper/sidecar/connections.py:_addresses",
-        "trainer/pacekeeper/sidecar/connections.py:_attribute",
-        "trainer/pacekeeper/sidecar/connections.py:_counters",
-        "trainer/pacekeeper/sidecar/connections.py:_parse",
+        "operator/pacekeeper_operator/endpoint/connections.py:_read_silent_seconds",
+        "trainer/pacekeeper/launcher/network/hop_trace.py:_parse_switch_address",
+        "trainer/pacekeeper/launcher/network/link_probes.py:_read_acked_bytes",
+        "trainer/pacekeeper/sidecar/connection_sampler.py:_parse_addresses",
+        "trainer/pacekeeper/sidecar/connection_sampler.py:_find_attribute",
+        "trainer/pacekeeper/sidecar/connection_sampler.py:_parse_counters",
+        "trainer/pacekeeper/sidecar/connection_sampler.py:_parse_datagram",
     ),
     "the API server's answers: their parsers are bounded, and every object in them is a border of its own": (
-        "operator/pacekeeper_operator/cluster.py:parse",
-        "operator/pacekeeper_operator/oncall/kubectl.py:Kubectl.get",
-        "operator/pacekeeper_operator/oncall/kubectl.py:Kubectl.list",
-        "operator/pacekeeper_operator/oncall/links.py:_ask",
+        "operator/pacekeeper_operator/kube/client.py:parse_response",
+        "operator/pacekeeper_operator/cli/kubectl.py:Kubectl.get",
+        "operator/pacekeeper_operator/cli/kubectl.py:Kubectl.list",
+        "operator/pacekeeper_operator/cli/links.py:_query_worker",
     ),
     "processes of one launcher, and ranks of one round, between themselves": (
-        "trainer/pacekeeper/exchange.py:_read",
-        "trainer/pacekeeper/keep/snapshot_writer.py:SnapshotWriter._helps",
-        "trainer/pacekeeper/launcher/warm.py:Warm.news",
-        "trainer/pacekeeper/launcher/warm.py:_fork_and_report",
-        "trainer/pacekeeper/observe/transport.py:TransportReader.__init__",
-        "trainer/pacekeeper/runtime.py:Runtime.is_lent",
+        "trainer/pacekeeper/object_collectives.py:_decode_object",
+        "trainer/pacekeeper/checkpointing/snapshots/snapshot_writer.py:SnapshotWriter._is_restorable",
+        "trainer/pacekeeper/launcher/ranks/warm_process.py:WarmProcess.read_events",
+        "trainer/pacekeeper/launcher/ranks/warm_process.py:_fork_and_report",
+        "trainer/pacekeeper/observe/collectives/nccl_transport.py:TransportReader.__init__",
+        "trainer/pacekeeper/runtime_folder.py:RuntimeFolder.is_rank_process",
     ),
     "what they hand it to is a border": (
-        "trainer/pacekeeper/keep/sources.py:SnapshotSource._unpacked",
-        "trainer/pacekeeper/keep/state.py:TrainingState.set_portable",
-        "trainer/pacekeeper/launcher/ras.py:ask",
-        "trainer/pacekeeper/observe/behaviour/watch.py:BehaviourWatch._kept_early",
-        "trainer/pacekeeper/observe/behaviour/watch.py:_PlanFile.profile",
+        "trainer/pacekeeper/checkpointing/state_sources.py:SnapshotSource._unpack_state",
+        "trainer/pacekeeper/checkpointing/training_state.py:TrainingState.restore_portable",
+        "trainer/pacekeeper/launcher/health/nccl_ras.py:query_ras",
+        "trainer/pacekeeper/observe/profiling/rank_profiler.py:RankProfiler._load_early_pattern",
+        "trainer/pacekeeper/observe/profiling/rank_profiler.py:_ProfileRequestReader.read_profile",
     ),
-    "the script's own call, passed on": ("trainer/pacekeeper/observe/watching.py:_watch_files",),
+    "the script's own call, passed on": ("trainer/pacekeeper/observe/monitoring.py:_record_file_access",),
     "only whether it can be read counts": ("trainer/pacekeeper/integrations/huggingface.py:_has_state",),
     "another probe pod, which knows the secret; bounded, and a traceback ends the probe alone": (
-        "operator/pacekeeper_operator/probe.py:_receive_block",
+        "operator/pacekeeper_operator/node_probe.py:_receive_block",
     ),
 }
 """Why nobody fuzzes these decoders."""
 
 
-def decoders() -> set[str]:
+def find_decoders() -> set[str]:
     """`file:function` of all that call one of PRIMITIVES."""
     return {
         f"{path.relative_to(ROOT)}:{name}"
         for source in SOURCES
         for path in sorted((ROOT / source).rglob("*.py"))
-        for name in _decoding(ast.parse(path.read_text()).body)
+        for name in _find_decoding_functions(ast.parse(path.read_text()).body)
     }
 
 
-def reached(borders: Iterable[Border]) -> set[str]:
+def trace_reached(borders: Iterable[Border]) -> set[str]:
     """The functions that valid values go through, in the same form."""
-    seen: set[CodeType] = set()
+    codes: set[CodeType] = set()
 
-    def note(frame: FrameType, event: str, _argument: Any) -> None:
+    def record_call(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call":
-            seen.add(frame.f_code)
+            codes.add(frame.f_code)
 
     for border in borders:
         with border.open() as enter:
             examples = border.examples()
-            sys.setprofile(note)
-            threading.setprofile(note)
+            sys.setprofile(record_call)
+            threading.setprofile(record_call)
             try:
                 for example in examples:
                     enter(example)
             finally:
                 sys.setprofile(None)
                 threading.setprofile(None)
-    return set(_named(seen))
+    return set(_name_functions(codes))
 
 
-def _named(codes: Iterable[CodeType]) -> Iterator[str]:
+def _name_functions(codes: Iterable[CodeType]) -> Iterator[str]:
     for code in codes:
         path = Path(code.co_filename)
         if path.is_relative_to(ROOT):
             yield f"{path.relative_to(ROOT)}:{code.co_qualname.partition('.<locals>')[0]}"
 
 
-def _decoding(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+def _find_decoding_functions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
     """Outermost functions and methods."""
     for node in body:
         if isinstance(node, ast.ClassDef):
-            yield from _decoding(node.body, f"{prefix}{node.name}.")
+            yield from _find_decoding_functions(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and any(map(_is_decoder, ast.walk(node))):
             yield prefix + node.name
 
@@ -116,5 +116,5 @@ def _is_decoder(node: ast.AST) -> bool:
     if not isinstance(node, (ast.Name, ast.Attribute)):
         return False
     name = node.id if isinstance(node, ast.Name) else node.attr
-    of = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
-    return name in PRIMITIVES or (of, name) in MODULES
+    owner = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
+    return name in PRIMITIVES or (owner, name) in MODULES

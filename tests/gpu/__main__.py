@@ -7,10 +7,10 @@ import sys
 import unittest
 
 from bench.__main__ import NOT_RUN
-from bench.scripts.gpu.machine import DEVICE, facts, why_not
+from bench.scripts.gpu.machine import DEVICE, explain_missing_gpu, read_machine_facts
 
-print(json.dumps({"device": str(DEVICE), **facts()}), file=sys.stderr, flush=True)
-if reason := why_not():
+print(json.dumps({"device": str(DEVICE), **read_machine_facts()}), file=sys.stderr, flush=True)
+if reason := explain_missing_gpu():
     print(f"not run: {reason}", file=sys.stderr)
     sys.exit(NOT_RUN)
 unittest.main(

@@ -16,7 +16,7 @@ import torch
 
 import pacekeeper as pk
 from bench.scripts.gpu.machine import DEVICE, Busy, wait_until_done
-from bench.scripts.gpu.training import BATCH, Samples, loss_sum, make_net
+from bench.scripts.gpu.training import BATCH, Samples, compute_loss_sum, make_net
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
 STEPS = int(os.environ["STEPS"])
@@ -31,7 +31,7 @@ def main() -> None:
     for step in job.steps(loader, until=STEPS):
         for _, x, y in step.microbatches():
             busy(0.05)
-            loss = loss_sum(model, x.to(DEVICE), y.to(DEVICE))
+            loss = compute_loss_sum(model, x.to(DEVICE), y.to(DEVICE))
             fail(step.number, busy, loss)
             (loss / step.total_weight).backward()
         optimizer.step()
@@ -45,7 +45,7 @@ def fail(step: int, busy: Busy, loss: torch.Tensor) -> None:
     for fault in json.loads(os.environ["FAULTS"]):
         if (fault["rank"], fault["round"], fault["step"]) == (RANK, ROUND, step):
             diary("kernel")
-            busy.for_ever()
+            busy.run_forever()
             if fault["reads_loss"]:
                 loss.item()
 

@@ -14,12 +14,12 @@ class Batches(unittest.TestCase):
     """In processes of their own: this one forks others, and must not have used CUDA before."""
 
     def test_a_copy_waits_for_nothing_and_what_uses_it_waits_for_the_copy(self) -> None:
-        run_workers(f"{batches.__name__}:copies_beside_work", 1)
+        run_workers(f"{batches.__name__}:check_copies_during_work", 1)
 
     def test_memory_is_used_again_only_behind_its_last_use(self) -> None:
-        run_workers(f"{batches.__name__}:memory_is_kept", 1)
+        run_workers(f"{batches.__name__}:check_memory_is_kept", 1)
 
     def test_a_loader_gives_batches_on_the_device_from_pinned_memory(self) -> None:
         for workers in (0, 2):
             with self.subTest(workers=workers):
-                run_workers(f"{batches.__name__}:loader_gives", 1, workers=workers)
+                run_workers(f"{batches.__name__}:check_loader_batches", 1, workers=workers)

@@ -11,12 +11,12 @@ import unittest
 from pathlib import Path
 
 from bench.scripts.gpu.machine import NCCL, ON_GPU
-from bench.scripts.gpu.recovery import STAGES, recovery
-from bench.scripts.gpu.workers import on_a_host_of_its_own
-from pacekeeper_analysis.diagnose.hang import HangKind, verdict
-from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Fault, FaultKind
-from tests.support.launchers import Team, team
+from bench.scripts.gpu.recovery import STAGES, measure_recovery
+from bench.scripts.gpu.workers import build_host_environment
+from pacekeeper_analysis.failures.hang import HangKind, diagnose_hang
+from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport
+from testing.training.launchers import LauncherTeam, create_team
 
 PATIENCE_SECONDS = 180.0
 PORT = 29571
@@ -26,7 +26,7 @@ import json, threading
 import torch
 import torch.distributed as dist
 from pacekeeper import torch_internals
-from pacekeeper.observe.flight import ask
+from pacekeeper.observe.collectives.flight_recorder import query_flight_recorder
 
 gpu = torch.device("cuda", 0)
 torch.cuda.set_device(gpu)
@@ -35,14 +35,14 @@ x, y, side, graph = torch.ones(1024, device=gpu), torch.ones(8, device=gpu), tor
 dist.all_reduce(x)
 y *= 1  # CUDA loads a kernel when it is used first, and waits for the GPU then
 torch.cuda.synchronize()
-assert torch_internals.used_gpus() == [0], torch_internals.used_gpus()
+assert torch_internals.list_used_gpus() == [0], torch_internals.list_used_gpus()
 records = []
 torch.cuda._sleep(10_000_000_000)  # clock ticks
 work = dist.all_reduce(x, async_op=True)
 with torch.cuda.stream(side):
     graph.capture_begin()
     y *= 3
-    thread = threading.Thread(target=lambda: records.append(ask()))
+    thread = threading.Thread(target=lambda: records.append(query_flight_recorder()))
     thread.start()
     thread.join()
     graph.capture_end()
@@ -66,7 +66,7 @@ class FlightRecorder(unittest.TestCase):
 
 class Faults(unittest.TestCase):
     def test_a_rank_killed_within_a_kernel_trains_again(self) -> None:
-        found = recovery()
+        found = measure_recovery()
         print(found, flush=True)
         self.assertEqual(tuple(found.parts), STAGES)
         self.assertLessEqual(found.lost_steps, 2)
@@ -86,30 +86,30 @@ class Faults(unittest.TestCase):
             peer = {"a": 1, "b": 0}[fault.worker]
             self.assertRegex(fault.transfers, rf"(sends to|receives from) rank {peer} in a communicator of 2")
 
-    def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind) -> list[Fault]:
+    def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind) -> list[FaultReport]:
         """Rank 1 hangs: it is named, ended, and the job trains on. Returns what the launchers told of it."""
         fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
         script = Path(__file__).with_name("hanging.py")
         # Not a TemporaryDirectory: ranks are forks of this process, and one that ends in order would remove it.
         folder = Path(tempfile.mkdtemp(prefix="pacekeeper-gpu-"))
         self.addCleanup(shutil.rmtree, folder)
-        settings = {} if ON_GPU else {"hang": 3.0}  # the stand-in sleeps where a GPU is waited for
-        with team(folder, steps=12, faults=[fault], script=script, **settings) as one:
+        settings = {} if ON_GPU else {"hang_deadline": 3.0}  # the stand-in sleeps where a GPU is waited for
+        with create_team(folder, steps=12, faults=[fault], script=script, **settings) as one:
             one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo"}
             for rank, name in enumerate("ab"):
-                one.environment |= on_a_host_of_its_own(rank)
+                one.environment |= build_host_environment(rank)
                 one.start(name)
-            members = one.members(a=[0], b=[1])
-            one.give(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
-            one.wait_for(lambda: "round 1 kernel" in one.diary(1), "the kernel", PATIENCE_SECONDS)
-            found = one.wait_for(lambda: verdict(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
+            members = one.build_members(a=[0], b=[1])
+            one.give_plan(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
+            one.wait_for(lambda: "round 1 kernel" in one.read_diary(1), "the kernel", PATIENCE_SECONDS)
+            found = one.wait_for(lambda: diagnose_hang(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
             self.assertEqual(found.ranks, (1,), found)
             self.assertEqual(found.kind, kind, found)
             told = stalls(one)
-            one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
-            one.wait_for(lambda: "round 2 end" in one.diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
+            one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
+            one.wait_for(lambda: "round 2 end" in one.read_diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
         return told
 
 
-def stalls(one: Team) -> list[Fault]:
-    return [fault for worker in one.workers.values() for fault in worker.faults(FaultKind.STALLED)]
+def stalls(one: LauncherTeam) -> list[FaultReport]:
+    return [fault for worker in one.workers.values() for fault in worker.read_faults(FaultKind.STALLED)]

@@ -12,7 +12,7 @@ from bench.scripts.gpu.workers import run_workers
 @unittest.skipUnless(ON_GPU, "there is no GPU to be asked about")
 class Health(unittest.TestCase):
     def test_a_sound_gpu_at_work_shows_no_sign(self) -> None:
-        (found,) = run_workers(f"{health.__name__}:look", 1, seconds=12.0)
+        (found,) = run_workers(f"{health.__name__}:watch_health", 1, seconds=12.0)
         self.assertEqual(found["events"], [])
         gpu = found["health"][0]
         self.assertRegex(gpu["gpu"], "^(GPU|MIG)-")

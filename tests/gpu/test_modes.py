@@ -12,18 +12,20 @@ from bench.scripts.gpu.machine import NCCL, ON_GPU
 from bench.scripts.gpu.workers import run_workers
 
 UNTIL = 24
-TRAIN = f"{training.__name__}:train"
+TRAIN = f"{training.__name__}:train_rank"
 
 
 class Modes(unittest.TestCase):
     def test_sync(self) -> None:
         ranks = self.check({0: "Sync"})
-        self.assert_equal(ranks[0]["parameters"], training.single_process(UNTIL))
+        self.assert_equal(ranks[0]["parameters"], training.train_in_one_process(UNTIL))
 
     def test_edit(self) -> None:
         ranks = self.check({0: "EDiT"})
         self.assertGreater(
-            distance(ranks[0]["parameters"], training.single_process(UNTIL)), 1e-6, "the ranks train by themselves"
+            distance(ranks[0]["parameters"], training.train_in_one_process(UNTIL)),
+            1e-6,
+            "the ranks train by themselves",
         )
 
     def test_aedit(self) -> None:
@@ -41,7 +43,7 @@ class Modes(unittest.TestCase):
         """Two ranks share one replica."""
         ranks = run_workers(TRAIN, 2, until=UNTIL, modes={0: "Sync"}, sharded=True, backend=NCCL)
         for rank in ranks:
-            self.assert_equal(rank["parameters"], training.single_process(UNTIL))
+            self.assert_equal(rank["parameters"], training.train_in_one_process(UNTIL))
 
     def test_sync_of_a_single_rank_over_nccl(self) -> None:
         """Watched: of its collectives, those that are not asynchronous give no `Work`."""
@@ -60,7 +62,7 @@ class Modes(unittest.TestCase):
 
     def check(self, modes: dict[int, str], backend: str = "gloo", compiled: str = "") -> list[Any]:
         ranks = run_workers(TRAIN, 2, until=UNTIL, modes=modes, backend=backend, compiled=compiled)
-        wanted = training.replay(UNTIL, [rank["steps"] for rank in ranks])
+        wanted = training.replay_in_one_process(UNTIL, [rank["steps"] for rank in ranks])
         for rank in ranks:
             self.assertEqual(rank["modes"], list(modes.values()))
             self.assert_equal(rank["parameters"], wanted)
@@ -71,7 +73,7 @@ class Modes(unittest.TestCase):
     def check_alone(self, sharded: bool, compiled: str = "") -> None:
         how: dict[str, Any] = {"modes": {0: "Sync"}, "sharded": sharded, "backend": NCCL, "compiled": compiled}
         (rank,) = run_workers(TRAIN, 1, until=UNTIL, **how)
-        self.assert_equal(rank["parameters"], training.single_process(UNTIL))
+        self.assert_equal(rank["parameters"], training.train_in_one_process(UNTIL))
         self.assertGreater(rank["loss"], 0)
 
     def assert_equal(self, found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]) -> None:

@@ -15,7 +15,7 @@ class Overlap(unittest.TestCase):
         size: dict[str, Any] = (
             {"blocks": 8, "width": 2048, "repeats": 5} if ON_GPU else {"blocks": 2, "width": 64, "repeats": 1}
         )
-        for rank in run_workers(f"{measures.__name__}:overlap", 2, **size):
+        for rank in run_workers(f"{measures.__name__}:measure_overlap", 2, **size):
             whole, exposed = rank["off"] - rank["alone"], rank["on"] - rank["alone"]
             if ON_GPU:
                 self.assertGreater(whole, 0)

@@ -9,7 +9,7 @@ from bench.scripts.gpu import measures
 from bench.scripts.gpu.machine import NCCL, ON_GPU
 from bench.scripts.gpu.workers import run_workers
 
-STEPS = f"{measures.__name__}:steps"
+STEPS = f"{measures.__name__}:measure_steps"
 COUNT = 20 if ON_GPU else 4
 TOLERANCE = 0.03
 

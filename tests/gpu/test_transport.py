@@ -8,8 +8,8 @@ from typing import Any
 from bench.scripts.gpu import transfers
 from bench.scripts.gpu.machine import ON_GPU
 from bench.scripts.gpu.workers import run_workers
-from pacekeeper.launcher.nccl import PLUGIN, why_unusable
-from pacekeeper_analysis.records import Collective
+from pacekeeper.launcher.network.nccl_plugin import PROFILER_PLUGIN_PATH, explain_unusable_plugin
+from pacekeeper_analysis.protocol.records import Collective
 
 NBYTES, COUNT = 16 << 20, 20
 
@@ -17,7 +17,7 @@ NBYTES, COUNT = 16 << 20, 20
 @unittest.skipUnless(ON_GPU, "it takes NCCL")
 class Transport(unittest.TestCase):
     def setUp(self) -> None:
-        self.assertEqual(why_unusable(PLUGIN), "")
+        self.assertEqual(explain_unusable_plugin(PROFILER_PLUGIN_PATH), "")
 
     def test_of_two_ranks_each_tells_what_it_has_sent_to_the_other(self) -> None:
         ranks = self.all_reduces(2)
@@ -34,7 +34,7 @@ class Transport(unittest.TestCase):
             self.assertEqual(found["flows"][before], 0, "of what comes in, the other end tells")
 
     def all_reduces(self, size: int) -> list[Any]:
-        ranks = run_workers(f"{transfers.__name__}:all_reduces", size, nbytes=NBYTES, count=COUNT)
+        ranks = run_workers(f"{transfers.__name__}:trace_all_reduces", size, nbytes=NBYTES, count=COUNT)
         (identity,) = {found["communicators"][0][0] for found in ranks}  # the same on all its ranks
         for rank, found in enumerate(ranks):
             self.assertEqual(found["communicators"], [[identity, size, rank]])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.images import Images
+from testing.images import Images
 
 EVERYTHING = """
 import importlib, json, os, pkgutil, pacekeeper_operator

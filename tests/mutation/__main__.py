@@ -21,14 +21,16 @@ from pathlib import Path
 import pytest
 
 from . import checks
-from .mutants import Mutant, mutants
-from .trial import Fate, survey, trials
+from .mutants import Mutant, iterate_mutants
+from .trial import Fate, trace_checks, try_mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OPERATOR = ROOT / "operator/pacekeeper_operator"
-SCOPE = ("decide/**/*.py", "services/**/*.py", "observe/**/*.py")
-PURE = ("codec", "decision", "ledger", "legacy", "limits", "observation", "policies", "rounds", "state", "subject")
+SCOPE = (
+    *(f"{package}/**/*.py" for package in ("decide", "endpoint", "kube", "observe", "runtime", "services", "state")),
+    *("api/codec.py", "pods/network_policies.py", "legacy.py", "limits.py"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,25 @@ class Argued:
 
     def covers(self, mutant: Mutant) -> bool:
         wanted = (self.file, self.function, self.mutation)
-        return all(_pattern(text).fullmatch(found) for text, found in zip(wanted, identity(mutant), strict=True))
+        return all(
+            _compile_pattern(text).fullmatch(actual) for text, actual in zip(wanted, get_identity(mutant), strict=True)
+        )
 
 
 @cache
-def _pattern(text: str) -> re.Pattern[str]:
+def _compile_pattern(text: str) -> re.Pattern[str]:
     return re.compile(re.escape(text).replace(r"\*", ".*"))
 
 
-def files() -> list[Path]:
-    return sorted({path for pattern in SCOPE for path in OPERATOR.glob(pattern)} | {OPERATOR / f"{n}.py" for n in PURE})
+def list_files() -> list[Path]:
+    return sorted({path for pattern in SCOPE for path in OPERATOR.glob(pattern)})
 
 
-def argued() -> list[Argued]:
+def load_argued() -> list[Argued]:
     return [Argued(**entry) for entry in tomllib.loads((HERE / "argued.toml").read_text())["argued"]]
 
 
-def identity(mutant: Mutant) -> tuple[str, str, str]:
+def get_identity(mutant: Mutant) -> tuple[str, str, str]:
     """File, function, mutation: they stay the same when lines move."""
     return mutant.path.relative_to(OPERATOR).as_posix(), mutant.function, mutant.mutation
 
@@ -74,45 +78,49 @@ class Run:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         options = self.options
         gc.unfreeze()  # what tests/unit/conftest.py keeps from the collector, functions and caches among it
-        met = [*checks.of_pytest(session), *checks.of_simulation(options.seeds)]
+        all_checks = [*checks.iterate_tests(session), *checks.iterate_disasters(options.seeds)]
         try:
-            reached = survey(met, files())
+            reached = trace_checks(all_checks, list_files())
         except RuntimeError as error:
             pytest.exit(str(error), returncode=1)
         lines = frozenset[checks.Line]().union(*(reach.lines for reach in reached.values()))
-        drawn = sample(options.only, options.sample, options.seed)
-        self.unreached = {m for m in drawn if lines.isdisjoint((str(m.path), line) for line in m.lines)}
-        print(f"{len(drawn)} mutants meet {len(met)} checks", file=sys.stderr)
-        for done, (mutant, fate) in enumerate(trials(drawn, met, reached, options.jobs), 1):
+        drawn = draw_sample(options.only, options.sample, options.seed)
+        self.unreached = {
+            candidate
+            for candidate in drawn
+            if lines.isdisjoint((str(candidate.path), line) for line in candidate.lines)
+        }
+        print(f"{len(drawn)} mutants meet {len(all_checks)} checks", file=sys.stderr)
+        for count, (mutant, fate) in enumerate(try_mutants(drawn, all_checks, reached, options.jobs), 1):
             self.fates[mutant] = fate
-            if done % 50 == 0:
-                print(f"{done} of {len(drawn)}: {told(self.fates)}", file=sys.stderr, flush=True)
+            if count % 50 == 0:
+                print(f"{count} of {len(drawn)}: {format_counts(self.fates)}", file=sys.stderr, flush=True)
         return True
 
 
-def sample(only: str, most: int, seed: int) -> list[Mutant]:
+def draw_sample(only: str, limit: int, seed: int) -> list[Mutant]:
     """At most so many of those whose file's path holds `only`, in the order of files and lines; 0: all."""
-    found = [mutant for path in files() if only in path.as_posix() for mutant in _mutants_of(path)]
-    if 0 < most < len(found):
-        chosen = sorted(random.Random(seed).sample(range(len(found)), most))
-        found = [found[index] for index in chosen]
-    return found
+    mutants = [mutant for path in list_files() if only in path.as_posix() for mutant in _list_mutants(path)]
+    if 0 < limit < len(mutants):
+        chosen = sorted(random.Random(seed).sample(range(len(mutants)), limit))
+        mutants = [mutants[index] for index in chosen]
+    return mutants
 
 
 @cache
-def _mutants_of(path: Path) -> Sequence[Mutant]:
-    return tuple(mutants(path))
+def _list_mutants(path: Path) -> Sequence[Mutant]:
+    return tuple(iterate_mutants(path))
 
 
-def told(fates: Mapping[Mutant, Fate]) -> str:
+def format_counts(fates: Mapping[Mutant, Fate]) -> str:
     counts = Counter(fate.name.lower() for fate in fates.values())
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
-def table(survivors: Sequence[Mutant], unreached: set[Mutant]) -> str:
+def format_table(survivors: Sequence[Mutant], unreached: set[Mutant]) -> str:
     lines = []
     for mutant in survivors:
-        file, function, mutation = identity(mutant)
+        file, function, mutation = get_identity(mutant)
         hint = "  (no check comes here)" if mutant in unreached else ""
         lines += [f"{file}:{mutant.lines.start} {function}{hint}", f"  - {mutant.before}", f"  + {mutant.after}"]
         lines += [f"  {mutation}", ""]
@@ -133,19 +141,20 @@ def main(arguments: Sequence[str]) -> int:
     quiet = ["-q", "--capture=no", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
     if pytest.main([tests, *quiet, "--override-ini", "addopts=--import-mode=importlib"], plugins=[run]):
         return 1
-    lasting = [mutant for mutant, fate in run.fates.items() if fate in (Fate.SURVIVED, Fate.FAILED)]
-    known = argued()
-    survivors = [mutant for mutant in lasting if not any(entry.covers(mutant) for entry in known)]
+    surviving = [mutant for mutant, fate in run.fates.items() if fate in (Fate.SURVIVED, Fate.FAILED)]
+    argued = load_argued()
+    survivors = [mutant for mutant in surviving if not any(entry.covers(mutant) for entry in argued)]
     survivors.sort(key=lambda mutant: (mutant.path, mutant.number))
-    print(table(survivors, run.unreached))
-    print(f"{told(run.fates)}; {len(lasting) - len(survivors)} of them argued, {len(survivors)} not")
+    print(format_table(survivors, run.unreached))
+    print(f"{format_counts(run.fates)}; {len(surviving) - len(survivors)} of them argued, {len(survivors)} not")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     summary = {
         "mutants": len(run.fates),
-        **{fate.name.lower(): sum(found is fate for found in run.fates.values()) for fate in Fate},
-        "argued": len(lasting) - len(survivors),
+        **{fate.name.lower(): sum(outcome is fate for outcome in run.fates.values()) for fate in Fate},
+        "argued": len(surviving) - len(survivors),
         "survivors": [
-            dict(zip(("file", "function", "mutation"), identity(mutant), strict=True)) | {"line": mutant.lines.start}
+            dict(zip(("file", "function", "mutation"), get_identity(mutant), strict=True))
+            | {"line": mutant.lines.start}
             for mutant in survivors
         ],
     }

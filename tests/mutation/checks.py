@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from simulation.generator import generate
-from simulation.run import run
+from simulation.generator import generate_schedule
+from simulation.run import run_schedule
 
 Line = tuple[str, int]
 """A file, by its absolute path, and a line of it."""
@@ -28,24 +28,24 @@ class Check:
     holds: Callable[[], bool]  # raises what it likes where it does not
 
 
-def of_pytest(session: pytest.Session) -> Iterator[Check]:
+def iterate_tests(session: pytest.Session) -> Iterator[Check]:
     """The tests that a session has collected; each sets up and tears down all that it needs."""
     for item in session.items:
-        yield Check(item.nodeid, partial(_passes, item))
+        yield Check(item.nodeid, partial(_passes_test, item))
 
 
-def _passes(item: pytest.Item) -> bool:
+def _passes_test(item: pytest.Item) -> bool:
     return not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
 
 
-def of_simulation(seeds: int) -> Iterator[Check]:
+def iterate_disasters(seeds: int) -> Iterator[Check]:
     """Simulated disasters 1 to `seeds`."""
     for seed in range(1, seeds + 1):
-        yield Check(f"seed {seed}", partial(_heals, seed))
+        yield Check(f"seed {seed}", partial(_heals_disaster, seed))
 
 
-def _heals(seed: int) -> bool:
-    return not run(generate(seed)).violations
+def _heals_disaster(seed: int) -> bool:
+    return not run_schedule(generate_schedule(seed)).violations
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,22 @@ class Reach:
     lines: frozenset[Line]
 
 
-def reach(check: Check, files: Sequence[Path]) -> Reach:
+def trace_check(check: Check, files: Sequence[Path]) -> Reach:
     """Raises AssertionError where the check does not hold: then it cannot judge mutants."""
     traced = {str(path): True for path in files}
     lines: set[Line] = set()
 
-    def enter(frame: FrameType, _event: str, _argument: object) -> Any:
-        return each_line if frame.f_code.co_filename in traced else None
+    def trace_call(frame: FrameType, _event: str, _argument: object) -> Any:
+        return trace_line if frame.f_code.co_filename in traced else None
 
-    def each_line(frame: FrameType, event: str, _argument: object) -> Any:
+    def trace_line(frame: FrameType, event: str, _argument: object) -> Any:
         if event == "line":
             lines.add((frame.f_code.co_filename, frame.f_lineno))
-        return each_line
+        return trace_line
 
     start = time.perf_counter()
-    threading.settrace(enter)
-    sys.settrace(enter)
+    threading.settrace(trace_call)
+    sys.settrace(trace_call)
     try:
         holds = check.holds()
     finally:

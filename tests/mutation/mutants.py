@@ -22,7 +22,7 @@ _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
-"""Its neighbour, where it has one, and its negation."""
+"""Its neighbor, where it has one, and its negation."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -36,26 +36,26 @@ class Mutant:
     after: str
     mutation: str  # what becomes what; no other mutant of the function says the same
 
-    def module(self) -> ast.Module:
+    def build_module(self) -> ast.Module:
         """The whole module with this change."""
         tree = ast.parse(self.path.read_text())
-        change = next(islice(_changes(tree), self.number, None))
+        change = next(islice(_iterate_changes(tree), self.number, None))
         change.put(change.replacement)
         return ast.fix_missing_locations(tree)
 
 
-def mutants(path: Path) -> Iterator[Mutant]:
+def iterate_mutants(path: Path) -> Iterator[Mutant]:
     """In the order of the text."""
     seen: Counter[tuple[str, str]] = Counter()
-    for number, change in enumerate(_changes(ast.parse(path.read_text()))):
-        before, after = change.text()
+    for number, change in enumerate(_iterate_changes(ast.parse(path.read_text()))):
+        before, after = change.format_lines()
         mutation = f"{ast.unparse(change.node)} → {ast.unparse(change.replacement)}"
         if isinstance(change.node, ast.stmt):
             mutation = f"{before} → pass"
         seen[change.function, mutation] += 1
-        again = seen[change.function, mutation]
-        mutation += f" ({again})" if again > 1 else ""
-        yield Mutant(path, number, change.function, _lines(change.statement), before, after, mutation)
+        occurrence = seen[change.function, mutation]
+        mutation += f" ({occurrence})" if occurrence > 1 else ""
+        yield Mutant(path, number, change.function, _get_lines(change.statement), before, after, mutation)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class _Change:
 
     @property
     def node(self) -> ast.AST:
-        found: Any = getattr(self.parent, self.field)
-        node: ast.AST = found if self.index is None else found[self.index]
+        value: Any = getattr(self.parent, self.field)
+        node: ast.AST = value if self.index is None else value[self.index]
         return node
 
     def put(self, node: ast.AST) -> None:
@@ -82,12 +82,12 @@ class _Change:
         else:
             getattr(self.parent, self.field)[self.index] = node
 
-    def text(self) -> tuple[str, str]:
+    def format_lines(self) -> tuple[str, str]:
         """The statement's first line as it is, and with the change; of an exit, also what it stands under."""
         node = self.node
         if node is self.statement:
-            under = ("else of " if self.field == "orelse" else "") + _first_line(self.parent)
-            return f"{under} {_first_line(node)}", f"{under} pass"
+            parent_line = ("else of " if self.field == "orelse" else "") + _first_line(self.parent)
+            return f"{parent_line} {_first_line(node)}", f"{parent_line} pass"
         before = _first_line(self.statement)
         self.put(self.replacement)
         after = _first_line(self.statement)
@@ -95,21 +95,21 @@ class _Change:
         return before, after
 
 
-def _changes(parent: ast.AST, function: str = "", statement: ast.stmt | None = None) -> Iterator[_Change]:
+def _iterate_changes(parent: ast.AST, function: str = "", statement: ast.stmt | None = None) -> Iterator[_Change]:
     """Only within functions: all else has run before the first test."""
-    inside = statement is not None or isinstance(parent, _Function)
-    for field, index, child in _children(parent):
+    is_inside = statement is not None or isinstance(parent, _Function)
+    for field, index, child in _iterate_children(parent):
         if isinstance(child, _Function | ast.ClassDef):
-            yield from _changes(child, f"{function}.{child.name}".removeprefix("."))
-        elif not isinstance(child, ast.Assert):  # (which is no behaviour)
-            own = child if inside and isinstance(child, ast.stmt) else statement
-            if own is not None:
-                for replacement in _replacements(child, parent):
-                    yield _Change(function, own, parent, field, index, replacement)
-            yield from _changes(child, function, own)
+            yield from _iterate_changes(child, f"{function}.{child.name}".removeprefix("."))
+        elif not isinstance(child, ast.Assert):  # (which is no behavior)
+            changed_statement = child if is_inside and isinstance(child, ast.stmt) else statement
+            if changed_statement is not None:
+                for replacement in _iterate_replacements(child, parent):
+                    yield _Change(function, changed_statement, parent, field, index, replacement)
+            yield from _iterate_changes(child, function, changed_statement)
 
 
-def _children(parent: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
+def _iterate_children(parent: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
     """By field and place. Defaults, decorators and annotations of a function are no part of what it does."""
     for field in ["body"] if isinstance(parent, _Function | ast.ClassDef) else parent._fields:
         value = getattr(parent, field, None)
@@ -118,12 +118,14 @@ def _children(parent: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
                 yield field, index, child
 
 
-def _replacements(node: ast.AST, parent: ast.AST) -> Iterator[ast.AST]:
+def _iterate_replacements(node: ast.AST, parent: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Compare():
-            for place, operator in enumerate(node.ops):
-                for other in _COMPARISONS[type(operator)]:
-                    yield ast.Compare(node.left, [*node.ops[:place], other(), *node.ops[place + 1 :]], node.comparators)
+            for index, operator in enumerate(node.ops):
+                for replacement in _COMPARISONS[type(operator)]:
+                    yield ast.Compare(
+                        node.left, [*node.ops[:index], replacement(), *node.ops[index + 1 :]], node.comparators
+                    )
         case ast.BoolOp():
             yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
         case ast.UnaryOp(op=ast.Not()):
@@ -134,7 +136,7 @@ def _replacements(node: ast.AST, parent: ast.AST) -> Iterator[ast.AST]:
             yield ast.Pass()
 
 
-def _lines(statement: ast.stmt) -> range:
+def _get_lines(statement: ast.stmt) -> range:
     """Of a compound statement, only its head."""
     body = getattr(statement, "body", None)
     end = body[0].lineno if body else (statement.end_lineno or statement.lineno) + 1

@@ -16,10 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from types import CodeType, FunctionType
 
-from .checks import Check, Reach, reach
+from .checks import Check, Reach, trace_check
 from .mutants import Mutant
 
-MEMORY_BYTES = 4 << 30
+MAX_MEMORY_BYTES = 4 << 30
 """More than this a mutant may not use: some never stop to make things."""
 PATIENCE_SECONDS = 10
 """So much longer than its checks take under the tracer may it take before it is taken for one that never ends."""
@@ -37,22 +37,22 @@ class Fate(Enum):
     ENDLESS = 4  # which counts as killed
 
 
-def survey(checks: Sequence[Check], files: Sequence[Path]) -> Mapping[str, Reach]:
+def trace_checks(checks: Sequence[Check], files: Sequence[Path]) -> Mapping[str, Reach]:
     """What each check reaches, by its name. Raises RuntimeError where one does not hold even without a mutation."""
 
-    caches = _caches()
+    caches = _collect_caches()
 
     def measure() -> Fate:
-        found = {}
+        reaches = {}
         for check in checks:
-            _forget(caches)
-            found[check.name] = reach(check, files)
-        pickle.dump(found, file)
+            _clear_caches(caches)
+            reaches[check.name] = trace_check(check, files)
+        pickle.dump(reaches, file)
         file.flush()
         return Fate.SURVIVED
 
     with TemporaryFile() as file:
-        _, status = os.waitpid(_fork(measure), 0)
+        _, status = os.waitpid(_fork_trial(measure), 0)
         if status:
             raise RuntimeError("the checks do not all hold without a mutation: see above")
         file.seek(0)
@@ -60,95 +60,95 @@ def survey(checks: Sequence[Check], files: Sequence[Path]) -> Mapping[str, Reach
     return reached
 
 
-def trials(
+def try_mutants(
     mutants: Iterable[Mutant], checks: Sequence[Check], reached: Mapping[str, Reach], jobs: int = 1
 ) -> Iterator[tuple[Mutant, Fate]]:
     """Each mutant meets the checks that reach its lines, quickest first, until one does not hold; `jobs` at a time."""
-    functions, caches = _functions(), _caches()
+    functions, caches = _collect_functions(), _collect_caches()
     quickest_first = sorted(checks, key=lambda check: reached[check.name].seconds)
     running: dict[int, Mutant] = {}
     for mutant in mutants:
         if len(running) == jobs:
-            yield _ended(running)
+            yield _wait_for_trial(running)
         lines = {(str(mutant.path), line) for line in mutant.lines}
         chosen = [check for check in quickest_first if not lines.isdisjoint(reached[check.name].lines)]
         limit = int(PATIENCE_SECONDS + sum(reached[check.name].seconds for check in chosen))
 
         def attempt(mutant: Mutant = mutant, chosen: Sequence[Check] = chosen, limit: int = limit) -> Fate:
-            if not _become(mutant, functions):
+            if not _swap_code(mutant, functions):
                 return Fate.SAME
-            _forget(caches)
-            return _meet(chosen, limit)
+            _clear_caches(caches)
+            return _run_checks(chosen, limit)
 
-        running[_fork(attempt)] = mutant
+        running[_fork_trial(attempt)] = mutant
     while running:
-        yield _ended(running)
+        yield _wait_for_trial(running)
 
 
-def _meet(checks: Iterable[Check], limit: int) -> Fate:
+def _run_checks(checks: Iterable[Check], limit: int) -> Fate:
     """Within so many seconds."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process, whatever it is at
     signal.alarm(limit)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    return Fate.SURVIVED if all(_holds(check) for check in checks) else Fate.KILLED
+    return Fate.SURVIVED if all(_holds_check(check) for check in checks) else Fate.KILLED
 
 
-def _ended(running: dict[int, Mutant]) -> tuple[Mutant, Fate]:
+def _wait_for_trial(running: dict[int, Mutant]) -> tuple[Mutant, Fate]:
     pid = 0
     while pid not in running:  # others' orphans may have become children of this process
         pid, status = os.wait()
     return running.pop(pid), Fate.ENDLESS if os.WIFSIGNALED(status) else Fate(os.WEXITSTATUS(status))
 
 
-def _holds(check: Check) -> bool:
+def _holds_check(check: Check) -> bool:
     try:
         return check.holds()
     except BaseException:  # whatever the mutant does, a check that it stops does not hold
         return False
 
 
-def _become(mutant: Mutant, functions: Functions) -> bool:
+def _swap_code(mutant: Mutant, functions: Functions) -> bool:
     """Give the functions that there are the mutant's code, where it differs; False: it does not."""
-    module = compile(mutant.module(), str(mutant.path), "exec", dont_inherit=True)
+    module = compile(mutant.build_module(), str(mutant.path), "exec", dont_inherit=True)
     changed = False
-    for code in _codes(module):
+    for code in _iterate_codes(module):
         for function in functions.get((code.co_filename, code.co_qualname, code.co_firstlineno), ()):
             if function.__code__ != code:
                 function.__code__, changed = code, True
     return changed
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def _iterate_codes(code: CodeType) -> Iterator[CodeType]:
     """Of all functions within it, outer ones first."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
-            yield from _codes(constant)
+            yield from _iterate_codes(constant)
 
 
-def _functions() -> Functions:
+def _collect_functions() -> Functions:
     """All that exist, closures and what decorators hide included."""
-    found: dict[Place, list[FunctionType]] = defaultdict(list)
-    for thing in gc.get_objects():
-        if type(thing) is FunctionType:  # `isinstance` asks the thing itself, and some of torch warn when asked
-            code = thing.__code__
-            found[code.co_filename, code.co_qualname, code.co_firstlineno].append(thing)
-    return found
+    functions: dict[Place, list[FunctionType]] = defaultdict(list)
+    for candidate in gc.get_objects():
+        if type(candidate) is FunctionType:  # `isinstance` asks the thing itself, and some of torch warn when asked
+            code = candidate.__code__
+            functions[code.co_filename, code.co_qualname, code.co_firstlineno].append(candidate)
+    return functions
 
 
-def _forget(caches: Sequence[functools._lru_cache_wrapper[object]]) -> None:
+def _clear_caches(caches: Sequence[functools._lru_cache_wrapper[object]]) -> None:
     """What functions keep of earlier calls: a check shall call them anew."""
     for cache in caches:
         cache.cache_clear()
 
 
-def _caches() -> Sequence[functools._lru_cache_wrapper[object]]:
-    found = (thing for thing in gc.get_objects() if type(thing) is functools._lru_cache_wrapper)
-    return [cache for cache in found if str(cache.__module__).startswith("pacekeeper")]
+def _collect_caches() -> Sequence[functools._lru_cache_wrapper[object]]:
+    candidates = (candidate for candidate in gc.get_objects() if type(candidate) is functools._lru_cache_wrapper)
+    return [cache for cache in candidates if str(cache.__module__).startswith("pacekeeper")]
 
 
-def _fork(work: Callable[[], Fate]) -> int:
+def _fork_trial(work: Callable[[], Fate]) -> int:
     """The process that does it, and whose exit status is what comes of it; it writes nothing to standard output."""
     if pid := os.fork():
         return pid

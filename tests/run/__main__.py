@@ -18,32 +18,32 @@ from .summary import exceeds_budget, summarize_run
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-def main(arguments: Sequence[str], known: Sequence[Part] = PARTS, folder: Path = LOGS) -> int:
+def main(arguments: Sequence[str], available: Sequence[Part] = PARTS, folder: Path = LOGS) -> int:
     """Return 1 if a part failed or the run used too much processor time, 128 + N if signal N stopped it."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description="Run the parts of `make test`.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(part.name for part in known))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(part.name for part in available))
     parser.add_argument("--direct", action="store_true", help="one after the other, without logs: for a terminal")
     options = parser.parse_args(arguments)
     try:
-        parts = select_parts(options.names, known)
+        parts = select_parts(options.names, available)
     except ValueError as error:
         parser.error(str(error))
     return run_directly(parts) if options.direct else run_lanes(parts, folder)
 
 
 def run_lanes(parts: Sequence[Part], folder: Path) -> int:
-    began = time.monotonic()
+    start = time.monotonic()
     runner = Runner(parts, folder, report=partial(print, flush=True))
-    handled = {number: signal.signal(number, lambda number, _: runner.stop(number)) for number in _STOPPING}
+    previous_handlers = {number: signal.signal(number, lambda number, _: runner.stop(number)) for number in _STOPPING}
     try:
         results = runner.run()
     finally:
-        for number, handler in handled.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
     if runner.stopped_by is not None:
         print(f"Stopped by {signal.Signals(runner.stopped_by).name}.")
         return 128 + runner.stopped_by
-    print(summarize_run(results, time.monotonic() - began, folder))
+    print(summarize_run(results, time.monotonic() - start, folder))
     return int(any(result.status for result in results) or exceeds_budget(results))
 
 

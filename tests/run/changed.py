@@ -22,7 +22,7 @@ _LISTED = 12
 
 def main(arguments: Sequence[str]) -> int:
     """Return 1 if a test failed. Tests that time did not allow are named, and no failure."""
-    began = time.monotonic()
+    start = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tests.run.changed", description=__doc__)
     parser.add_argument("--base", default="HEAD", metavar="REVISION", help="what the working tree differs from")
     parser.add_argument("--all", action="store_true", help="without a limit of time, distributed and cluster tests too")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     if not chosen:
         return 0
-    limit = TimeLimit(None if options.all else began + LIMIT_SECONDS)
+    limit = TimeLimit(None if options.all else start + LIMIT_SECONDS)
     status = pytest.main([*chosen, "--durations=0", "--durations-min=5"], plugins=[limit])
     if not limit.left_out:
         return int(status)
@@ -106,9 +106,11 @@ class TimeLimit:
         if self._deadline is None or nextitem is None or self._clock() < self._deadline:
             return
         self.session = item.session
-        rest = item.session.items[item.session.items.index(nextitem) :]
-        self.left_out = list(dict.fromkeys(other.path.relative_to(item.config.rootpath).as_posix() for other in rest))
-        item.session.shouldstop = f"{len(rest)} tests are left out"
+        remaining = item.session.items[item.session.items.index(nextitem) :]
+        self.left_out = list(
+            dict.fromkeys(left_item.path.relative_to(item.config.rootpath).as_posix() for left_item in remaining)
+        )
+        item.session.shouldstop = f"{len(remaining)} tests are left out"
 
 
 def _is_test(path: str) -> bool:
@@ -124,8 +126,8 @@ def _list_skipped(title: str, tests: Sequence[str]) -> None:
 
 def _list_git(*arguments: str) -> list[str]:
     """Return what a command of git lists, each name ended by a zero byte."""
-    done = subprocess.run(["git", *arguments, "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout.split("\0")[:-1]
+    process = subprocess.run(["git", *arguments, "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
+    return process.stdout.split("\0")[:-1]
 
 
 if __name__ == "__main__":

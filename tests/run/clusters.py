@@ -14,11 +14,11 @@ from testcluster import cgroups
 
 def read_clusters() -> dict[str, float]:
     """Return the processor seconds of each test cluster that is there, by the name of its cgroup."""
-    root = cgroups.controller("cpu" if cgroups.is_v2() else "cpuacct", "")
+    root = cgroups.get_controller_folder("cpu" if cgroups.is_v2() else "cpuacct", "")
     readings = {}
     for folder in root.glob("pacekeeper*"):
         with suppress(OSError):  # taken down since
-            readings[folder.name] = cgroups.cpu_seconds(folder.name)
+            readings[folder.name] = cgroups.read_cpu_seconds(folder.name)
     return readings
 
 
@@ -30,7 +30,7 @@ class Usage:
         self.total = 0.0
 
     def add(self, readings: Mapping[str, float]) -> None:
-        for name, now in readings.items():
-            before = self._last.get(name, 0.0)
-            self.total += now - before if now >= before else now
+        for name, value in readings.items():
+            previous = self._last.get(name, 0.0)
+            self.total += value - previous if value >= previous else value
         self._last = dict(readings)

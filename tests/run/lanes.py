@@ -97,7 +97,7 @@ class Runner:
                 process = subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env=_environment(),
+                    env=_build_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -116,14 +116,14 @@ class Runner:
         return True
 
     def _finish_part(self, descriptor: int) -> None:
-        done = self._running[descriptor]
-        _, status, used = os.wait4(done.process.pid, 0)
+        running = self._running[descriptor]
+        _, status, usage = os.wait4(running.process.pid, 0)
         self._forget_process(descriptor, os.waitstatus_to_exitcode(status))
-        clusters = self._usage.total - done.cluster_seconds_before if done.part.uses_clusters else 0
-        wall = time.monotonic() - done.began
-        processor = used.ru_utime + used.ru_stime + clusters
-        self._add_result(Result(done.part, done.process.returncode, wall, processor))
-        self._start_next(done.part.lane)
+        clusters = self._usage.total - running.cluster_seconds_before if running.part.uses_clusters else 0
+        wall = time.monotonic() - running.began
+        processor = usage.ru_utime + usage.ru_stime + clusters
+        self._add_result(Result(running.part, running.process.returncode, wall, processor))
+        self._start_next(running.part.lane)
 
     def _add_result(self, result: Result) -> None:
         self._results.append(result)
@@ -150,8 +150,8 @@ class Runner:
             os.killpg(running.process.pid, signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS
         alive = set(self._running)
-        while alive and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in self._poll.poll(left * 1000):
+        while alive and (remaining := deadline - time.monotonic()) > 0:
+            for descriptor, _ in self._poll.poll(remaining * 1000):
                 self._poll.unregister(descriptor)
                 alive.discard(descriptor)
         # The leader of a group may end before the rest. It is not reaped yet, so its id still names this group.
@@ -187,10 +187,10 @@ def format_minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def _environment() -> dict[str, str]:
+def _build_environment() -> dict[str, str]:
     """Byte code is kept whatever the caller prefers: each of hundreds of processes would compile it again."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return variables | {"PYTHONUNBUFFERED": "1"}
 
 
 def _prepare_child(idle: bool) -> None:

@@ -49,17 +49,20 @@ _OLDEST = (
 )
 # Each worker has a cluster of its own, in which files run one after the other.
 _CLUSTER = ".venv/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/cluster"
-_STYLE = "sh -c '.venv/bin/ruff check . && .venv/bin/ruff format --check .'"
+_STYLE = (
+    "sh -c '.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/codespell . "
+    "&& .venv/bin/python -m lint'"
+)
 
 # Cluster and distributed tests often wait, and load makes them fail: they run one after the other. The rest waits for
 # nothing: it runs at idle priority in what they leave, in two lanes so that it still uses two processors once they are
 # done.
 PARTS = (
     Part("cluster", "real", 2100, _CLUSTER),
-    Part("oldest-torch", "real", 90, _OLDEST),
+    Part("oldest-torch", "real", 100, _OLDEST),
     Part("distributed", "real", 500, ".venv/bin/pytest -n 2 --dist loadfile tests/distributed"),
     Part("image", "image", 90, ".venv/bin/pytest tests/image"),
-    Part("style", "unit", 5, _STYLE, idle=True),
+    Part("style", "unit", 10, _STYLE, idle=True),
     Part("contracts", "unit", 5, ".venv/bin/lint-imports", idle=True),
     Part("unit", "unit", 320, ".venv/bin/pytest tests/unit --ignore=tests/unit/simulation", idle=True),
     Part("types", "simulation", 125, ".venv/bin/mypy", idle=True),

@@ -62,8 +62,8 @@ class _Index:
             elif isinstance(node, (ast.List, ast.Tuple)):
                 found.update(self._find_started(node.elts))
         if PurePosixPath(path).name.startswith("test_"):
-            around = (f"{folder}/conftest.py" for folder in find_folders(path))
-            found.update(file for file in around if file in self._modules.values())
+            conftests = (f"{folder}/conftest.py" for folder in find_folders(path))
+            found.update(file for file in conftests if file in self._modules.values())
         return found - {path}
 
     def _find_imported(self, path: str, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -72,8 +72,8 @@ class _Index:
         else:
             base = node.module or ""
             if node.level:
-                here = _name_module(path).split(".") + ["-"] * path.endswith("/__init__.py")
-                base = ".".join([*here[: -node.level], *([node.module] if node.module else [])])
+                package = _name_module(path).split(".") + ["-"] * path.endswith("/__init__.py")
+                base = ".".join([*package[: -node.level], *([node.module] if node.module else [])])
             names = [f"{base}.{alias.name}" for alias in node.names]
         for name in names:
             module = name if name in self._modules else name.rpartition(".")[0]

@@ -31,18 +31,18 @@ class Counts:
 def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path) -> str:
     """Return what a person or CI reads last. Its last line counts the tests of all parts."""
     failures = [_repeat_failures(result.part.name, folder) for result in results if result.status]
-    over = [result.part.name for result in results if result.processor_seconds > result.part.budget_seconds]
-    verdict = [f"Over their budget: {', '.join(over)}."] if over else []
+    over_budget = [result.part.name for result in results if result.processor_seconds > result.part.budget_seconds]
+    verdict = [f"Over their budget: {', '.join(over_budget)}."] if over_budget else []
     if exceeds_budget(results):
         verdict.append(
             f"FAILED: the run used more than {BUDGET_LIMIT:g} times its budget of processor time."
             ' CONTRIBUTING.md ("What a test may cost") says what to do.'
         )
     total = sum((count_tests(result, folder) for result in results), Counts())
-    named = [line for result in results if result.status for line in name_failures(result.part.name, folder)]
+    failure_lines = [line for result in results if result.status for line in name_failures(result.part.name, folder)]
     table = format_table(results, wall_seconds)
     # Failures are named again below the table: CI keeps the last lines of a log.
-    return "\n".join([*failures, table, *verdict, *named[:_NAMED_FAILURES], format_closing_line(total)])
+    return "\n".join([*failures, table, *verdict, *failure_lines[:_NAMED_FAILURES], format_closing_line(total)])
 
 
 def exceeds_budget(results: Sequence[Result]) -> bool:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import yaml
+from rich.console import Console
 
-from demo import fabric, shards, torchrun, traffic
-from demo.report import THROUGHPUT, Curve, Outcome, Report, page, picture, read, write
+from demo import fabric, job, kube, shards, torchrun, traffic
+from demo.faults import list_faults
+from demo.report import (
+    THROUGHPUT_TITLE,
+    Curve,
+    DemoReport,
+    FaultOutcome,
+    build_page,
+    draw_picture,
+    read_report,
+    write_report,
+)
+from demo.view import build_table, format_optional
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 
-HEALED = Outcome(
+HEALED = FaultOutcome(
     fault="rank crash",
     how="SIGKILL",
     remedy="RestartRanks",
@@ -29,7 +43,7 @@ HEALED = Outcome(
     incident="gpt-r1-crash",
     reason="the job <stands> still",
 )
-REPORT = Report(
+REPORT = DemoReport(
     outcomes=(HEALED,),
     phase="Complete",
     steps=900,
@@ -49,18 +63,18 @@ def test_passes_only_when_complete_and_all_healed() -> None:
 def test_a_way_back_that_was_not_found_is_no_success() -> None:
     back = replace(HEALED, fault="link well again", remedy="Sync", detected_s=None, gain="AsyncEDiT → Sync")
     assert replace(REPORT, outcomes=(HEALED, back)).passed
-    assert "AsyncEDiT → Sync" in page(replace(REPORT, outcomes=(HEALED, back)))
+    assert "AsyncEDiT → Sync" in build_page(replace(REPORT, outcomes=(HEALED, back)))
     assert not replace(REPORT, outcomes=(HEALED, replace(back, recovered_s=None, healed=False))).passed
 
 
 def test_json_has_the_documented_keys(tmp_path: Path) -> None:
-    write(REPORT, tmp_path)
+    write_report(REPORT, tmp_path)
     incident = json.loads((tmp_path / "report.json").read_text())["incidents"][0]
     assert {"fault", "remedy", "detected_s", "recovered_s", "steps_lost", "healed"} <= set(incident)
 
 
 def test_page_is_self_contained_and_escapes() -> None:
-    text = page(REPORT)
+    text = build_page(REPORT)
     assert "http" not in text
     assert "<script" not in text
     assert "the job &lt;stands&gt; still" in text
@@ -69,25 +83,25 @@ def test_page_is_self_contained_and_escapes() -> None:
 
 
 def test_the_picture_of_the_throughput_stands_by_itself() -> None:
-    curves: dict[str, Curve] = {THROUGHPUT: [(0.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}
-    drawn = ElementTree.fromstring(picture(replace(REPORT, curves=curves)))
+    curves: dict[str, Curve] = {THROUGHPUT_TITLE: [(0.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}
+    drawn = ElementTree.fromstring(draw_picture(replace(REPORT, curves=curves)))
     assert "1 rank crash" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert len(drawn.findall("{*}polyline")) == len(drawn.findall("{*}rect[@class='band']")) == 1
-    assert picture(REPORT) == "", "nothing is known of it"
+    assert draw_picture(REPORT) == "", "nothing is known of it"
 
 
 def test_torchruns_line_is_drawn_beside_a_report_that_is_read_again(tmp_path: Path) -> None:
-    write(replace(REPORT, curves={THROUGHPUT: [(3.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}), tmp_path)
-    told = read(tmp_path)
-    assert (told.began, told.outcomes, told.seconds) == (3.0, REPORT.outcomes, REPORT.seconds)
-    drawn = ElementTree.fromstring(picture(told, torchrun=[(3.0, 48.0), (12.0, 0.0), (120.0, 0.0)]))
-    assert [line.get("class") for line in drawn.findall("{*}polyline")] == ["beside", "curve"]
+    write_report(replace(REPORT, curves={THROUGHPUT_TITLE: [(3.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}), tmp_path)
+    told = read_report(tmp_path)
+    assert (told.training_started_at, told.outcomes, told.seconds) == (3.0, REPORT.outcomes, REPORT.seconds)
+    drawn = ElementTree.fromstring(draw_picture(told, torchrun=[(3.0, 48.0), (12.0, 0.0), (120.0, 0.0)]))
+    assert [line.get("class") for line in drawn.findall("{*}polyline")] == ["reference", "curve"]
     assert "torchrun" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_torchruns_line_is_nothing_while_it_starts_again_and_when_it_has_stopped() -> None:
     lines = [(100.0, 2), (101.0, 4), (113.0, 2), (114.0, 4)]
-    assert torchrun.throughput(lines, end=150.0) == [
+    assert torchrun.compute_throughput(lines, end=150.0) == [
         *[(100.0, 128.0), (101.0, 128.0)],
         *[(101.0, 0.0), (113.0, 0.0)],
         *[(113.0, 128.0), (114.0, 128.0)],
@@ -101,7 +115,7 @@ def links(load: int) -> FabricView:
 
 
 def test_a_story_about_traffic_shows_the_links_before_and_after(tmp_path: Path) -> None:
-    write(replace(REPORT, fabrics=(links(2), links(1))), tmp_path)
+    write_report(replace(REPORT, fabrics=(links(2), links(1))), tmp_path)
     picture = (tmp_path / "fabric.svg").read_text()
     assert picture in (tmp_path / "report.html").read_text()
     assert picture.index("pods, before") < picture.index("2 up, 0 down") < picture.index("pods, after")
@@ -119,17 +133,17 @@ def test_a_story_about_traffic_shows_the_links_before_and_after(tmp_path: Path) 
     ],
 )
 def test_steps_are_as_before_where_they_stay_so_on_the_whole(paces: list[float], after: float) -> None:
-    assert traffic.back_after(list(enumerate(paces)), 0.4) == after
+    assert traffic.compute_recovery_seconds(list(enumerate(paces)), 0.4) == after
 
 
 def test_a_leaf_sends_by_the_spines_that_carry_something() -> None:
-    assert fabric.busy(links(9), "l1") == {"s1"}
-    assert fabric.busy(links(0), "l1") == fabric.busy(links(9), "l2") == set()
+    assert fabric.find_busy_spines(links(9), "l1") == {"s1"}
+    assert fabric.find_busy_spines(links(0), "l1") == fabric.find_busy_spines(links(9), "l2") == set()
 
 
 def written_without(folder: Path) -> list[Path]:
     """Any fabric."""
-    write(REPORT, folder)
+    write_report(REPORT, folder)
     return list(folder.iterdir())
 
 
@@ -138,19 +152,44 @@ def written_without(folder: Path) -> list[Path]:
     [(20, 24, True), (20, 30, True), (20, 23, False), (20, 31, False), (0, 5, False), (-1, 4, False)],
 )
 def test_shards_are_lost_when_their_newest_snapshot_is_with_neighbours(kept: int, step: int, behind: bool) -> None:
-    assert shards.is_behind(kept, step) == behind
+    assert shards.is_past_snapshot(kept, step) == behind
 
 
 @pytest.mark.parametrize(
     ("steps_lost", "origin", "healed"),
-    [(20, "Neighbour", True), (3, "Memory", True), (21, "Neighbour", False), (3, "Checkpoint", False), (3, "", False)],
+    [(20, "Peer", True), (3, "Memory", True), (21, "Peer", False), (3, "Checkpoint", False), (3, "", False)],
 )
 def test_shards_come_back_from_memory_and_cost_what_lies_between_two_snapshots(
     steps_lost: int, origin: str, healed: bool
 ) -> None:
-    assert shards.judged(replace(HEALED, steps_lost=steps_lost), origin).healed == healed
+    assert shards.judge_outcome(replace(HEALED, steps_lost=steps_lost), origin).healed == healed
 
 
 def test_the_job_of_the_story_of_shards_shares_one_model() -> None:
-    _, training = yaml.safe_load_all(shards.manifest())
+    _, training = yaml.safe_load_all(shards.build_manifest())
     assert training["spec"]["template"]["spec"]["containers"][0]["command"][-1] == "--shard"
+
+
+def test_the_last_table_fits_80_columns_and_cuts_no_word() -> None:
+    """The longest names and gains that the demo can show."""
+    unknown = replace(HEALED, detected_s=None, decided_s=None, recovered_s=None, steps_lost=None, gain="", healed=False)
+    longest = replace(HEALED, detected_s=123.4, decided_s=123.4, recovered_s=123.4, steps_lost=1234)
+    outcomes = [replace(longest, fault=fault.name, remedy=max(fault.remedies, key=len)) for fault in list_faults()]
+    outcomes += [replace(longest, gain="slowdown 10.00 → 10.00"), replace(longest, gain="AsyncEDiT → Sync"), unknown]
+    shown = io.StringIO()
+    Console(width=80, file=shown).print(build_table(outcomes))
+    text = shown.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for outcome in outcomes:
+        for word in (*outcome.fault.split(), outcome.remedy, *outcome.gain.split()):
+            assert re.search(rf"(^| ){re.escape(word)}( |:|$)", text, re.MULTILINE), word
+    assert re.search(r"NOT\b[^\n]*\n?[^\n]*HEALED", text)
+    assert "–" in text
+
+
+def test_an_unknown_slowdown_is_shown_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kube, "get_object", lambda *_: {"status": {"phase": "Running"}})
+    shown = job.DemoJobStatus.read()
+    assert shown is not None
+    assert format_optional(shown.slowdown, ".2f") == "–"

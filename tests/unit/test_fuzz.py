@@ -10,23 +10,23 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from tests.fuzz import border, mutations
-from tests.fuzz.border import Border, Enter, Finding, by, trials
-from tests.fuzz.borders import all_of_them
-from tests.fuzz.decoders import ROOT, SOURCES, TRUSTED, decoders, reached
+from tests.fuzz.border import Border, Enter, Finding, call_directly, run_trials
+from tests.fuzz.borders import load_borders
+from tests.fuzz.decoders import ROOT, SOURCES, TRUSTED, find_decoders, trace_reached
 
-BORDERS = all_of_them()
+BORDERS = load_borders()
 
 
 @pytest.mark.parametrize("name", BORDERS)
 def test_mutated_values_are_taken_or_refused_by_name(name: str) -> None:
-    assert trials(BORDERS[name], iter(range(BORDERS[name].cases))) == BORDERS[name].cases
+    assert run_trials(BORDERS[name], iter(range(BORDERS[name].cases))) == BORDERS[name].cases
 
 
 def test_every_decoder_is_behind_a_border_that_is_fuzzed() -> None:
     trusted = {name for names in TRUSTED.values() for name in names}
-    unfuzzed = decoders() - trusted - reached(BORDERS.values())
+    unfuzzed = find_decoders() - trusted - trace_reached(BORDERS.values())
     assert not unfuzzed, "give each a border in tests/fuzz/borders, or argue it in tests/fuzz/decoders.py"
-    assert trusted <= decoders(), "what is argued is there"
+    assert trusted <= find_decoders(), "what is argued is there"
 
 
 def test_all_json_is_read_in_one_place() -> None:
@@ -37,13 +37,13 @@ def test_all_json_is_read_in_one_place() -> None:
         for path in (ROOT / source).rglob("*.py")
         if re.search(r"(?<!or)json\.loads?\(", path.read_text())
     ]
-    own = "trainer/pacekeeper/launcher/warm.py"  # of a launcher and the process that it has forked
-    assert sorted(found) == ["analysis/pacekeeper_analysis/reading.py", own]
+    own = "trainer/pacekeeper/launcher/ranks/warm_process.py"  # of a launcher and the process that it has forked
+    assert sorted(found) == ["analysis/pacekeeper_analysis/protocol/decoding.py", own]
 
 
 def broken(enter: Enter, *, examples: Any = ({"a": [1, {"b": "c"}]},), judge: Any = None) -> Border:
     more = {} if judge is None else {"judge": judge}
-    return Border("broken", lambda: list(examples), mutations.document, by(enter), **more)
+    return Border("broken", lambda: list(examples), mutations.mutate_document, call_directly(enter), **more)
 
 
 def index(value: Any) -> object:
@@ -71,11 +71,11 @@ class TestTheTool:
     )
     def test_it_finds_what_must_not_be(self, enter: Enter, words: str) -> None:
         with pytest.raises(Finding, match=words) as found:
-            trials(broken(enter), iter(range(200)))
+            run_trials(broken(enter), iter(range(200)))
         assert re.search(r"--border 'broken' --seed \d+ --cases 1", str(found.value)), "how to do it again"
 
     def test_it_ends_what_does_not_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(border, "MOST_SECONDS", 0.05)
+        monkeypatch.setattr(border, "MAX_SECONDS", 0.05)
 
         def run(value: Any) -> object:
             while value != {"a": [1, {"b": "c"}]}:
@@ -83,20 +83,24 @@ class TestTheTool:
             return 0
 
         with pytest.raises(Finding, match="takes more than"):
-            trials(broken(run), iter(range(20)))
+            run_trials(broken(run), iter(range(20)))
 
     def test_what_comes_of_a_value_is_judged(self) -> None:
         other = broken(str, judge=lambda found, valid: "" if found == valid else "another state")
         with pytest.raises(Finding, match="another state"):
-            trials(other, iter(range(20)))
+            run_trials(other, iter(range(20)))
 
     def test_a_seed_is_always_the_same_value(self) -> None:
-        kinds: Any = ((mutations.document, {"a": [1]}), (mutations.content, b"abcdefgh"), (mutations.word, "x"))
+        kinds: Any = (
+            (mutations.mutate_document, {"a": [1]}),
+            (mutations.mutate_bytes, b"abcdefgh"),
+            (mutations.mutate_word, "x"),
+        )
         for mutate, valid in kinds:
             assert repr(mutate(Random("s"), valid)) == repr(mutate(Random("s"), valid))
 
     def test_a_valid_value_is_left_as_it_is(self) -> None:
         valid = {"a": [1, {"b": "c"}]}
         for seed in range(300):
-            mutations.document(Random(seed), valid)
+            mutations.mutate_document(Random(seed), valid)
         assert valid == {"a": [1, {"b": "c"}]}

@@ -60,8 +60,12 @@ def _calls_past_the_seam(path: Path) -> Iterator[str]:
 def test_time_chance_and_tasks_come_into_the_operator_through_one_seam() -> None:
     """So that all of it runs under a simulated one."""
     package = ROOT / "operator/pacekeeper_operator"
-    exempt = {package / "runtime.py", package / "probe.py", package / "__main__.py"}  # a pod's, and a process' own
-    exempt |= set((package / "oncall").glob("*.py"))  # a person's command
+    exempt = {
+        package / "async_runtime.py",
+        package / "node_probe.py",
+        package / "__main__.py",
+    }  # a pod's, and a process' own
+    exempt |= set((package / "cli").glob("*.py"))  # a person's command
     found = [
         call for path in sorted(package.rglob("*.py")) if path not in exempt for call in _calls_past_the_seam(path)
     ]
@@ -69,10 +73,10 @@ def test_time_chance_and_tasks_come_into_the_operator_through_one_seam() -> None
 
 
 FOREIGN = {
-    ("observe/behaviour/sampler.py", "_current_frames"): "sys's, documented: the stacks of all threads",
-    ("launcher/ending.py", "_shutdown"): "threading's: what Python does before it ends",
-    ("launcher/ending.py", "_run_exitfuncs"): "atexit's: the same",
-    ("launcher/rank.py", "_run_module_as_main"): "runpy's: what `python -m` calls",
+    ("observe/profiling/stack_sampler.py", "_current_frames"): "sys's, documented: the stacks of all threads",
+    ("launcher/ranks/process_exit.py", "_shutdown"): "threading's: what Python does before it ends",
+    ("launcher/ranks/process_exit.py", "_run_exitfuncs"): "atexit's: the same",
+    ("launcher/ranks/rank.py", "_run_module_as_main"): "runpy's: what `python -m` calls",
     ("torch_internals.py", ""): "the one place for torch's",
 }
 """(File of the trainer, name, or all): why it may use a private name of somebody else."""
@@ -112,7 +116,10 @@ def test_private_names_of_torch_stand_in_one_module() -> None:
     """Each has a test there, in tests/distributed/test_torch_internals.py, before a newer torch is allowed."""
     package = ROOT / "trainer/pacekeeper"
     paths = sorted(package.rglob("*.py"))
-    own = {name for path in paths for name in _own_names(path)} | {"_exit"}  # os._exit is documented
+    own = {name for path in paths for name in _own_names(path)} | {
+        "_exit",
+        "_replace",
+    }  # of os and of named tuples: documented
     found = []
     for path in paths:
         place = path.relative_to(package).as_posix()

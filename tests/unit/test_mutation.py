@@ -12,8 +12,8 @@ import pytest
 from tests.mutation import __main__ as tool
 from tests.mutation import trial
 from tests.mutation.checks import Check
-from tests.mutation.mutants import Mutant, mutants
-from tests.mutation.trial import Fate, survey, trials
+from tests.mutation.mutants import Mutant, iterate_mutants
+from tests.mutation.trial import Fate, trace_checks, try_mutants
 
 
 def module(folder: Path, text: str) -> tuple[Path, ModuleType]:
@@ -29,12 +29,12 @@ def module(folder: Path, text: str) -> tuple[Path, ModuleType]:
 
 def mutations(folder: Path, text: str) -> list[tuple[str, str]]:
     path, _ = module(folder, text)
-    return [(mutant.function, mutant.mutation) for mutant in mutants(path)]
+    return [(mutant.function, mutant.mutation) for mutant in iterate_mutants(path)]
 
 
 def fates(path: Path, checks: list[Check]) -> dict[str, Fate]:
-    reached = survey(checks, [path])
-    return {mutant.mutation: fate for mutant, fate in trials(mutants(path), checks, reached)}
+    reached = trace_checks(checks, [path])
+    return {mutant.mutation: fate for mutant, fate in try_mutants(iterate_mutants(path), checks, reached)}
 
 
 class TestMutants:
@@ -85,7 +85,7 @@ class TestMutants:
 
     def test_lines_of_a_compound_statement_are_its_heads(self, tmp_path: Path) -> None:
         path, _ = module(tmp_path, "def f(a, b):\n    if (a\n        and b):\n        return 1\n    return 2\n")
-        assert [mutant.lines for mutant in mutants(path)] == [range(2, 4), range(4, 5)]
+        assert [mutant.lines for mutant in iterate_mutants(path)] == [range(2, 4), range(4, 5)]
 
 
 class TestTrials:
@@ -145,26 +145,29 @@ class TestTrials:
             return bool(toy.f(0))
 
         checks = [Check("elsewhere", elsewhere)]
-        reached = survey(checks, [path])
+        reached = trace_checks(checks, [path])
         asked.unlink()
-        assert [fate for _, fate in trials(mutants(path), checks, reached)] == [Fate.SURVIVED, Fate.SURVIVED]
+        assert [fate for _, fate in try_mutants(iterate_mutants(path), checks, reached)] == [
+            Fate.SURVIVED,
+            Fate.SURVIVED,
+        ]
         assert not asked.exists()
 
     def test_a_check_that_does_not_hold_by_itself_judges_nobody(self, tmp_path: Path) -> None:
         path, _ = module(tmp_path, "def f(): return True")
         with pytest.raises(RuntimeError, match="without a mutation"):
-            survey([Check("false", lambda: False)], [path])
+            trace_checks([Check("false", lambda: False)], [path])
 
 
 class TestTool:
     def test_a_sample_is_the_same_each_time_and_in_order(self) -> None:
-        drawn = tool.sample("decide/", 40, seed=1)
-        assert drawn == tool.sample("decide/", 40, seed=1) != tool.sample("decide/", 40, seed=2)
+        drawn = tool.draw_sample("decide/", 40, seed=1)
+        assert drawn == tool.draw_sample("decide/", 40, seed=1) != tool.draw_sample("decide/", 40, seed=2)
         assert drawn == sorted(drawn, key=lambda mutant: (mutant.path, mutant.number))
         assert len(drawn) == 40
 
     def test_each_argument_is_about_a_mutant(self) -> None:
         """What it argued has changed, or gone: so has the argument to go."""
-        everyone: list[Mutant] = tool.sample("", 0, seed=0)
-        assert len({tool.identity(mutant) for mutant in everyone}) == len(everyone)
-        assert [entry for entry in tool.argued() if not any(entry.covers(mutant) for mutant in everyone)] == []
+        everyone: list[Mutant] = tool.draw_sample("", 0, seed=0)
+        assert len({tool.get_identity(mutant) for mutant in everyone}) == len(everyone)
+        assert [entry for entry in tool.load_argued() if not any(entry.covers(mutant) for mutant in everyone)] == []

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
     *("analysis", "bench", "charts", "crds", "demo", "docs", "examples", "locks", "operator"),
-    *("simulation", "testcluster", "tests", "trainer"),
+    *("lint", "simulation", "testcluster", "testing", "tests", "trainer"),
 )
 CODE_PAGES = (*sorted((ROOT / "docs/architecture").glob("*.md")), ROOT / "CONTRIBUTING.md")
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "s": 1, "min": 60, "h": 3600, "days": 1}
@@ -43,7 +43,9 @@ def test_paths_and_symbols_that_docs_name_exist(page: Path) -> None:
 
 
 def test_a_path_or_symbol_that_is_gone_is_found() -> None:
-    text = "`decide/hang.py`, `operator/none.py::check`, `tests/unit/test_readme.py::ROOT.none`, `trainer/none/`"
+    text = (
+        "`decide/failures/hang.py`, `operator/none.py::check`, `tests/unit/test_readme.py::ROOT.none`, `trainer/none/`"
+    )
     assert [name for name in _names_of_code(text) if not _exists(name)] == re.findall(r"`(\S+)`", text)
 
 

@@ -21,13 +21,13 @@ LIBRARIES = {LIBRARY, "pacekeeper/native/paths.so", RECORDING}
 SAY = """
 import logging, pathlib
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-from pacekeeper.launcher.nccl import usable_plugin
-from pacekeeper.launcher.shim import SHIM, why_unusable
-from pacekeeper.observe.transport import open_transport
-print(usable_plugin(), open_transport(pathlib.Path("0.transport")))
-print("shim:", why_unusable(SHIM))
-from pacekeeper.observe import opening
-print("recording:", opening.WHY_SLOW or opening.fast.recording.__file__)
+from pacekeeper.launcher.network.nccl_plugin import find_usable_plugin
+from pacekeeper.launcher.network.path_shim import SHIM_PATH, explain_unusable_shim
+from pacekeeper.observe.collectives.nccl_transport import open_transport
+print(find_usable_plugin(), open_transport(pathlib.Path("0.transport")))
+print("shim:", explain_unusable_shim(SHIM_PATH))
+from pacekeeper.observe import recorder_factory as opening
+print("recording:", opening.NATIVE_UNAVAILABLE_REASON or opening.native_recorder.recording.__file__)
 """
 
 
@@ -93,7 +93,7 @@ def test_where_there_is_a_compiler_the_wheel_is_for_this_platform(sources: Path,
     wheel, _ = build(sources, "wheel", tmp_path / "wheel")
     names, about = contents(wheel)
     assert names >= LIBRARIES
-    assert "kubectl-pacekeeper=pacekeeper_operator.oncall.command:main" in entry_points(wheel)
+    assert "kubectl-pacekeeper=pacekeeper_operator.cli.command:main" in entry_points(wheel)
     assert "Tag: cp311-abi3-linux_" in about
     assert "Root-Is-Purelib: false" in about
     assert "-cp311-abi3-linux_" in wheel.name
@@ -129,7 +129,7 @@ def pure(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_without_one_it_is_pure(sources: Path, tmp_path: Path, pure: tuple[Path, str], compiler: str) -> None:
     wheel, said = build(sources, "wheel", tmp_path / "wheel", CC=compiler) if compiler else pure
     names, about = contents(wheel)
-    assert "pacekeeper/launcher/nccl.py" in names
+    assert "pacekeeper/launcher/network/nccl_plugin.py" in names
     assert not [name for name in names if name.endswith(".so")]
     assert "Tag: py3-none-any" in about
     for warning in ("transport will be unknown", "the paths that it takes by itself", "cost a rank twice as much"):

@@ -1,9 +1,9 @@
-"""The trainer library, the launcher and the sidecar: the only code that imports torch.
+"""The trainer library, the launcher and the sidecar: the only packages that import torch.
 
-    import pacekeeper as pk          # to be steered: pk.init() and what it returns
-    import pacekeeper.auto           # to be watched only
+    import pacekeeper as pk          # a managed script: pk.init() and what it returns
+    import pacekeeper.auto           # a monitored script
 
-Its names are imported when they are first used, so that launcher and sidecar start without torch.
+Names are imported at their first use, so that launcher and sidecar start without torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pacekeeper_analysis.lengths import SequenceCost
-    from pacekeeper_analysis.pseudo_gradient import Penalty
+    from pacekeeper_analysis.stragglers.length_cost import SequenceCost
+    from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
 
     from .job import Job, Schedule, init
     from .job_settings import Checkpoints
@@ -26,9 +26,9 @@ _MODULES = {
     "Checkpoints": ".job_settings",
     "Job": ".job",
     "OuterSGD": ".replication.local_sgd.settings",
-    "Penalty": "pacekeeper_analysis.pseudo_gradient",
+    "Penalty": "pacekeeper_analysis.stragglers.pseudo_gradient",
     "Schedule": ".job",
-    "SequenceCost": "pacekeeper_analysis.lengths",
+    "SequenceCost": "pacekeeper_analysis.stragglers.length_cost",
     "Step": ".step",
     "init": ".job",
 }

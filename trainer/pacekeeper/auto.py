@@ -1,7 +1,7 @@
-"""`import pacekeeper.auto`: the one line that has any training script watched. What it computes stays the same."""
+"""Monitoring of any training script by one line, `import pacekeeper.auto`. It does not change what is computed."""
 
 from __future__ import annotations
 
-from .observe.watching import watch_steps
+from .observe.monitoring import record_optimizer_steps
 
-watch_steps()
+record_optimizer_steps()

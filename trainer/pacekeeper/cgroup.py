@@ -1,4 +1,4 @@
-"""What launcher and ranks read of their own control group, in version 1 and version 2."""
+"""Statistics and limits of the process's own control group, in cgroup versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def oom_kills(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Processes that the kernel has killed for want of memory in this control group; 0 where that cannot be read."""
-    for folder in _folders(root, membership, "memory"):
+def count_oom_kills(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the number of processes of this control group that the OOM killer has ended; 0 if that is unreadable."""
+    for folder in _list_cgroup_folders(root, membership, "memory"):
         for name in ("memory.events", "memory.oom_control"):
             try:
                 lines = (folder / name).read_text().splitlines()
@@ -24,42 +24,42 @@ def oom_kills(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -
     return 0
 
 
-def memory_left(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes that this control group may still take, by the tightest limit from here up to `root`; infinity: no limit.
+def compute_memory_left(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the bytes that this control group may still use, by the tightest limit up to `root`; infinity: no limit.
 
-    Files in the page cache do not count as taken: the kernel gives them up before it kills anybody. Shared memory does.
+    The page cache does not count as used: the kernel reclaims it before it kills a process. Shared memory counts.
     """
-    left = math.inf
-    for folder in _folders(root, membership, "memory"):
+    remaining = math.inf
+    for folder in _list_cgroup_folders(root, membership, "memory"):
         while folder.is_relative_to(root):
-            left = min(left, _memory_left(folder))
+            remaining = min(remaining, _read_memory_left(folder))
             if folder == root:
                 break
             folder = folder.parent
-    return left
+    return remaining
 
 
-def _memory_left(folder: Path) -> float:
-    for most, taken, total in (
+def _read_memory_left(folder: Path) -> float:
+    for limit_file, usage_file, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         try:
-            limit = (folder / most).read_text().strip()
+            limit = (folder / limit_file).read_text().strip()
             if limit == "max":
                 return math.inf
             statistics = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
-            files = sum(int(statistics.get(f"{total}{state}_file", 0)) for state in ("active", "inactive"))
-            in_use = int((folder / taken).read_text()) - files
+            cached = sum(int(statistics.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))
+            in_use = int((folder / usage_file).read_text()) - cached
         except (OSError, ValueError):
             continue
         return max(0, int(limit) - max(0, in_use))
     return math.inf
 
 
-def cpu_limit(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Processors that this control group may use at once; infinity: as many as there are."""
-    for folder in _folders(root, membership, "cpu"):
+def read_cpu_limit(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the number of processors that this control group may use at once; infinity: no limit."""
+    for folder in _list_cgroup_folders(root, membership, "cpu"):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
         except OSError:
@@ -72,39 +72,43 @@ def cpu_limit(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -
     return math.inf
 
 
-def throttling(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
-    """Periods of the processor quota so far, and those of them in which it has held this control group up; (0, 0) where
-    that cannot be read, or there is no quota."""
-    for folder in _folders(root, membership, "cpu"):
+def read_throttling(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
+    """Return the periods of the processor quota so far, and the number of them that were throttled.
+
+    It is (0, 0) without a quota, or if the statistics are unreadable.
+    """
+    for folder in _list_cgroup_folders(root, membership, "cpu"):
         try:
             lines = (folder / "cpu.stat").read_text().splitlines()
         except OSError:
             continue
-        figures = dict(line.split(" ", 1) for line in lines if " " in line)
-        if "nr_periods" in figures:
-            return int(figures["nr_periods"]), int(figures.get("nr_throttled", 0))
+        statistics = dict(line.split(" ", 1) for line in lines if " " in line)
+        if "nr_periods" in statistics:
+            return int(statistics["nr_periods"]), int(statistics.get("nr_throttled", 0))
     return 0, 0
 
 
-def waited_for_processor(
-    root: Path = ROOT, membership: Path = Path("/proc/self/cgroup"), machine: Path = Path("/proc/pressure/cpu")
+def read_cpu_wait_seconds(
+    root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup"), machine: Path = Path("/proc/pressure/cpu")
 ) -> float | None:
-    """Seconds so far in which some thread of this control group, or of the whole machine where it has no figure of its
-    own, was ready to run and had no processor; None: the kernel does not count them."""
-    for path in [folder / "cpu.pressure" for folder in _folders(root, membership, "cpu")] + [machine]:
+    """Return the seconds so far in which a thread of this control group was ready to run and had no processor.
+
+    Without statistics of the control group, those of the whole machine are used. None: the kernel does not count them.
+    """
+    for path in [folder / "cpu.pressure" for folder in _list_cgroup_folders(root, membership, "cpu")] + [machine]:
         try:
             lines = path.read_text().splitlines()
         except OSError:
             continue
         for line in lines:
-            kind, *figures = line.split()
+            kind, *statistics = line.split()
             if kind == "some":
-                return int(dict(its.split("=", 1) for its in figures)["total"]) * 1e-6
+                return int(dict(statistic.split("=", 1) for statistic in statistics)["total"]) * 1e-6
     return None
 
 
-def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
-    """Where this process's group of the controller may be mounted, the likeliest place first."""
+def _list_cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders where this process's group of the controller may be mounted, the most likely first."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # not every container runtime has this file
@@ -117,4 +121,4 @@ def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
         elif controller in controllers.split(","):
             for mount in (root / controllers, root / controller):
                 yield mount / path.lstrip("/")
-                yield mount  # in a container whose own group is mounted here, under the path of the outside
+                yield mount  # in a container whose group is mounted here, while the path is that of the host

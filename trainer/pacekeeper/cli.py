@@ -1,4 +1,4 @@
-"""The command `pacekeeper`: each subcommand is imported only when it is asked for."""
+"""The `pacekeeper` command. A subcommand is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from pacekeeper.launcher.processes import open_standard_files
-from pacekeeper.launcher.shim import preload
+from pacekeeper.launcher.network.path_shim import preload_shim
+from pacekeeper.launcher.ranks.processes import open_standard_files
 from pacekeeper_analysis.errors import InputError
 
 COMMANDS = {
     "run": ("pacekeeper.launcher.command", "run a training script's ranks, in a worker's pod or on this machine"),
-    "fabric": ("pacekeeper_analysis.fabric.command", "show what the network's links carry by plan, and which are dead"),
-    "behaviour": ("pacekeeper_analysis.behaviour.command", "show which function makes a job slow, from a kept window"),
+    "fabric": ("pacekeeper_analysis.fabric.command", "show the planned load of the network's links, and dead links"),
+    "profile": (
+        "pacekeeper_analysis.profiling.command",
+        "show which function slows a job down, from a saved profile",
+    ),
     "whatif": ("pacekeeper_analysis.whatif.command", "compute from a trace what each straggler costs"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run the command, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in {"-h", "--help"}:
-        print(_usage())
+        print(_format_usage())
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"pacekeeper: no command {name!r}\n{_usage()}", file=sys.stderr)
+        print(f"pacekeeper: no command {name!r}\n{_format_usage()}", file=sys.stderr)
         return 2
     if name == "run" and argv is None:
         open_standard_files()
-        preload()  # starts this process again, before it has imported what takes long
+        preload_shim()  # restarts this process, before slow imports
     command: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[name][0]).main
     try:
         return command(rest)
@@ -39,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _usage() -> str:
+def _format_usage() -> str:
     lines = [f"  {name:9} {purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return "\n".join(["usage: pacekeeper COMMAND …; pacekeeper COMMAND --help tells more", *lines])
+    return "\n".join(["usage: pacekeeper COMMAND …; see pacekeeper COMMAND --help", *lines])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The library that a training script uses to be steered: `pk.init()` and the `Job` that it returns.
+"""API of a managed training script: `pk.init()` and the `Job` that it returns.
 
-Everything that the ranks do together happens between two steps, in `Job.steps`: see modes/ordinals.py.
+Everything that the ranks do together happens between two steps, in `Job.steps`: see sync/sync_points.py.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.lengths import SequenceCost
-from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.records import Phase
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.records import Phase
+from pacekeeper_analysis.stragglers.length_cost import SequenceCost
 
+from .checkpointing.state_store import StateStore
+from .checkpointing.storage.checkpoint_folder import CheckpointFolder
+from .checkpointing.training_state import TrainingState
 from .data.lengths import Lengths
-from .data.loader import BatchSizes, Loader, Place, Weight
+from .data.loader import BatchSizes, Loader, RankTopology, Weight
 from .device import select_device
 from .environment import Environment
-from .job_settings import Checkpoints, JobSettings, checked_course, mesh_shape, replica_ranks
-from .keep.checkpoints import CheckpointFolder
-from .keep.state import TrainingState
-from .keep.store import Store
-from .modes.agreement import Agreement
-from .modes.conclusion import Limits
-from .modes.course import Course
-from .modes.follower import PlanReader
-from .modes.mode import Parts
-from .modes.ordinals import Ordinals
-from .modes.progress import Progress
-from .modes.retention import Retention
+from .job_settings import Checkpoints, JobSettings, count_replica_ranks, resolve_mesh_shape, validate_training_config
+from .observe.monitoring import get_recorder as watch
 from .observe.recorder import Recorder
-from .observe.watching import recorder as watch
-from .registered import check_registered
+from .registration import check_registered
 from .replication.local_sgd import OuterSGD
 from .replication.parallel import Units
 from .replication.replication import Replication
 from .step import Step
+from .sync.agreement import Agreement
+from .sync.plan_reader import PlanReader
+from .sync.progress import Progress
+from .sync.state_saver import StateSaver
+from .sync.sync_decision import RoundLimits
+from .sync.sync_points import SyncPoints
+from .sync.sync_strategy import SyncComponents
+from .sync.training_config import TrainingConfig
 from .torch_internals import HashStore
 
 Schedule = Callable[[int], float]
-"""From the job's samples so far to a factor of the learning rate."""
+"""A function from the samples that the job has used to a factor of the learning rate."""
 
 _log = logging.getLogger(__name__)
 
-_OWN = "job"
-"""Name of the job's own progress among what a checkpoint holds."""
+_PROGRESS_NAME = "job"
+"""Name of the job's own progress in a checkpoint."""
 
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
 
@@ -76,29 +76,30 @@ def init(
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Job:
-    """Joins this rank's process group and its job. Call it before anything that uses CUDA.
+    """Join this rank's process group and its job. Call it before anything that uses CUDA.
 
-    It works under `pacekeeper run`, under torchrun, and under plain Python as the only rank.
+    It works under `pacekeeper run`, under torchrun, and under plain Python with a single rank.
 
-    mesh: {"sync": ranks that hold replicas of each other, "shard": ranks that share one replica}; -1: all that are
-    left.
-    seed: of the order of samples; the same on all ranks.
-    checkpoints: None: as the TrainingJob says (PACEKEEPER_CHECKPOINT_PATH and its like), or none.
-    snapshot_every: steps between snapshots in shared memory; 0: none; None: as often as 1 % of the training time
-    allows.
-    sync_mode, sync_every, sync_seconds: "Sync", "EDiT" (synchronises every so many steps) or "AsyncEDiT" (every so many
-    seconds), where no plan says so (spec.syncMode, `pacekeeper run --local N --sync-mode`), such as under torchrun;
-    None: as the checkpoint says, at first "Sync".
-    device: that this rank trains on, `Job.device`: "cpu", "cuda" (the GPU with the number of LOCAL_RANK) or one GPU,
-    such as "cuda:0"; None: a GPU where there is one.
-    backend: of the process group; by default nccl for tensors on GPUs and gloo for those on CPUs.
-    timeout: after which a collective that does not come to its end fails.
-    Raises InputError that names the argument and the remedy; where `checkpoints` is another job's folder, before
-    anything is changed there.
+    `mesh`: {"sync": number of replicas, "shard": ranks that share one replica}. -1 means all remaining ranks.
+    `seed`: seed of the order of samples; the same on all ranks.
+    `checkpoints`: None takes the settings of the TrainingJob (PACEKEEPER_CHECKPOINT_PATH and related variables), or
+    none.
+    `snapshot_every`: steps between snapshots in shared memory. 0 disables them. None takes them as often as 1 % of the
+    training time allows.
+    `sync_mode`: "Sync", "EDiT" (synchronizes every `sync_every` steps) or "AsyncEDiT" (every `sync_seconds` seconds).
+    It applies only if no plan sets the mode (spec.syncMode, `pacekeeper run --local N --sync-mode`), for example under
+    torchrun. None takes the mode of the checkpoint, initially "Sync".
+    `device`: the device that this rank trains on (`Job.device`): "cpu", "cuda" (the GPU with the number LOCAL_RANK) or
+    one GPU, such as "cuda:0". None takes a GPU if there is one.
+    `backend`: backend of the process group. The default is nccl for tensors on GPUs and gloo for tensors on CPUs.
+    `timeout`: time after which an incomplete collective fails.
+
+    Raises InputError that names the argument and the remedy. If `checkpoints` is the folder of another job, it is
+    raised before anything changes there.
     """
     environment = Environment.read()
     mesh = mesh or {"sync": -1}
-    shape = mesh_shape(mesh, environment.world_size)
+    shape = resolve_mesh_shape(mesh, environment.world_size)
     if checkpoints is None and environment.checkpoint_path is not None:
         checkpoints = Checkpoints(
             environment.checkpoint_path,
@@ -111,34 +112,34 @@ def init(
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
     if checkpoints is not None and checkpoints.every < 0:
         raise InputError(f"checkpoints.every={checkpoints.every} must be 0 (only when asked for) or a number of steps")
-    course = checked_course(sync_mode, sync_every, sync_seconds)
-    folder = _open_folder(checkpoints, environment) if checkpoints else None
+    config = validate_training_config(sync_mode, sync_every, sync_seconds)
+    folder = _open_checkpoint_folder(checkpoints, environment) if checkpoints else None
     selected = select_device(device, environment.device_index)
     if selected.type == "cpu" and "nccl" in (backend or ""):
         raise InputError(
-            f'backend={backend!r}: NCCL needs a GPU, this rank trains on the CPU; leave it out, or say "gloo"'
+            f'backend={backend!r}: NCCL needs a GPU, but this rank trains on the CPU; omit backend or set "gloo"'
         )
     recorder = watch()
     recorder.ring.state.device_ns = time.monotonic_ns()
     if not dist.is_initialized():
         backend = backend or ("gloo" if selected.type == "cpu" else "cuda:nccl,cpu:gloo")
-        alone = "RANK" not in os.environ
+        is_single_process = "RANK" not in os.environ
         dist.init_process_group(
             backend,
             timeout=timeout,
-            store=HashStore() if alone else None,
-            rank=0 if alone else -1,
-            world_size=1 if alone else -1,
+            store=HashStore() if is_single_process else None,
+            rank=0 if is_single_process else -1,
+            world_size=1 if is_single_process else -1,
             device_id=selected if "nccl" in backend else None,
         )
     checkpoint_every = checkpoints.every if checkpoints else 0
-    least = replica_ranks(mesh, environment.world_size)
-    settings = JobSettings(selected, shape, least, seed, folder, checkpoint_every, snapshot_every, course)
+    replica_ranks = count_replica_ranks(mesh, environment.world_size)
+    settings = JobSettings(selected, shape, replica_ranks, seed, folder, checkpoint_every, snapshot_every, config)
     return Job(environment, recorder, settings)
 
 
-def _open_folder(checkpoints: Checkpoints, environment: Environment) -> CheckpointFolder:
-    """Raises InputError where it is another job's, or cannot be written."""
+def _open_checkpoint_folder(checkpoints: Checkpoints, environment: Environment) -> CheckpointFolder:
+    """Open the folder. Raises InputError if another job owns it, or if it is not writable."""
     return CheckpointFolder(
         Path(checkpoints.path),
         environment.round,
@@ -155,93 +156,105 @@ class Job:
     def __init__(self, environment: Environment, recorder: Recorder, settings: JobSettings) -> None:
         self.environment = environment
         self.recorder = recorder
-        recorder.steered = True
+        recorder.managed = True
         self.rank = environment.rank
         self.world_size = environment.world_size
         self.device = settings.device
-        """That this rank trains on: where the model goes, and what the script makes itself."""
+        """The device that this rank trains on. Move the model and the script's own tensors to it."""
         self._agreement = Agreement(recorder)
         self._progress = Progress()
         self._replication = Replication(self.rank, settings.mesh, settings.device)
         self._settings = settings
         self._objects: dict[str, Any] = {}
-        self._retention: Retention | None = None
-        """None: nothing was restored yet."""
+        self._retention: StateSaver | None = None
+        """None: no state was restored yet."""
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[torch.optim.Optimizer] = set()
-        """Of them, those that have in the present step."""
+        """The optimizers that have stepped in the present step."""
         self._warmup_steps = 0
         self._schedules: list[tuple[LambdaLR, Schedule]] = []
-        self._ordinals: Ordinals | None = None
-        self._told_to_leave = False
-        signal.signal(signal.SIGTERM, self._leave_soon)
-        self._replication.join()
+        self._sync_points: SyncPoints | None = None
+        self._leave_requested = False
+        signal.signal(signal.SIGTERM, self._request_leave)
+        self._replication.create_groups()
         recorder.ring.state.joined_ns = time.monotonic_ns()
 
     @property
     def step(self) -> int:
-        """Completed optimizer steps of the job: global batches that it has used.
+        """Number of completed optimizer steps of the job: the global batches that it has used.
 
-        In Local-SGD modes it is exact at synchronisations, and from there on this rank's steps are counted.
+        In Local-SGD modes it is exact at synchronizations. In between, this rank's own steps are added.
         """
         return self._progress.step
 
     @property
     def samples(self) -> int:
-        """Samples of the whole job in the completed steps."""
+        """Number of samples that the whole job has used in the completed steps."""
         return self._progress.samples
 
     @property
     def loss(self) -> float:
-        """Mean loss over the newest step, or interval between synchronisations, that all ranks have reported; NaN: none
-        was."""
-        return self._ordinals.loss if self._ordinals else math.nan
+        """Mean loss over the newest step, or interval between synchronizations, that all ranks have reported.
+
+        It is NaN until the first report.
+        """
+        return self._sync_points.loss if self._sync_points else math.nan
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All ranks of the job, in the dimensions "sync" and "shard". Collective where it is first asked for."""
+        """All ranks of the job, with the dimensions "sync" and "shard". The first access is collective."""
         return self._replication.mesh
 
     def replicate(self, model: nn.Module, units: Units = nn.Module.children, **options: Any) -> nn.Module:
-        """`model` on each rank's device, kept alike by DistributedDataParallel. Gradients are summed over the ranks.
+        """Return `model` on this rank's device in DistributedDataParallel. Gradients are summed over the ranks.
 
-        units: the parts of the model that Local-SGD modes synchronise one at a time, in the order of the forward pass;
-        its blocks, say. options: DistributedDataParallel's broadcast_buffers, bucket_cap_mb, find_unused_parameters,
-        gradient_as_bucket_view, init_sync. torch.compile: of the blocks or of all, before or after this; but code that
-        has run before it does not know of it. Raises InputError for other options.
+        `units`: function that lists the parts of the model that Local-SGD modes synchronize one at a time, in the order
+        of the forward pass; for example its blocks.
+        `options`: options of DistributedDataParallel: broadcast_buffers, bucket_cap_mb, find_unused_parameters,
+        gradient_as_bucket_view, init_sync.
+
+        Apply torch.compile to the blocks or to the whole model, before or after this call. Compiled code that has run
+        before this call does not see the replication.
+
+        Raises InputError for other options.
         """
         return self._replication.replicate(model, units, options)
 
     def fully_shard(self, model: nn.Module, units: Units = nn.Module.children, **options: Any) -> nn.Module:
-        """`model` sharded by FSDP2 over the ranks of the mesh's "shard". Gradients are summed over the ranks.
+        """Shard `model` with FSDP2 over the ranks of the mesh dimension "shard". Gradients are summed over the ranks.
 
-        units: the parts of the model that are gathered, and in Local-SGD modes synchronised, one at a time; its blocks,
-        say. options: FSDP2's mp_policy, reshard_after_forward, offload_policy, shard_placement_fn, and ignored_params
-        that are frozen. torch.compile: as for `replicate`. Raises InputError for other options.
+        `units`: function that lists the parts of the model that are gathered, and in Local-SGD modes synchronized, one
+        at a time; for example its blocks.
+        `options`: FSDP2's mp_policy, reshard_after_forward, offload_policy, shard_placement_fn, and ignored_params that
+        are frozen.
+
+        torch.compile: see `replicate`. Raises InputError for other options.
         """
         return self._replication.fully_shard(model, units, options)
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None = None, warmup_steps: int = 100
     ) -> torch.optim.Optimizer:
-        """Tells the job which optimizer trains. The first one's step completes a step of the job; where there are
-        more, each steps once. When all have stepped, ranks in Local-SGD modes synchronise: what else changes parameters
-        belongs before.
+        """Register an optimizer that trains the job, and return it.
 
-        outer: how synchronisations of the Local-SGD modes move the parameters; None: `OuterSGD()`.
-        warmup_steps: of the job, that are always in Sync: Local-SGD begins badly from untrained parameters (arXiv
-        2412.07210, section 3.2).
+        The step of the first optimizer completes a step of the job. If there are more optimizers, each steps once per
+        step of the job. In Local-SGD modes the ranks synchronize when all optimizers have stepped: change parameters by
+        other means before that.
+
+        `outer`: how synchronizations of the Local-SGD modes update the parameters. None means `OuterSGD()`.
+        `warmup_steps`: first steps of the job, which always run in Sync: Local-SGD starts badly from untrained
+        parameters (arXiv 2412.07210, section 3.2).
         """
         if not self._optimizers:
             self._warmup_steps = warmup_steps
             optimizer.register_step_pre_hook(lambda *_: self._optimizer_begins())
         self._optimizers.append(optimizer)
         optimizer.register_step_post_hook(lambda *_: self._optimizer_stepped(optimizer))
-        self._replication.train_with(optimizer, outer)
+        self._replication.add_optimizer(optimizer, outer)
         return optimizer
 
     def lr_lambda(self, optimizer: torch.optim.Optimizer, factor: Schedule) -> LambdaLR:
-        """A schedule whose learning rate is its initial value times `factor(samples of the job)`."""
+        """Return a scheduler that sets the learning rate to its initial value times `factor(samples of the job)`."""
         schedule = LambdaLR(optimizer, lambda _: factor(self.samples))
         self._schedules.append((schedule, factor))
         return schedule
@@ -258,25 +271,26 @@ class Job:
         static_shapes: bool = False,
         **options: Any,
     ) -> Loader:
-        """Deals each step's `global_batch_size` samples out to the ranks, by the shares that are in force.
+        """Return a loader that distributes each step's `global_batch_size` samples over the ranks by current shares.
 
-        dataset: with an index and a length; or an iterable, the same on all ranks, which each of them runs through
-        and takes its part of: keep what it yields cheap, and do the rest in collate_fn.
-        max_microbatch: samples of one forward pass that fit into a rank's memory.
-        weight: from a batch to what its loss sum is divided by, such as its valid tokens; None: its samples. It is
-        given batches on the host.
-        shuffle: whether each epoch has an order of its own; an iterable has its own always.
-        lengths: of the samples, by their index (one number each, or a function): who takes which of a global batch's
-        samples is then chosen so that ranks, and microbatches, take equally long. None: they are dealt as they come.
-        cost: of a sequence, by its length, until the plan knows better; None: as its length.
-        static_shapes: every microbatch has max_microbatch samples, which the global batch is a multiple of; shares come
-        in whole microbatches. So what is compiled for one shape serves all.
-        options: for torch's DataLoader, such as num_workers and collate_fn.
+        `dataset`: a dataset with an index and a length, or an iterable that is the same on all ranks. Each rank
+        iterates over the whole iterable and takes its part: keep iteration cheap, and do the rest in collate_fn.
+        `max_microbatch`: largest number of samples of one forward pass that fit into a rank's memory.
+        `weight`: function from a batch to the divisor of its loss sum, such as its number of valid tokens. It gets
+        batches on the host. None: the number of samples.
+        `shuffle`: whether each epoch has a different order. An iterable defines its own order.
+        `lengths`: lengths of the samples by index (one number each, or a function). Samples of a global batch are then
+        assigned so that ranks, and microbatches, take equally long. None: they are assigned in order.
+        `cost`: cost of a sequence by its length, until the plan has a better estimate. None: proportional to the
+        length.
+        `static_shapes`: every microbatch has max_microbatch samples; the global batch is a multiple of that, and shares
+        are whole microbatches. Code that is compiled for one shape then serves all of them.
+        `options`: options for torch's DataLoader, such as num_workers and collate_fn.
         """
         return Loader(
             dataset,
             BatchSizes(global_batch_size, max_microbatch, static_shapes),
-            Place(self.rank, self.world_size, self._replication.shape["shard"]),
+            RankTopology(self.rank, self.world_size, self._replication.shape["shard"]),
             weight=weight,
             device=self.device,
             seed=self._settings.seed,
@@ -287,138 +301,144 @@ class Job:
         )
 
     def register(self, **objects: Any) -> None:
-        """What belongs to a checkpoint: anything that has state_dict and load_state_dict. The names are part of it.
+        """Register objects that belong to a checkpoint: anything that has state_dict and load_state_dict.
 
-        Before `restore`, or instead of giving it there. Raises InputError.
+        The names become part of the checkpoint. Call it before `restore`, or pass the objects to `restore` instead.
+        Raises InputError.
         """
         if self._retention is not None:
             raise InputError(f"{', '.join(objects)}: the job's state is restored already; register it before restore()")
-        if _OWN in objects:
-            raise InputError(f"{_OWN}: under this name the job keeps its own progress; take another one")
+        if _PROGRESS_NAME in objects:
+            raise InputError(f"{_PROGRESS_NAME}: under this name the job keeps its own progress; take another one")
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"{name}: {type(item).__name__} has no state_dict and load_state_dict; leave it out")
         self._objects.update(objects)
 
     def restore(self, **objects: Any) -> int:
-        """Registers `objects`, and goes back to the newest state that all ranks can have: of the snapshots, or of the
-        newest good checkpoint. Collective.
+        """Register `objects`, and restore the newest state that all ranks have. Collective.
 
-        Returns its step; 0: there is none, and the training begins. Where a script does not call it, `steps` does.
-        Raises InputError where the checkpoint is another model's, or where an object's state cannot be kept.
+        The state comes from the snapshots or from the newest valid checkpoint. Returns its step; 0 means that there is
+        none and the training begins. If a script does not call it, `steps` does. Raises InputError if the checkpoint is
+        of another model, or if the state of an object cannot be saved.
         """
         if self._retention is not None:
             raise InputError("restore(): the job's state is restored already; call it once, before the first step")
         self.register(**objects)
         settings = self._settings
-        state = TrainingState({**self._objects, _OWN: self._progress}, self._replication, self.rank)
-        store = Store(self.environment, self._agreement, state, settings.folder)
+        state = TrainingState({**self._objects, _PROGRESS_NAME: self._progress}, self._replication, self.rank)
+        store = StateStore(self.environment, self._agreement, state, settings.folder)
         snapshot_every = settings.snapshot_every if self._objects else 0
-        retention = Retention(
+        state_saver = StateSaver(
             store, self.recorder, self._progress, self._replication, settings.checkpoint_every, snapshot_every
         )
-        step = retention.restore()
-        self._retention = retention
+        step = state_saver.restore()
+        self._retention = state_saver
         return step
 
     def steps(self, loader: Loader, until: int | None = None) -> Iterator[Step]:
-        """Optimizer steps, up to number `until` of the job, restarts included; None: without end.
+        """Yield optimizer steps, up to step `until` of the job, restarts included. None: without end.
 
-        In every mode that is `until` global batches of samples. Ends the process with exit code 143, after a
-        checkpoint, when the job is told to leave (SIGTERM, suspend). Raises InputError where the job's state is kept,
-        and what it trains with is not all registered.
+        In every mode that is `until` global batches of samples. If the job has to leave (SIGTERM, suspend), the process
+        exits with code 143 after a checkpoint. Raises InputError if the job's state is saved but something that the job
+        trains with is not registered.
         """
         if self._objects or self._settings.folder is not None:
             check_registered(self._objects, self._replication.models, self._optimizers, loader)
         if self._retention is None:
             self.restore()
-        retention = self._retention
-        assert retention is not None, "restore() makes it"
-        ordinals = self._ordinals = self._begin(loader, until, retention)
-        ordinals.open()
-        while not ordinals.finished:
-            step = ordinals.next_step()
+        state_saver = self._retention
+        assert state_saver is not None, "restore() makes it"
+        sync_points = self._sync_points = self._create_sync_points(loader, until, state_saver)
+        sync_points.open_first_period()
+        while not sync_points.finished:
+            step = sync_points.next_step()
             if step is not None:
                 self._stepped.clear()
                 try:
                     yield step
-                except GeneratorExit:  # the script leaves the loop: what is being written is not to be lost
-                    retention.wait()
+                except GeneratorExit:  # the script leaves the loop: finish the checkpoint that is being written
+                    state_saver.wait()
                     raise
                 step.finish()
-                ordinals.complete_step()
-            ordinals.pass_boundary()
-        ordinals.close()
-        retention.finish()
+                sync_points.complete_step()
+            sync_points.pass_boundary()
+        sync_points.close()
+        state_saver.finish()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A phase other than training, with a deadline of its own: "eval", "compile", "checkpoint" or "data"."""
+        """Return a context manager for a phase other than training: "eval", "compile", "checkpoint" or "data".
+
+        Each phase has its own deadline. Raises InputError for other names.
+        """
         if name not in _PHASES:
             raise InputError(f"phase {name!r} is unknown; take one of {', '.join(_PHASES)}")
-        return self.recorder.during(_PHASES[name])
+        return self.recorder.run_phase(_PHASES[name])
 
-    def _begin(self, loader: Loader, until: int | None, retention: Retention) -> Ordinals:
+    def _create_sync_points(self, loader: Loader, until: int | None, state_saver: StateSaver) -> SyncPoints:
         progress = self._progress
-        progress.begin(loader.global_batch_size)
+        progress.begin_round(loader.global_batch_size)
         self.recorder.ring.state.global_batch = loader.global_batch_size
-        self.recorder.ring.state.share_grain = loader.share_grain
+        self.recorder.ring.state.share_granularity = loader.share_granularity
         self.recorder.ring.state.total_steps = until or 0
         self.recorder.ring.state.replica_ranks = self._settings.replica_ranks
         self.recorder.restart_clock(progress.step + 1)
 
-        def check(course: Course) -> None:
-            if course.shares is not None:
-                loader.check(course.shares)
-            if course.sequence_cost is not None:
+        def check(config: TrainingConfig) -> None:
+            if config.shares is not None:
+                loader.check_shares(config.shares)
+            if config.sequence_cost is not None:
                 loader.check_cost()
-            if course.sync_mode is not SyncMode.SYNC:
-                self._replication.check_local()
+            if config.sync_mode is not SyncMode.SYNC:
+                self._replication.check_local_sgd()
 
         try:
-            check(progress.course)
-        except InputError:  # of another number of ranks, or of another script
-            progress.course = Course()
-        if self._settings.course is not None:
-            check(self._settings.course)
-            progress.course = self._settings.course
+            check(progress.training_config)
+        except InputError:  # it belongs to another number of ranks, or to another script
+            progress.training_config = TrainingConfig()
+        if self._settings.training_config is not None:
+            check(self._settings.training_config)
+            progress.training_config = self._settings.training_config
             runtime = self.environment.runtime
             if self.rank == 0 and runtime is not None and runtime.plan.exists():
                 _log.warning(
-                    "sync_mode of pk.init is passed over: the plan says how to train; see spec.syncMode of the "
+                    "ignoring sync_mode of pk.init: the plan sets the mode; use spec.syncMode of the "
                     "TrainingJob, or pacekeeper run --local N --sync-mode"
                 )
-        parts = Parts(
+        components = SyncComponents(
             agreement=self._agreement,
             recorder=self.recorder,
             progress=progress,
             replication=self._replication,
-            retention=retention,
+            state_saver=state_saver,
             loader=loader,
-            plan=PlanReader(self.environment.runtime if self.rank == 0 else None, check),
-            told_to_leave=lambda: self._told_to_leave,
-            settled=self._adjust_schedules,
+            plan_reader=PlanReader(self.environment.runtime if self.rank == 0 else None, check),
+            is_leave_requested=lambda: self._leave_requested,
+            on_settled=self._adjust_schedules,
         )
-        return Ordinals(parts, Limits(None if until is None else progress.samples_at(until), self._warmup_steps))
+        return SyncPoints(
+            components, RoundLimits(None if until is None else progress.compute_samples_at(until), self._warmup_steps)
+        )
 
     def _adjust_schedules(self) -> None:
-        """The job's samples have changed by what the peers have done: to the learning rates that belong to them."""
+        """Adjust the learning rates after the work of other ranks has changed the job's samples."""
         for schedule, factor in self._schedules:
             for group, initial in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
                 group["lr"] = initial * factor(self.samples)
 
     def _optimizer_begins(self) -> None:
-        if self._ordinals is not None:
-            self._ordinals.optimizer_begins()
+        if self._sync_points is not None:
+            self._sync_points.optimizer_begins()
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """The job's first optimizer completes a step; the ranks may meet when all have stepped."""
-        if self._ordinals is None:
+        """Count the step at the first optimizer; synchronize, if due, when all optimizers have stepped."""
+        if self._sync_points is None:
             return
         self._stepped.add(optimizer)
         if optimizer is self._optimizers[0]:
-            self._ordinals.complete_step()
+            self._sync_points.complete_step()
         if self._stepped.issuperset(self._optimizers):
-            self._ordinals.optimizers_stepped()
+            self._sync_points.finish_optimizer_steps()
 
-    def _leave_soon(self, *_: Any) -> None:
-        self._told_to_leave = True
+    def _request_leave(self, *_: Any) -> None:
+        self._leave_requested = True

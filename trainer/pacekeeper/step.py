@@ -11,22 +11,22 @@ import torch.distributed as dist
 
 from pacekeeper_analysis.errors import InputError
 
-from .data.loader import Draw
+from .data.loader import StepBatch
 
 
-class Peers(Protocol):
-    """What a step asks of the ranks that it has to do with."""
+class StepPeers(Protocol):
+    """What a step needs from the ranks that it works with."""
 
-    def synchronise_gradients(self, wanted: bool) -> None:
-        """Whether the next backward pass reduces gradients or only adds them up."""
+    def synchronize_gradients(self, enabled: bool) -> None:
+        """Set whether the next backward pass reduces gradients (`enabled`) or only accumulates them."""
 
     def computing(self) -> None:
-        """The step's last forward pass is under way: what the ranks have to agree on may be exchanged now."""
+        """Signal that the last forward pass of the step runs: the exchange of rank reports may begin now."""
 
     def total_weight(self, weight: float | None, samples: int) -> tuple[dist.Work, torch.Tensor] | float:
-        """Of the batch that the gradient is the mean over, or what will have it when it is waited for.
+        """Return the weight of the batch that the gradient is averaged over, or the pending sum of it.
 
-        weight: of this rank's part; None: its samples count.
+        `weight`: weight of this rank's part. None: the number of its samples.
         """
 
     def wait(self, work: dist.Work) -> None: ...
@@ -37,45 +37,52 @@ class Peers(Protocol):
 
 
 class Step:
-    """What `Job.steps` yields."""
+    """One optimizer step, which `Job.steps` yields."""
 
-    def __init__(self, peers: Peers, number: int, draw: Draw, microbatches: Iterator[Any]) -> None:
+    def __init__(self, peers: StepPeers, number: int, batch: StepBatch, microbatches: Iterator[Any]) -> None:
         self.number = number
-        """Of this step, from 1: the job has completed so many when this one is complete. In Local-SGD modes, where
-        ranks make different numbers of steps, this rank's count from the last synchronisation on."""
-        self.samples = draw.samples
-        """Of this rank."""
-        self.weight = float(draw.samples) if draw.weight is None else draw.weight
-        """Of this rank's samples; their number where the loader has no `weight`."""
-        self.lengths = draw.lengths or (None if draw.weight is None else (draw.weight, 0.0))
-        """Of this rank's samples, and their squares, in sum (0: only the `weight` is known); None: nothing is known."""
+        """Number of this step, from 1.
+
+        When it is complete, the job has completed this many steps. In Local-SGD modes ranks make different numbers of
+        steps: this rank's own steps count from the last synchronization on.
+        """
+        self.samples = batch.samples
+        """Samples of this rank."""
+        self.weight = float(batch.samples) if batch.weight is None else batch.weight
+        """Weight of this rank's samples; the number of samples if the loader has no `weight`."""
+        self.lengths = batch.lengths or (None if batch.weight is None else (batch.weight, 0.0))
+        """Sums of lengths of this rank's samples and of their squares (0: only `weight` is known); None: unknown."""
         self._peers = peers
-        self._draw = draw
+        self._draw = batch
         self._used = self._passed = 0
         self._batches = microbatches
         self._loss: torch.Tensor | None = None
-        self._total = peers.total_weight(draw.weight, draw.samples)
+        self._total = peers.total_weight(batch.weight, batch.samples)
 
     def microbatches(self) -> Iterator[Any]:
-        """This rank's share of the batch. Gradients are added up, and reduced over the ranks with the last one."""
+        """Yield this rank's share of the batch.
+
+        Gradients accumulate; the last microbatch reduces them over the ranks.
+        """
         while self._used < self._draw.microbatches:
             batch = next(self._batches)
             self._used += 1
-            self._peers.synchronise_gradients(self._used == self._draw.microbatches)
+            self._peers.synchronize_gradients(self._used == self._draw.microbatches)
             yield batch
 
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Adds the gradient of this microbatch's part of the batch's mean loss.
+        """Add the gradient of this microbatch's part of the batch's mean loss.
 
-        loss: the sum of the microbatch's losses (over its samples, or what the loader's `weight` counts), several of
-        one model added up. It is reported, as by `add_loss`.
-        scaler: by which float16's gradients are scaled; `scaler.step(optimizer)` then steps.
-        Raises RuntimeError where a microbatch before this one had no backward pass.
+        `loss`: sum of the microbatch's losses (over its samples, or over what the loader's `weight` counts). Several
+        losses of one model are added up. It is reported as by `add_loss`.
+        `scaler`: scaler of float16 gradients. Call `scaler.step(optimizer)` afterwards.
+
+        Raises RuntimeError if an earlier microbatch had no backward pass.
         """
         if self._used > self._passed + 1 or not self._used:
             raise RuntimeError(
-                f"step {self.number}: a backward pass behind {self._used} microbatches, {self._passed} of which had "
-                "theirs; call step.backward(loss) in the loop over step.microbatches(), for each of them"
+                f"step {self.number}: backward pass after {self._used} microbatches, of which only {self._passed} had "
+                "one; call step.backward(loss) in the loop over step.microbatches(), for each of them"
             )
         self._passed = self._used
         self.add_loss(loss)
@@ -84,20 +91,20 @@ class Step:
 
     @property
     def total_weight(self) -> float:
-        """For scripts that call `loss.backward()` themselves: what the sum of a microbatch's losses is divided by then,
-        the weight of the whole batch that the gradient is the mean over.
+        """Divisor of the sum of a microbatch's losses, for scripts that call `loss.backward()` themselves.
 
-        In Sync, that is the global batch, over all ranks; in Local-SGD modes the part of this rank's replica. Infinite
-        for a microbatch that only stands in so that the ranks of a sharded replica run equally many.
+        It is the weight of the whole batch that the gradient is averaged over. In Sync, that is the global batch over
+        all ranks; in Local-SGD modes the part of this rank's replica. It is infinite for a padding microbatch, which
+        exists only so that the ranks of a sharded replica run equally many.
         """
-        weight = math.inf if self._stands_in else self.batch_weight
-        if self._used == self._draw.microbatches:  # the loss is divided by this, so the forward pass has begun
+        weight = math.inf if self._is_padding else self.batch_weight
+        if self._used == self._draw.microbatches:  # the loss is divided by this: the forward pass has begun
             self._peers.computing()
         return weight
 
     @property
     def batch_weight(self) -> float:
-        """Of the whole batch that the gradient is the mean over."""
+        """Weight of the whole batch that the gradient is averaged over."""
         if not isinstance(self._total, float):
             work, total = self._total
             self._peers.wait(work)
@@ -105,37 +112,42 @@ class Step:
         return self._total
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Reports the sum of the losses of a microbatch, for `Job.loss`, metrics and the operator: `backward` does so
-        itself.
+        """Report the sum of the losses of a microbatch for `Job.loss`, metrics and the operator.
 
-        From a GPU it comes to the host a step or two later, and nothing waits for it.
+        `backward` calls it. A loss on a GPU reaches the host a step or two later; nothing waits for it.
         """
-        if not self._stands_in:
+        if not self._is_padding:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def due(self, name: str, every: int) -> bool:
-        """Whether `name` ("eval", say) is to happen now, on all ranks alike: each `every` steps of the job.
+        """Return whether `name` (for example "eval") is due now on all ranks alike: every `every` steps of the job.
 
-        Ask when the optimizer has stepped, on the ranks that want to know: on one of them alone, if you like. In
-        Local-SGD modes the answer is yes at the next synchronisation, and the parameters are the same on all ranks
-        then; what is asked for the first time at a synchronisation is due at the one after it. Who asks before the
-        optimizer has stepped gets a RuntimeError from `optimizer.step`.
+        Call it after the optimizer has stepped, on all ranks that need the answer; one is enough. In Local-SGD modes
+        the answer is True at the next synchronization, when the parameters are the same on all ranks. A name that is
+        first used at a synchronization is due at the one after it. After a call before the optimizer has stepped,
+        `optimizer.step` raises RuntimeError.
         """
         if every < 1:
             raise InputError(f"every={every} of {name!r} must be at least 1 step")
         return self._peers.due(self, name, every)
 
     def checkpoint(self) -> None:
-        """Takes the checkpoint here where one is due; otherwise the end of the step does. On all ranks, or on none."""
+        """Write the checkpoint here if one is due, instead of at the end of the step.
+
+        Call it on all ranks, or on none.
+        """
         self._peers.checkpoint_if_due()
 
     @property
     def loss_sum(self) -> torch.Tensor | None:
-        """Sum of this rank's reported losses, of one element, where it was computed; None: none was reported."""
+        """Sum of this rank's reported losses: one element, on the device that computed it. None: none was reported."""
         return self._loss
 
     def finish(self) -> None:
-        """Raises RuntimeError where the script left microbatches out: its peers would wait for their gradients."""
+        """Check that the script used all microbatches, without which other ranks would wait for gradients.
+
+        Raises RuntimeError otherwise.
+        """
         count = self._draw.microbatches
         if self._used < count:
             raise RuntimeError(
@@ -144,8 +156,8 @@ class Step:
             )
         if 0 < self._passed < count:
             raise RuntimeError(f"step {self.number}: the last of {count} microbatches had no backward pass")
-        _ = self.batch_weight  # where the script did not ask for it, the peers did
+        _ = self.batch_weight  # the sum is collective: wait for it even if the script did not read it
 
     @property
-    def _stands_in(self) -> bool:
+    def _is_padding(self) -> bool:
         return 0 < self._used <= self._draw.microbatches and self._draw.sizes[self._used - 1] == 0

@@ -1,6 +1,6 @@
-"""Every name of torch that is not public, in one place: each has a test in tests/distributed/test_torch_internals.py.
+"""All names of torch that are not public, in one place. Each has a test in tests/distributed/test_torch_internals.py.
 
-pyproject.toml bounds torch from above: a newer one is allowed when these tests have passed with it.
+pyproject.toml bounds torch from above: a newer version is allowed when these tests pass with it.
 """
 
 from __future__ import annotations
@@ -52,90 +52,90 @@ _distributed: Any = torch.distributed
 _autograd: Any = torch.autograd
 _autograd_profile: Any = torch.autograd.profiler.profile
 
-_kernels: list[torch.library.Library] = []
-"""What keeps kernels of ours registered."""
+_registered_kernels: list[torch.library.Library] = []
+"""References that keep the kernels of `intercept_operator` registered."""
 
 
-def stand_in_front(operator: str, kernel: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> None:
-    """Has every call of `torch.ops.c10d.<operator>` come to `kernel` first, and return what that returns.
+def intercept_operator(operator: str, kernel: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> None:
+    """Route every call of `torch.ops.c10d.<operator>` through `kernel`, and return what it returns.
 
-    `kernel` is given the arguments by name (those left out are at their defaults) and what calls torch's own kernel.
-    Calls with tensors without content, which only ask for shapes, go by.
+    `kernel` gets the arguments by name (omitted ones have their defaults) and a function that calls torch's own kernel.
+    Calls with meta tensors, which only compute shapes, are not intercepted.
     """
     overload = getattr(torch.ops.c10d, operator).default
     names = [argument.name for argument in overload._schema.arguments]
-    # Calls of all devices pass this key, right before the one of their device, and nothing of c10d stands there.
-    own = torch._C.DispatchKey.BackendSelect
-    below = torch._C._dispatch_keyset_full_after(own)
+    # Calls of all devices pass this key, right before the key of their device. c10d registers no kernel there.
+    dispatch_key = torch._C.DispatchKey.BackendSelect
+    lower_keys = torch._C._dispatch_keyset_full_after(dispatch_key)
 
     def dispatched(keys: Any, *values: Any, **options: Any) -> Any:
         def proceed() -> Any:
-            return overload.redispatch(keys & below, *values, **options)
+            return overload.redispatch(keys & lower_keys, *values, **options)
 
         if keys.has(torch._C.DispatchKey.Meta):
             return proceed()
         return kernel(dict(zip(names, values, strict=False)) | options, proceed)
 
-    library = torch.library.Library("c10d", "IMPL", own.name)
+    library = torch.library.Library("c10d", "IMPL", dispatch_key.name)
     library.impl(operator, dispatched, with_keyset=True)
-    _kernels.append(library)
+    _registered_kernels.append(library)
 
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The backward pass that the calling thread is in; -1: none."""
+"""Returns the backward pass that the calling thread is in; -1: none."""
 
 
-def default_store() -> Store:
-    """That the default process group was made with."""
+def get_default_store() -> Store:
+    """Return the store that the default process group was created with."""
     return distributed_c10d._get_default_store()
 
 
-def process_groups() -> list[Any]:
-    """All that exist in this process."""
+def list_process_groups() -> list[Any]:
+    """Return all process groups of this process."""
     return list(distributed_c10d._world.pg_map)
 
 
-def backends() -> list[str]:
-    """Of all process groups, by device: `cpu:gloo,cuda:nccl`."""
+def list_backends() -> list[str]:
+    """Return the backends of all process groups, by device: `cpu:gloo,cuda:nccl`."""
     return list(distributed_c10d._world.pg_backend_config.values())
 
 
-def on_new_process_group(made: Callable[[Any], None]) -> None:
-    """Calls `made` with each process group of this rank that is made or split off from now on, before its first use.
+def on_new_process_group(callback: Callable[[Any], None]) -> None:
+    """Call `callback` with each process group of this rank that is created or split from now on, before its first use.
 
-    Which ranks it has is not known yet: ask `ranks_of` later.
+    The ranks of the group are not known at that moment: call `get_group_ranks` later.
     """
     module: Any = distributed_c10d
     register = module._register_process_group
 
     def register_and_tell(name: Any, group: Any) -> None:
         register(name, group)
-        made(group)
+        callback(group)
 
     module._register_process_group = register_and_tell
 
 
-def ranks_of(group: Any) -> tuple[int, ...]:
-    """Global ranks of a process group, in its order; () where torch does not know them."""
+def get_group_ranks(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, in its order; () if torch does not list them."""
     return tuple(distributed_c10d._world.pg_group_ranks.get(group, ()))
 
 
-def flight_record() -> bytes | None:
-    """What NCCL's flight recorder knows of the collectives that are not complete, as JSON; None in a build without it.
+def dump_flight_record() -> bytes | None:
+    """Return the incomplete collectives of NCCL's flight recorder as JSON; None in a build without it.
 
-    It asks CUDA whether they have begun, without waiting.
+    It queries CUDA whether they have begun, without waiting.
     """
     dump = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     return None if dump is None else dump(includeCollectives=True, onlyActive=True)
 
 
-def used_gpus() -> list[int]:
-    """The numbers of those on which this process has a context. It makes none."""
+def list_used_gpus() -> list[int]:
+    """Return the numbers of the GPUs on which this process has a context. It creates none."""
     return [gpu for gpu in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(gpu)]
 
 
 def on_compilation(started: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
-    """Calls both around each compilation of torch.compile. It imports the compiler, which takes seconds."""
+    """Call both functions around each compilation of torch.compile. It imports the compiler, which takes seconds."""
     from torch._dynamo.callback import callback_handler
 
     if started not in callback_handler.start_callbacks:
@@ -143,70 +143,73 @@ def on_compilation(started: Callable[[Any], None], ended: Callable[[Any], None])
         callback_handler.register_end_callback(ended)
 
 
-def time_loader(timed: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Has `timed` fetch each batch of every DataLoader: it is given what fetches one, and that one's argument."""
-    following = dataloader._BaseDataLoaderIter.__next__
+def time_loader(time_fetch: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Fetch each batch of every DataLoader through `time_fetch`, which gets the fetching function and its argument."""
+    fetch_next = dataloader._BaseDataLoaderIter.__next__
 
     def timed_next(iterator: Any) -> Any:
-        return timed(following, iterator)
+        return time_fetch(fetch_next, iterator)
 
     dataloader._BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign,assignment]
 
 
 def leave_uncompiled(function: Any, recursive: bool = False) -> None:
-    """torch.compile runs calls of `function` as they are where they stand between pieces of compiled code.
+    """Run calls of `function` uncompiled if they stand between regions of compiled code.
 
-    Within what it compiles it still looks into them, unlike with torch.compiler.disable, which would break the graph.
-    recursive: what the function calls is left uncompiled, too.
+    Inside a region, torch.compile still traces into it. torch.compiler.disable would break the graph there.
+    `recursive`: functions that `function` calls are not compiled either.
     """
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip if recursive else default))
 
 
 def broadcast_buffers(model: DistributedDataParallel, bucket_bytes: int) -> None:
-    """Gives all ranks rank 0's buffers, as DDP does before a forward pass. Collective."""
+    """Copy rank 0's buffers to all ranks, as DDP does before a forward pass. Collective."""
     buffers = [buffer.detach() for buffer in model.buffers()]
     if buffers:
         _distributed._broadcast_coalesced(model.process_group, buffers, bucket_bytes, 0)
 
 
 def rebuild_buckets(replicated: DistributedDataParallel) -> None:
-    """Has DDP's reducer settle its buckets by the backward pass that it has just seen."""
+    """Make DDP's reducer rebuild its buckets from the backward pass that has just run."""
     replicated.reducer._rebuild_buckets()
 
 
-def all_reduce_hooks(module: FSDPModule) -> Iterable[Any]:
-    """What was given to the module's `set_all_reduce_hook`."""
-    return [group._all_reduce_hook for group in _parameter_groups(module)]
+def list_all_reduce_hooks(module: FSDPModule) -> Iterable[Any]:
+    """Return the hooks that the module's `set_all_reduce_hook` was given."""
+    return [group._all_reduce_hook for group in _list_parameter_groups(module)]
 
 
-def gather_after(module: FSDPModule, event: Any) -> None:
-    """FSDP2's streams, on which parameters are gathered, wait for `event`; before a first forward pass it has none."""
+def delay_gather(module: FSDPModule, event: Any) -> None:
+    """Make the streams on which FSDP2 gathers parameters wait for `event`.
+
+    Before the first forward pass there are none.
+    """
     streams = vars(module._get_fsdp_state()._comm_ctx)
     for name in ("all_gather_copy_in_stream", "all_gather_stream"):
         if name in streams:
             streams[name].wait_event(event)
 
 
-def gathered_with(module: FSDPModule) -> set[nn.Module]:
-    """Modules whose parameters are gathered in advance when `module` runs, by set_modules_to_forward_prefetch."""
-    ahead = module._get_fsdp_state()._states_to_forward_prefetch
-    return {gathered for state in ahead for gathered in state._modules}
+def list_prefetched_modules(module: FSDPModule) -> set[nn.Module]:
+    """Return the modules whose parameters set_modules_to_forward_prefetch gathers in advance when `module` runs."""
+    states = module._get_fsdp_state()._states_to_forward_prefetch
+    return {prefetched for state in states for prefetched in state._modules}
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
-    """Each of `sources` into its target, in as few operations as the device allows. non_blocking: as of `copy_`."""
+def copy_tensors(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
+    """Copy each of `sources` into its target, in as few operations as possible. `non_blocking`: as for `copy_`."""
     torch._foreach_copy_(targets, sources, non_blocking)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often what lies in the tensor's memory was changed in place, through whichever tensor that lies there."""
+def read_tensor_version(tensor: torch.Tensor) -> int:
+    """Return how often the tensor's memory was changed in place, through any tensor that shares it."""
     return tensor._version
 
 
 @contextmanager
-def as_the_only_worker() -> Iterator[None]:
-    """Inside it, torch.utils.data.get_worker_info() says None, as outside of a DataLoader's workers."""
+def hide_worker_info() -> Iterator[None]:
+    """Make torch.utils.data.get_worker_info() return None inside the context, as outside of a DataLoader's workers."""
     info, worker._worker_info = worker._worker_info, None
     try:
         yield
@@ -215,7 +218,7 @@ def as_the_only_worker() -> Iterator[None]:
 
 
 def bracket_coalesced_broadcasts(bracket: Callable[[], AbstractContextManager[None]]) -> None:
-    """`bracket` stands around each broadcast of many tensors, which DDP begins and waits for in C++."""
+    """Run each coalesced broadcast inside `bracket`. DDP starts them and waits for them in C++."""
     broadcast = _distributed._broadcast_coalesced
 
     def bracketed(*args: Any, **options: Any) -> Any:
@@ -226,27 +229,27 @@ def bracket_coalesced_broadcasts(bracket: Callable[[], AbstractContextManager[No
 
 
 def bracket_fsdp_waits(bracket: Callable[[], AbstractContextManager[None]], streams: Any) -> None:
-    """`bracket` stands around each wait of the current stream for one on which FSDP2 communicates.
+    """Run each wait of the current stream for a stream on which FSDP2 communicates inside `bracket`.
 
-    streams: torch.cuda, or another module with its `Stream` and `current_stream`.
+    `streams`: torch.cuda, or another module with `Stream` and `current_stream`.
     """
-    within = False
+    is_inside = False
     wait_event = streams.Stream.wait_event
 
     def bracketed(stream: Any, event: Any) -> Any:
-        if within and stream == streams.current_stream():
+        if is_inside and stream == streams.current_stream():
             with bracket():
                 return wait_event(stream, event)
         return wait_event(stream, event)
 
     def marked(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            nonlocal within
-            before, within = within, True
+            nonlocal is_inside
+            was_inside, is_inside = is_inside, True
             try:
                 return method(*args, **options)
             finally:
-                within = before
+                is_inside = was_inside
 
         return call
 
@@ -261,20 +264,22 @@ _FSDP_WAITS: tuple[tuple[type, str], ...] = (
     (FSDPParamGroup, "finalize_backward"),
     (FSDPState, "_root_post_backward_final_callback"),
 )
-"""In which the stream that computes waits for those that communicate."""
+"""Methods in which the computing stream waits for the communicating ones."""
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def _list_parameter_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # the one that a torch before had
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # older torch has exactly one
 
 
 def start_kernel_profile() -> Any:
-    """A profile of what this process's GPU does, and of nothing on the host. Raises RuntimeError where another runs, or
-    torch cannot."""
-    if _autograd._profiler_enabled():  # a second one would end it, and its trace would be empty
+    """Start a profile of this process's GPU activity, without the host, and return it.
+
+    Raises RuntimeError if another profile runs, or if torch cannot profile.
+    """
+    if _autograd._profiler_enabled():  # a second profile would end the first, whose trace would be empty
         raise RuntimeError("a profiler runs already")
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     try:
@@ -284,30 +289,32 @@ def start_kernel_profile() -> Any:
     return profile
 
 
-def before_another_profile(profile: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """`call` once, before a profile begins that is not `profile`: torch has one at a time, and two leave both empty.
-    Returns what ends that."""
+def call_before_other_profile(profile: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Call `call` once, before a profile other than `profile` begins, and return a function that cancels this.
+
+    torch supports one profile at a time; two at once leave both empty.
+    """
     prepare = _autograd_profile._prepare_trace
-    waits = True
+    is_waiting = True
 
     def forget() -> None:
-        nonlocal waits
-        waits = False
+        nonlocal is_waiting
+        is_waiting = False
         if _autograd_profile._prepare_trace is prepare_after_call:
             _autograd_profile._prepare_trace = prepare
 
-    def prepare_after_call(another: Any) -> None:
-        if waits and another is not profile.profiler:
+    def prepare_after_call(other_profile: Any) -> None:
+        if is_waiting and other_profile is not profile.profiler:
             forget()
             call()
-        prepare(another)
+        prepare(other_profile)
 
     _autograd_profile._prepare_trace = prepare_after_call
     return forget
 
 
-def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
-    """Of a profile that was stopped: name, start (ns since the epoch) and duration (ns) of all that a device did."""
+def list_device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield name, start (ns since the epoch) and duration (ns) of each device activity of a stopped profile."""
     for event in profile.profiler.kineto_results.events():
         if event.device_type() != torch.profiler.DeviceType.CPU:
             yield event.name(), event.start_ns(), event.duration_ns()

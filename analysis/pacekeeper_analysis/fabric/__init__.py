@@ -1,1 +1,1 @@
-"""Traffic planning (C4P, arXiv 2406.04594): ranks in the fabric's order, flows on ways of their own."""
+"""Traffic planning (C4P, arXiv 2406.04594): ranks in the fabric's order, and flows on separate routes."""

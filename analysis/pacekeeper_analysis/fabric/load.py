@@ -1,8 +1,8 @@
-"""What rate each flow gets on a fabric whose links are shared fairly (max–min, by progressive filling).
+"""Rates of flows on a fabric whose links are shared fairly (max–min, by progressive filling).
 
-All that is not yet held up grows at the same pace until some link is full; what crosses it has its rate, and the others
-go on (Bertsekas and Gallager, Data Networks, 6.5.2). What grows together is an *entity*: a flow by itself, or all flows
-of a ring, which is as fast as its slowest edge.
+All rates that are not yet limited grow at the same speed until a link is full. Flows over it then have their rate, and
+the others continue (Bertsekas and Gallager, Data Networks, 6.5.2). An *entity* grows together: a single flow, or all
+flows of a ring, which is as fast as its slowest edge.
 """
 
 from __future__ import annotations
@@ -13,49 +13,55 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .topology import WITHIN, Ints, Topology
+from .topology import NO_ROUTE, Ints, Topology
 
 Floats = NDArray[np.float64]
-ALIKE = 1e-9
-"""Part by which two links' rates differ without being different ones."""
+MAX_EQUAL_RATE_DIFFERENCE = 1e-9
+"""Relative difference up to which rates of two links count as equal."""
 
 
 @dataclass(frozen=True)
-class Ports:
-    """What each host's ports carry, one way, in the topology's unit: (hosts, planes)."""
+class HostPorts:
+    """The ports of hosts, with their capacity in one direction in the topology's unit: (hosts, planes)."""
 
     capacity: Floats
     sender: Ints  # host of each flow
     receiver: Ints
 
 
-def rates(
+def compute_flow_rates(
     topology: Topology,
     source: Ints,
     destination: Ints,
-    ways: Ints,
+    routes: Ints,
     demand: Floats | None = None,
     entity: Sequence[int] | None = None,
-    ports: Ports | None = None,
+    ports: HostPorts | None = None,
 ) -> Floats:
-    """Of each flow, in the topology's unit.
+    """Return the rate of each flow in the topology's unit.
 
-    source, destination: groups. ways: `WITHIN` for what stays in its group; between groups nothing flows without one.
-    demand: by which a flow's rate is its entity's rate times so much; None: all alike. entity: 0, 1, …, of each flow;
-    None: each is one. ports: None: links between groups alone hold up; then what stays in its group is endless (inf).
+    `source` and `destination` are groups. `routes` is NO_ROUTE for flows within a group; between groups such a flow has
+    rate
+    0. A flow's rate is its entity's rate times `demand`. None means all equal. `entity` is 0, 1, … for each flow. None
+      means
+    that each flow is its own. If `ports` is None, only links between groups are limits, and flows within a group have
+    an infinite rate.
     """
     flows = len(source)
     share = np.ones(flows) if demand is None else np.asarray(demand, dtype=float)
-    of = np.arange(flows) if entity is None else np.asarray(entity, dtype=np.int64)
-    found = usage(topology, source, destination, ways, share, of, ports).rates()[of] * share
-    nowhere = (np.asarray(ways) == WITHIN) & (source != destination)
-    found[nowhere] = 0.0
-    return found
+    entities = np.arange(flows) if entity is None else np.asarray(entity, dtype=np.int64)
+    rates = (
+        compute_link_usage(topology, source, destination, routes, share, entities, ports).compute_rates()[entities]
+        * share
+    )
+    unrouted = (np.asarray(routes) == NO_ROUTE) & (source != destination)
+    rates[unrouted] = 0.0
+    return rates
 
 
 @dataclass(frozen=True)
-class Usage:
-    """How much of which link each entity takes at a rate of 1; arrays of pairs (entity, link)."""
+class LinkUsage:
+    """The use of links by each entity at a rate of 1, as arrays of pairs (entity, link)."""
 
     entity: Ints
     link: Ints
@@ -63,69 +69,71 @@ class Usage:
     capacity: Floats  # of each link
     entities: int
 
-    def rates(self, active: NDArray[np.bool_] | None = None) -> Floats:
-        """Of each entity, while those are `active` (None: all); inf: nothing holds it up, or it is not active."""
+    def compute_rates(self, active: NDArray[np.bool_] | None = None) -> Floats:
+        """Return the rate of each entity, with only those in `active` (None: all). inf: unlimited, or not active."""
         growing = np.ones(len(self.entity), bool) if active is None else active[self.entity]
-        rate, left = np.full(self.entities, np.inf), self.capacity.copy()
+        rate, remaining = np.full(self.entities, np.inf), self.capacity.copy()
         while growing.any():
-            load = np.bincount(self.link[growing], self.part[growing], len(left))
+            load = np.bincount(self.link[growing], self.part[growing], len(remaining))
             crossed = load > 0
-            pace = np.full(len(left), np.inf)
-            pace[crossed] = np.maximum(left[crossed], 0.0) / load[crossed]
-            full = pace <= pace.min() * (1 + ALIKE)
+            limit = np.full(len(remaining), np.inf)
+            limit[crossed] = np.maximum(remaining[crossed], 0.0) / load[crossed]
+            full = limit <= limit.min() * (1 + MAX_EQUAL_RATE_DIFFERENCE)
             ended = np.zeros(self.entities, bool)
             ended[self.entity[growing & full[self.link]]] = True
-            rate[ended] = pace.min()
+            rate[ended] = limit.min()
             ending = growing & ended[self.entity]
-            left -= np.bincount(self.link[ending], self.part[ending] * pace.min(), len(left))
+            remaining -= np.bincount(self.link[ending], self.part[ending] * limit.min(), len(remaining))
             growing &= ~ending
         return rate
 
 
-def usage(
+def compute_link_usage(
     topology: Topology,
     source: Ints,
     destination: Ints,
-    ways: Ints,
+    routes: Ints,
     demand: Floats,
     entity: Ints,
-    ports: Ports | None = None,
-) -> Usage:
-    """Arguments as those of `rates`."""
-    capacity, flow, link = _incidence(topology, source, destination, ways, ports)
-    pair, place = np.unique(entity[flow] * len(capacity) + link, return_inverse=True)
-    part = np.bincount(place, demand[flow], len(pair)).astype(float)
-    return Usage(pair // len(capacity), pair % len(capacity), part, capacity, int(entity.max(initial=-1)) + 1)
+    ports: HostPorts | None = None,
+) -> LinkUsage:
+    """Compute the usage. The arguments are those of `compute_flow_rates`."""
+    capacity, flow, link = _build_incidence(topology, source, destination, routes, ports)
+    pair, index = np.unique(entity[flow] * len(capacity) + link, return_inverse=True)
+    part = np.bincount(index, demand[flow], len(pair)).astype(float)
+    return LinkUsage(pair // len(capacity), pair % len(capacity), part, capacity, int(entity.max(initial=-1)) + 1)
 
 
-def loads(topology: Topology, source: Ints, destination: Ints, ways: Ints, rate: Floats) -> tuple[Floats, Floats]:
-    """Of uplinks and downlinks, (groups, ways), in the unit of the rates."""
-    crosses = np.asarray(ways) != WITHIN
+def compute_link_loads(
+    topology: Topology, source: Ints, destination: Ints, routes: Ints, rate: Floats
+) -> tuple[Floats, Floats]:
+    """Return the loads of uplinks and downlinks, (groups, routes), in the unit of the rates."""
+    crosses = np.asarray(routes) != NO_ROUTE
     shape, size = topology.up.shape, topology.up.size
-    up = np.bincount(source[crosses] * topology.ways + ways[crosses], rate[crosses], size)
-    down = np.bincount(destination[crosses] * topology.ways + ways[crosses], rate[crosses], size)
+    up = np.bincount(source[crosses] * topology.routes + routes[crosses], rate[crosses], size)
+    down = np.bincount(destination[crosses] * topology.routes + routes[crosses], rate[crosses], size)
     return up.astype(float).reshape(shape), down.astype(float).reshape(shape)
 
 
-def _incidence(
-    topology: Topology, source: Ints, destination: Ints, ways: Ints, ports: Ports | None
+def _build_incidence(
+    topology: Topology, source: Ints, destination: Ints, routes: Ints, ports: HostPorts | None
 ) -> tuple[Floats, Ints, Ints]:
-    """Capacity of each link, and pairs of a flow and a link that it crosses."""
-    crosses = np.flatnonzero(np.asarray(ways) != WITHIN)
+    """Return the capacity of each link, and pairs of a flow and a link that it crosses."""
+    crosses = np.flatnonzero(np.asarray(routes) != NO_ROUTE)
     capacities: list[Floats] = [topology.up.ravel().astype(float), topology.down.ravel().astype(float)]
     flow = [crosses, crosses]
     link = [
-        source[crosses] * topology.ways + ways[crosses],
-        topology.up.size + destination[crosses] * topology.ways + ways[crosses],
+        source[crosses] * topology.routes + routes[crosses],
+        topology.up.size + destination[crosses] * topology.routes + routes[crosses],
     ]
     if ports is not None:
-        first, planes = 2 * topology.up.size, ports.capacity.shape[1]
-        plane = np.maximum(ways, 0) // topology.spines
-        every = np.arange(len(source))
+        first_port, planes = 2 * topology.up.size, ports.capacity.shape[1]
+        plane = np.maximum(routes, 0) // topology.spines
+        all_flows = np.arange(len(source))
         capacities += [ports.capacity.ravel(), ports.capacity.ravel()]
-        flow += [every, every]
+        flow += [all_flows, all_flows]
         link += [
-            first + ports.sender * planes + plane,
-            first + ports.capacity.size + ports.receiver * planes + plane,
+            first_port + ports.sender * planes + plane,
+            first_port + ports.capacity.size + ports.receiver * planes + plane,
         ]
     return np.concatenate(capacities), np.concatenate(flow), np.concatenate(link)

@@ -1,4 +1,4 @@
-"""Who sends to whom: around a ring, as gloo and NCCL lay theirs, and between stages."""
+"""Traffic patterns: rings, as in gloo and NCCL, and pipeline stages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Edge(NamedTuple):
+class TrafficEdge(NamedTuple):
     source: int
     destination: int
 
 
-def ring(ranks: Sequence[int], *, backwards: bool = False) -> list[Edge]:
-    """An all-reduce: each sends to the next one; gloo's rings go backwards, to the one before."""
+def build_ring_edges(ranks: Sequence[int], *, backwards: bool = False) -> list[TrafficEdge]:
+    """Return the edges of an all-reduce: each rank sends to the next one.
+
+    In gloo's rings it sends to the previous one.
+    """
     if len(ranks) < 2:
         return []
     order = list(ranks)[::-1] if backwards else list(ranks)
-    return [Edge(one, other) for one, other in zip(order, order[1:] + order[:1], strict=True)]
+    return [TrafficEdge(rank, next_rank) for rank, next_rank in zip(order, order[1:] + order[:1], strict=True)]
 
 
-def pipeline(ranks: Sequence[int]) -> list[Edge]:
-    """Stages: activations go on from each to the next one, their gradients back."""
-    return [edge for one, other in pairwise(ranks) for edge in (Edge(one, other), Edge(other, one))]
+def build_pipeline_edges(ranks: Sequence[int]) -> list[TrafficEdge]:
+    """Return the edges of stages: activations go to the next stage, their gradients to the previous one."""
+    return [
+        edge
+        for rank, next_rank in pairwise(ranks)
+        for edge in (TrafficEdge(rank, next_rank), TrafficEdge(next_rank, rank))
+    ]

@@ -1,9 +1,9 @@
-"""Which of its host's two ports each flow leaves by, and comes in by: both ports of every host are to carry half.
+"""Assigns flows to the two ports of their hosts, for sending and receiving: each port of a host should carry half.
 
-Flows are put in pairs that must take different planes: at the sending side those of one host, and what a host has too
-many with what another host of its group has; at the receiving side likewise. So each flow is in two pairs at most, and
-pairs form paths and circles on which the sides take turns: two planes are enough for all of them. Each host's ports
-then differ by one flow, and so do each group's (an Euler split, on two levels at once).
+Flows are put in pairs that must take different planes: at the sending side flows of one host, and a host's unpaired
+flow with that of another host of its group. The receiving side does the same. So each flow is in at most two pairs, and
+pairs form paths and cycles on which the sides alternate: two planes are sufficient for all of them. Then each host's
+ports differ by at most one flow, and so do each group's (an Euler split, on two levels at once).
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .assign import Assignment, Flows, assign, living
-from .topology import WITHIN, Ints, Topology
+from .route_assignment import Flows, RouteAssignment, assign_routes, keep_live_routes
+from .topology import NO_ROUTE, Ints, Topology
 
-NOBODY = -1
+UNPAIRED = -1
 
 
-def split(sender: Ints, sending_group: Ints, receiver: Ints, receiving_group: Ints, weight: Ints) -> Ints:
-    """The plane, 0 or 1, of each flow: by hosts and their groups. Flows alike in weight are paired."""
+def split_across_planes(sender: Ints, sending_group: Ints, receiver: Ints, receiving_group: Ints, weight: Ints) -> Ints:
+    """Return the plane, 0 or 1, of each flow, from hosts and their groups. Flows of equal weight are paired."""
     count = len(sender)
-    mates = [_mates(sender, sending_group, weight), _mates(receiver, receiving_group, weight)]
-    plane = np.full(count, NOBODY, dtype=np.int64)
+    mates = [_find_mates(sender, sending_group, weight), _find_mates(receiver, receiving_group, weight)]
+    plane = np.full(count, UNPAIRED, dtype=np.int64)
     for first in range(count):
-        for side in (0, 1):  # from the first both ways, until the path ends or comes back
-            flow, at = first, 0 if plane[first] == NOBODY else int(plane[first])
-            while flow != NOBODY and (plane[flow] == NOBODY or flow == first):
-                plane[flow] = at
-                flow, side, at = int(mates[side][flow]), 1 - side, 1 - at
+        for side in (0, 1):  # from the first flow in both directions, until the path ends or returns
+            flow, current_plane = first, 0 if plane[first] == UNPAIRED else int(plane[first])
+            while flow != UNPAIRED and (plane[flow] == UNPAIRED or flow == first):
+                plane[flow] = current_plane
+                flow, side, current_plane = int(mates[side][flow]), 1 - side, 1 - current_plane
                 if flow == first:
                     break
     return plane
@@ -39,66 +39,71 @@ def assign_planes(
     topology: Topology,
     flows: Flows,
     plane: Ints,
-    present: Sequence[int] | None = None,
+    previous_routes: Sequence[int] | None = None,
     fixed: Sequence[bool] | None = None,
-) -> Assignment:
-    """As `assign`, with the plane of each flow given: for which no way of its plane is alive, it takes the other one's.
+) -> RouteAssignment:
+    """Assign routes as `assign_routes` does, with the plane of each flow given.
 
-    Who is fixed has a present way of its plane.
+    If no route of its plane is alive, a flow takes one of the other plane. A fixed flow has a present route of its
+    plane.
     """
-    before = living(topology, flows, present)
-    held = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
+    live_routes = keep_live_routes(topology, flows, previous_routes)
+    is_fixed = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
     plane = plane.copy()
     for _ in range(topology.planes):
-        found = _each_plane(topology, flows, plane, before, held)
-        plane[list(found.lost)] = (plane[list(found.lost)] + 1) % topology.planes
-        if not found.lost:
+        assignment = _assign_within_planes(topology, flows, plane, live_routes, is_fixed)
+        plane[list(assignment.lost)] = (plane[list(assignment.lost)] + 1) % topology.planes
+        if not assignment.lost:
             break
-    return found
+    return assignment
 
 
-def _each_plane(topology: Topology, flows: Flows, plane: Ints, before: Ints, held: NDArray[np.bool_]) -> Assignment:
-    ways = np.full(len(flows), WITHIN, dtype=np.int64)
+def _assign_within_planes(
+    topology: Topology, flows: Flows, plane: Ints, live_routes: Ints, is_fixed: NDArray[np.bool_]
+) -> RouteAssignment:
+    routes = np.full(len(flows), NO_ROUTE, dtype=np.int64)
     levels, bounds, lost = [0], [0], list[int]()
     for number in range(topology.planes):
-        first, its = number * topology.spines, np.flatnonzero(plane == number)
-        own = slice(first, first + topology.spines)
-        part = Topology(topology.up[:, own], topology.down[:, own])
-        stays = before[its] // topology.spines == number
-        found = assign(
-            part,
-            Flows(flows.source[its], flows.destination[its], flows.weight[its]),
-            np.where(stays, before[its] - first, WITHIN).tolist(),
-            (held[its] & stays).tolist(),
+        first_route, plane_flows = number * topology.spines, np.flatnonzero(plane == number)
+        plane_routes = slice(first_route, first_route + topology.spines)
+        plane_topology = Topology(topology.up[:, plane_routes], topology.down[:, plane_routes])
+        in_plane = live_routes[plane_flows] // topology.spines == number
+        assignment = assign_routes(
+            plane_topology,
+            Flows(flows.source[plane_flows], flows.destination[plane_flows], flows.weight[plane_flows]),
+            np.where(in_plane, live_routes[plane_flows] - first_route, NO_ROUTE).tolist(),
+            (is_fixed[plane_flows] & in_plane).tolist(),
         )
-        ways[its] = np.where(found.ways == WITHIN, WITHIN, found.ways + first)
-        levels.append(found.level)
-        bounds.append(found.bound)
-        lost += its[list(found.lost)].tolist()
-    moved = (before != WITHIN) & (ways != WITHIN) & (ways != before)
-    return Assignment(ways, max(levels), max(bounds), tuple(np.flatnonzero(moved).tolist()), lost=tuple(sorted(lost)))
+        routes[plane_flows] = np.where(assignment.routes == NO_ROUTE, NO_ROUTE, assignment.routes + first_route)
+        levels.append(assignment.level)
+        bounds.append(assignment.bound)
+        lost += plane_flows[list(assignment.lost)].tolist()
+    moved = (live_routes != NO_ROUTE) & (routes != NO_ROUTE) & (routes != live_routes)
+    return RouteAssignment(
+        routes, max(levels), max(bounds), tuple(np.flatnonzero(moved).tolist()), lost=tuple(sorted(lost))
+    )
 
 
-def _mates(host: Ints, group: Ints, weight: Ints) -> Ints:
-    """Of each flow, the one that it is paired with; NOBODY: it is one too many."""
-    mate = np.full(len(host), NOBODY, dtype=np.int64)
-    left = list(_pair(mate, np.lexsort((weight, host, group)).tolist(), host))
-    for _ in _pair(mate, left, group):
+def _find_mates(host: Ints, group: Ints, weight: Ints) -> Ints:
+    """Return the mate of each flow. UNPAIRED means that it has none."""
+    mate = np.full(len(host), UNPAIRED, dtype=np.int64)
+    unpaired = list(_pair_flows(mate, np.lexsort((weight, host, group)).tolist(), host))
+    for _ in _pair_flows(mate, unpaired, group):
         pass
     return mate
 
 
-def _pair(mate: Ints, flows: list[int], of: Ints) -> Iterator[int]:
-    """Pairs neighbours that are of the same; gives those that are left."""
-    waiting = NOBODY
+def _pair_flows(mate: Ints, flows: list[int], keys: Ints) -> Iterator[int]:
+    """Pair adjacent flows with the same value in `keys`. Yield the flows that are left."""
+    waiting = UNPAIRED
     for flow in flows:
-        if waiting == NOBODY:
+        if waiting == UNPAIRED:
             waiting = flow
-        elif of[waiting] == of[flow]:
+        elif keys[waiting] == keys[flow]:
             mate[waiting], mate[flow] = flow, waiting
-            waiting = NOBODY
+            waiting = UNPAIRED
         else:
             yield waiting
             waiting = flow
-    if waiting != NOBODY:
+    if waiting != UNPAIRED:
         yield waiting

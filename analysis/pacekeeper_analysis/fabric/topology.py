@@ -1,8 +1,9 @@
-"""A fabric of two tiers as planning sees it: groups of hosts under one leaf in each plane, ways, and directed links.
+"""A fabric of two tiers as planning sees it: groups of hosts, routes, and directed links.
 
-A *way* between two groups is one spine of one plane: who leaves by a plane comes in by it. Planes share nothing, so the
-ways of two planes are numbered through: way = plane × spines + spine. A flow of group s to group d by way w loads the
-uplink (s, w) and the downlink (d, w); what stays in its group loads neither.
+A group is the hosts under one leaf in each plane. A *route* between two groups is one spine of one plane: traffic that
+leaves by a plane arrives by it. Planes share nothing, so the routes of two planes are numbered consecutively: route =
+plane × spines + spine. A flow from group s to group d by route w loads the uplink (s, w) and the downlink (d, w).
+Traffic within a group loads neither.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from numpy.typing import NDArray
 from ..errors import InputError
 
 Ints = NDArray[np.int64]
-WITHIN = -1
-"""The way of a flow that stays in its group, or that has none."""
+NO_ROUTE = -1
+"""The route of a flow that stays in its group, or that has none."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Capacities of all directed links, (groups, ways), in any one unit; 0: dead. Arrays are not to be changed."""
+    """Capacities of all directed links, (groups, routes), in any one unit. 0 means dead. Arrays must not be changed."""
 
     up: Ints
     down: Ints
@@ -32,10 +33,10 @@ class Topology:
     def __post_init__(self) -> None:
         if self.up.ndim != 2 or self.up.shape != self.down.shape or not self.up.size:
             raise InputError(
-                f"fabric: uplinks {self.up.shape} and downlinks {self.down.shape} must both be groups × ways"
+                f"fabric: uplinks {self.up.shape} and downlinks {self.down.shape} must both be groups × routes"
             )
         if self.planes < 1 or self.up.shape[1] % self.planes:
-            raise InputError(f"fabric: {self.up.shape[1]} ways cannot be those of {self.planes} planes")
+            raise InputError(f"fabric: {self.up.shape[1]} routes cannot be divided into {self.planes} planes")
         if min(self.up.min(), self.down.min()) < 0:
             raise InputError("fabric: a capacity is negative; give 0 for a dead link")
 
@@ -44,55 +45,55 @@ class Topology:
         return int(self.up.shape[0])
 
     @property
-    def ways(self) -> int:
+    def routes(self) -> int:
         return int(self.up.shape[1])
 
     @property
     def spines(self) -> int:
-        """Of each plane."""
-        return self.ways // self.planes
+        """Number of spines of each plane."""
+        return self.routes // self.planes
 
     @property
     def unit(self) -> int:
-        """Capacity of the best link: loads of others are counted as if they were as fast."""
+        """Capacity of the best link. Loads of others are scaled as if they were as fast."""
         return max(1, int(self.up.max()), int(self.down.max()))
 
     @property
-    def symmetric(self) -> bool:
-        """All links are alive and alike."""
+    def is_symmetric(self) -> bool:
+        """Whether all links are alive and equal."""
         return bool((self.up == self.unit).all() and (self.down == self.unit).all())
 
-    def among(self, source: Ints, destination: Ints, way: Ints) -> Ints:
-        """Of flows, each a number for the ways of its plane that are alive between its groups; 0: all are.
+    def fingerprint_live_routes(self, source: Ints, destination: Ints, routes: Ints) -> Ints:
+        """Return for each flow a number for the live routes of its plane between its groups. 0 means all are alive.
 
-        Leaves choose among these by a hash: when one dies or comes back, flows that went by others may change, too.
+        Leaves choose among these by a hash. If one dies or recovers, flows on other routes may change, too.
         """
         dead_up, dead_down = self.up == 0, self.down == 0
-        found = np.zeros(len(way), dtype=np.int64)
-        known: dict[tuple[int, int, int], int] = {}
-        at_risk = (way != WITHIN) & (dead_up.any(axis=1)[source] | dead_down.any(axis=1)[destination])
+        fingerprints = np.zeros(len(routes), dtype=np.int64)
+        fingerprint_by_ends: dict[tuple[int, int, int], int] = {}
+        at_risk = (routes != NO_ROUTE) & (dead_up.any(axis=1)[source] | dead_down.any(axis=1)[destination])
         for flow in np.flatnonzero(at_risk).tolist():
-            ends = int(source[flow]), int(destination[flow]), int(way[flow]) // self.spines
-            if ends not in known:
+            ends = int(source[flow]), int(destination[flow]), int(routes[flow]) // self.spines
+            if ends not in fingerprint_by_ends:
                 plane = slice(ends[2] * self.spines, (ends[2] + 1) * self.spines)
                 dead = dead_up[ends[0], plane] | dead_down[ends[1], plane]
-                known[ends] = zlib.crc32(np.packbits(dead).tobytes()) if dead.any() else 0
-            found[flow] = known[ends]
-        return found
+                fingerprint_by_ends[ends] = zlib.crc32(np.packbits(dead).tobytes()) if dead.any() else 0
+            fingerprints[flow] = fingerprint_by_ends[ends]
+        return fingerprints
 
-    def without(self, up: Iterable[tuple[int, int]] = (), down: Iterable[tuple[int, int]] = ()) -> Topology:
-        """The same with these links, (group, way), dead."""
+    def with_dead_links(self, up: Iterable[tuple[int, int]] = (), down: Iterable[tuple[int, int]] = ()) -> Topology:
+        """Return the topology with these links, (group, route), dead."""
         ups, downs = self.up.copy(), self.down.copy()
-        for group, way in up:
-            ups[group, way] = 0
-        for group, way in down:
-            downs[group, way] = 0
+        for group, route in up:
+            ups[group, route] = 0
+        for group, route in down:
+            downs[group, route] = 0
         return Topology(ups, downs, self.planes)
 
 
-def uniform(groups: int, spines: int, capacity: int = 1, planes: int = 1) -> Topology:
-    """All links alive and alike."""
+def build_uniform_topology(groups: int, spines: int, capacity: int = 1, planes: int = 1) -> Topology:
+    """Build a topology in which all links are alive and equal."""
     if groups < 1 or spines < 1 or capacity < 1:
-        raise InputError(f"fabric: {groups} groups, {spines} spines, capacity {capacity}: each must be 1 at least")
+        raise InputError(f"fabric: {groups} groups, {spines} spines, capacity {capacity}: each must be at least 1")
     links = np.full((groups, planes * spines), capacity, dtype=np.int64)
     return Topology(links, links.copy(), planes)

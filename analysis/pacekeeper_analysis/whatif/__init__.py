@@ -1,48 +1,48 @@
-"""What-if analysis: how fast would a job be without its stragglers, and who is to blame (arXiv 2505.05713)?"""
+"""What-if analysis: how fast a job would be without its stragglers, and which workers cause them (arXiv 2505.05713)."""
 
-from pacekeeper_analysis.whatif.figures import Blame, Decomposition, WhatIf, analyse
 from pacekeeper_analysis.whatif.graph import Operation
-from pacekeeper_analysis.whatif.published import window_from_trace
+from pacekeeper_analysis.whatif.published import build_window_from_trace
 from pacekeeper_analysis.whatif.scenario import (
-    ALL_IDEAL,
-    AS_RECORDED,
     IDEAL,
+    IDEAL_SCENARIO,
     PEERS,
     RECORDED,
+    RECORDED_SCENARIO,
     UNINTERRUPTED,
-    Change,
-    Pace,
-    Scaled,
-    Scenario,
-    Seconds,
-    Where,
+    DurationRule,
+    FixedSeconds,
+    OperationSelection,
+    ScaledSeconds,
+    ScenarioChange,
+    WhatIfScenario,
 )
-from pacekeeper_analysis.whatif.trace import Metadata, Trace, TraceError, trace_from_columns
-from pacekeeper_analysis.whatif.window import Skipped, Window
+from pacekeeper_analysis.whatif.slowdown_statistics import Decomposition, WhatIf, WorkerSetImpact, analyze_window
+from pacekeeper_analysis.whatif.trace import JobTrace, TraceError, TraceMetadata, build_trace_from_columns
+from pacekeeper_analysis.whatif.window import RecordedWindow, SkippedStep
 
 __all__ = [
-    "ALL_IDEAL",
-    "AS_RECORDED",
     "IDEAL",
+    "IDEAL_SCENARIO",
     "PEERS",
     "RECORDED",
+    "RECORDED_SCENARIO",
     "UNINTERRUPTED",
-    "Blame",
-    "Change",
     "Decomposition",
-    "Metadata",
+    "DurationRule",
+    "FixedSeconds",
+    "JobTrace",
     "Operation",
-    "Pace",
-    "Scaled",
-    "Scenario",
-    "Seconds",
-    "Skipped",
-    "Trace",
+    "OperationSelection",
+    "RecordedWindow",
+    "ScaledSeconds",
+    "ScenarioChange",
+    "SkippedStep",
     "TraceError",
+    "TraceMetadata",
     "WhatIf",
-    "Where",
-    "Window",
-    "analyse",
-    "trace_from_columns",
-    "window_from_trace",
+    "WhatIfScenario",
+    "WorkerSetImpact",
+    "analyze_window",
+    "build_trace_from_columns",
+    "build_window_from_trace",
 ]

@@ -1,15 +1,15 @@
-"""Jobs without a pipeline: DDP, FSDP and their like, where collectives overlap with computation and ranks wait for
-data.
+"""Jobs without a pipeline (DDP, FSDP and similar): collectives overlap with computation, and ranks wait for data.
 
-The short way in, for a table of compute times:
+The short form, for a table of compute times:
 
-    whatif = analyse(compute_seconds)                            # [step, rank]
+    whatif = analyze_compute_seconds(compute_seconds)            # [step, rank]
     whatif.slowdown                                              # S
-    whatif.decomposition.by_replica                              # S_w of each rank (None where S is below 1.03)
-    whatif.gain(replaced([2]))                                   # rank 2 at its peers' pace: times faster
-    whatif.gain(reshared(new=[4, 4, 2], old=[3, 3, 4]))          # batch shares
+    whatif.decomposition.by_replica                              # S_w of each rank (None if S is below 1.03)
+    whatif.compute_gain(build_replacement_scenario([2]))         # rank 2 at its peers' speed: times faster
+    whatif.compute_gain(build_reshare_scenario(new=[4, 4, 2], old=[3, 3, 4]))   # batch shares
 
-The long way: a `program` says what every rank does in a step, in order, and `window` takes the seconds of each part.
+The long form: a program defines what every rank does in a step, in order, and `build_window` takes the seconds of each
+part.
 """
 
 from __future__ import annotations
@@ -20,56 +20,63 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pacekeeper_analysis.whatif.figures import WhatIf
-from pacekeeper_analysis.whatif.figures import analyse as analyse_window
 from pacekeeper_analysis.whatif.graph import GraphBuilder, Operation
-from pacekeeper_analysis.whatif.scenario import AS_RECORDED, PEERS, Scaled, Scenario, Seconds, Where
+from pacekeeper_analysis.whatif.scenario import (
+    PEERS,
+    RECORDED_SCENARIO,
+    FixedSeconds,
+    OperationSelection,
+    ScaledSeconds,
+    WhatIfScenario,
+)
 from pacekeeper_analysis.whatif.simulate import Array
-from pacekeeper_analysis.whatif.window import Window, ideal_seconds
+from pacekeeper_analysis.whatif.slowdown_statistics import WhatIf
+from pacekeeper_analysis.whatif.slowdown_statistics import analyze_window as analyse_window
+from pacekeeper_analysis.whatif.window import RecordedWindow, compute_ideal_seconds
 
 DATA, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = "data", "compute", "forward-compute", "backward-compute", "optimizer"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 
-COMPUTATIONS = (COMPUTE, FORWARD, BACKWARD, OPTIMIZER)
-"""What becomes faster on a faster rank."""
+COMPUTATION_TYPES = (COMPUTE, FORWARD, BACKWARD, OPTIMIZER)
+"""Types that become faster on a faster rank."""
 
-SAMPLE_WORK = (COMPUTE, FORWARD, BACKWARD)
-"""What takes longer with more samples."""
+SAMPLE_WORK_TYPES = (COMPUTE, FORWARD, BACKWARD)
+"""Types that take longer with more samples."""
 
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
-"""What waits for other ranks."""
+COLLECTIVE_TYPES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+"""Types that wait for other ranks."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """The rank itself is busy: it computes, or waits for its loader."""
+class RunWork:
+    """Work of the rank itself: it computes, or waits for its loader."""
 
     type: str = COMPUTE
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A collective starts as soon as all ranks along `across` have launched it and its stream is free."""
+class LaunchCollective:
+    """A collective that starts when all ranks along `across` have launched it and its stream is free."""
 
     type: str
     name: str
     across: tuple[int, ...] = (0,)
     """Axes of the rank mesh that take part."""
     stream: str = "collectives"
-    """Collectives of one stream run one after the other."""
+    """Collectives of one stream run one after another."""
 
 
 @dataclass(frozen=True)
-class Wait:
-    """The rank goes on only when this collective has ended."""
+class WaitForCollective:
+    """The rank continues only after this collective has ended."""
 
     name: str
 
 
-Instruction = Run | Launch | Wait
+Instruction = RunWork | LaunchCollective | WaitForCollective
 
 
-def analyse(
+def analyze_compute_seconds(
     compute_seconds: ArrayLike,
     communication_seconds: ArrayLike = 0.0,
     data_seconds: ArrayLike = 0.0,
@@ -77,131 +84,144 @@ def analyse(
     steps: Sequence[int] | None = None,
     measured_seconds: ArrayLike | None = None,
 ) -> WhatIf:
-    """The analysis of a synchronous job in which every rank loads, computes and then joins one collective a step.
+    """Analyze a synchronous job in which every rank loads, computes, and then joins one collective per step.
 
-    compute_seconds: [step, rank], without any waiting for other ranks. communication_seconds: what the collective
-    takes once the last rank is there, as far as nothing overlaps it, broadcastable to [step, rank]. data_seconds:
-    each rank's wait for its loader, likewise. steps: their numbers. measured_seconds: wall time of each step
-    [step]. Raises ValueError where a value is negative or not a number.
+    `compute_seconds` is [step, rank], without waits for other ranks. `communication_seconds` is the time of the
+    collective after the last rank has arrived, without overlapped parts, broadcastable to [step, rank]. `data_seconds`
+    is each rank's wait for its loader, likewise. `steps` are the step numbers. `measured_seconds` is the wall time of
+    each step [step]. Raises ValueError if a value is negative or not a number.
     """
     compute = np.asarray(compute_seconds, dtype=np.float64)
     if compute.ndim != 2 or 0 in compute.shape:
         raise ValueError(
-            f"compute_seconds has shape {compute.shape}; it has to be [step, rank], with at least one of each"
+            f"compute_seconds has shape {compute.shape}; it must be [step, rank], with at least one of each"
         )
     data, communication = (np.asarray(part, dtype=np.float64) for part in (data_seconds, communication_seconds))
     seconds = np.stack([np.broadcast_to(part, compute.shape).T for part in (data, compute, communication)])
-    program: list[Instruction] = [Run(DATA), Run(COMPUTE), Launch(ALL_REDUCE, "gradients"), Wait("gradients")]
-    return analyse_window(window(program, seconds, steps=steps, measured_seconds=measured_seconds))
+    program: list[Instruction] = [
+        RunWork(DATA),
+        RunWork(COMPUTE),
+        LaunchCollective(ALL_REDUCE, "gradients"),
+        WaitForCollective("gradients"),
+    ]
+    return analyse_window(build_window(program, seconds, steps=steps, measured_seconds=measured_seconds))
 
 
-def replaced(ranks: Iterable[int]) -> Scenario:
-    """These ranks compute and load at their peers' pace: what replacing their worker would win."""
-    return AS_RECORDED.but(Where(replicas=ranks, types=(*COMPUTATIONS, DATA)), takes=PEERS)
+def build_replacement_scenario(ranks: Iterable[int]) -> WhatIfScenario:
+    """Return a scenario with these ranks at their peers' speed: the gain of replacing their workers."""
+    return RECORDED_SCENARIO.with_change(
+        OperationSelection(replicas=ranks, types=(*COMPUTATION_TYPES, DATA)), takes=PEERS
+    )
 
 
-def reshared(new: Sequence[float], old: Sequence[float], fixed: float = 0.0) -> Scenario:
-    """Rank r computes new[r] samples a step instead of old[r].
+def build_reshare_scenario(new: Sequence[float], old: Sequence[float], fixed: float = 0.0) -> WhatIfScenario:
+    """Return a scenario in which rank r computes new[r] samples per step instead of old[r].
 
-    fixed: seconds of each computation that do not depend on the samples (a of the step time a + b·n).
+    `fixed` is the part of each computation's seconds that does not depend on the samples (a of the step time a + b·n).
     """
     if len(new) != len(old) or min(old) <= 0 or min(new) < 0:
-        raise ValueError(f"batch shares {list(new)} in place of {list(old)}: one share for each rank, old ones above 0")
+        raise ValueError(f"batch shares {list(new)} instead of {list(old)}: give one share per rank, old ones above 0")
     factors = tuple(float(after) / float(before) for after, before in zip(new, old, strict=True))
-    return AS_RECORDED.but(Where(types=SAMPLE_WORK), takes=Scaled(factors, fixed))
+    return RECORDED_SCENARIO.with_change(
+        OperationSelection(types=SAMPLE_WORK_TYPES), takes=ScaledSeconds(factors, fixed)
+    )
 
 
-def local_sgd_step_seconds(whatif: WhatIf, every: int, sync_seconds: float, *, by_clock: bool = False) -> float:
-    """Mean seconds for one step's worth of samples under Local-SGD: ranks wait for each other only at
-    synchronisations.
+def estimate_local_sgd_step_seconds(
+    whatif: WhatIf, every: int, sync_seconds: float, *, by_clock: bool = False
+) -> float:
+    """Return the mean seconds of one step's worth of samples under Local-SGD.
 
-    every: steps between two synchronisations. sync_seconds: what one costs. by_clock: ranks synchronise by the
-    clock and do as many steps as they can meanwhile (A-EDiT, arXiv 2412.07210), so that a slow rank costs only its
-    own samples; otherwise all do the same number of steps, and whoever is slow throughout still makes the others
-    wait.
+    Ranks wait for each other only at synchronizations. `every` is the number of steps between two synchronizations, and
+    `sync_seconds` the cost of one. With `by_clock`, ranks synchronize by the clock and do as many steps as they can in
+    between (A-EDiT, arXiv 2412.07210), so a slow rank costs only its own samples. Otherwise all do the same number of
+    steps, and a constantly slow rank still makes the others wait.
     """
     if every < 1:
-        raise ValueError(f"every is {every}; synchronise every 1 or more steps")
-    apart = AS_RECORDED.apart(Where(types=COLLECTIVES)).but(Where(types=COLLECTIVES), takes=Seconds(0.0))
-    (own,) = whatif.window.finish([apart])
+        raise ValueError(f"every is {every}; synchronize every 1 or more steps")
+    independent = RECORDED_SCENARIO.with_independent_replicas(OperationSelection(types=COLLECTIVE_TYPES)).with_change(
+        OperationSelection(types=COLLECTIVE_TYPES), takes=FixedSeconds(0.0)
+    )
+    (own,) = whatif.window.simulate_finish([independent])
     if by_clock:
         return float(1.0 / np.mean(1.0 / own.mean(axis=1)) + sync_seconds / every)
     rounds = [own[:, first : first + every].sum(axis=1).max() + sync_seconds for first in range(0, own.shape[1], every)]
     return float(np.sum(rounds) / own.shape[1])
 
 
-def meeting_seconds(step_seconds: ArrayLike) -> float:
-    """Mean wait for the last rank where ranks meet by the clock: each ends the step that it has in hand.
+def estimate_sync_wait_seconds(step_seconds: ArrayLike) -> float:
+    """Return the mean wait for the last rank if ranks synchronize by the clock: each ends its current step.
 
-    step_seconds: mean own seconds of each rank's steps [rank]. Nobody knows how far a step is when the clock strikes,
-    so what is left of it is uniform on [0, step].
+    `step_seconds` is the mean own seconds of each rank's steps [rank]. The position within a step at that time is
+    unknown, so the remaining time is uniform on [0, step].
     """
     own = np.asarray(step_seconds, dtype=np.float64)
-    left = np.linspace(0.0, own.max(), 256)
-    all_there = np.minimum(1.0, left[:, None] / own).prod(axis=1)
-    missing = 1.0 - all_there
-    area = ((missing[1:] + missing[:-1]) / 2 * np.diff(left)).sum()
+    remaining = np.linspace(0.0, own.max(), 256)
+    all_arrived = np.minimum(1.0, remaining[:, None] / own).prod(axis=1)
+    missing = 1.0 - all_arrived
+    area = ((missing[1:] + missing[:-1]) / 2 * np.diff(remaining)).sum()
     return float(area - own.mean() / 2)
 
 
-def ddp_program(buckets: int) -> list[Instruction]:
-    """DDP: the gradients of each bucket are reduced while the backward of the next one runs."""
-    program: list[Instruction] = [Run(DATA), Run(FORWARD)]
+def build_ddp_program(buckets: int) -> list[Instruction]:
+    """Return the program of DDP: the gradients of each bucket are reduced while the backward of the next one runs."""
+    program: list[Instruction] = [RunWork(DATA), RunWork(FORWARD)]
     for bucket in range(buckets):
-        program += [Run(BACKWARD), Launch(ALL_REDUCE, f"bucket {bucket}")]
-    return [*program, *(Wait(f"bucket {bucket}") for bucket in range(buckets)), Run(OPTIMIZER)]
+        program += [RunWork(BACKWARD), LaunchCollective(ALL_REDUCE, f"bucket {bucket}")]
+    return [*program, *(WaitForCollective(f"bucket {bucket}") for bucket in range(buckets)), RunWork(OPTIMIZER)]
 
 
-def fsdp_program(
+def build_fsdp_program(
     units: int, shard_axes: tuple[int, ...] = (0,), replicate_axes: tuple[int, ...] = ()
 ) -> list[Instruction]:
-    """FSDP: each unit's parameters are gathered before its forward and backward, one unit ahead; gradients are
-    scattered.
+    """Return the program of FSDP.
 
+    Each unit's parameters are gathered before its forward and backward, one unit ahead, and gradients are scattered.
     With `replicate_axes` (HSDP) each unit's gradients are also reduced over those axes of the mesh.
     """
-    program: list[Instruction] = [Run(DATA)]
+    program: list[Instruction] = [RunWork(DATA)]
     for type_, order in ((FORWARD, list(range(units))), (BACKWARD, list(range(units))[::-1])):
-        gathers = [Launch(ALL_GATHER, f"{type_} parameters {unit}", shard_axes, "all-gather") for unit in order]
+        gathers = [
+            LaunchCollective(ALL_GATHER, f"{type_} parameters {unit}", shard_axes, "all-gather") for unit in order
+        ]
         program.append(gathers[0])
-        for at, unit in enumerate(order):
-            program += [Wait(gathers[at].name), *gathers[at + 1 : at + 2], Run(type_)]
+        for index, unit in enumerate(order):
+            program += [WaitForCollective(gathers[index].name), *gathers[index + 1 : index + 2], RunWork(type_)]
             if type_ == BACKWARD:
-                program.append(Launch(REDUCE_SCATTER, f"gradients {unit}", shard_axes, "reduce-scatter"))
+                program.append(LaunchCollective(REDUCE_SCATTER, f"gradients {unit}", shard_axes, "reduce-scatter"))
                 if replicate_axes:
-                    program.append(Launch(ALL_REDUCE, f"shards {unit}", replicate_axes, "reduce-scatter"))
-    last = [
+                    program.append(LaunchCollective(ALL_REDUCE, f"shards {unit}", replicate_axes, "reduce-scatter"))
+    reductions = [
         instruction.name
         for instruction in program
-        if isinstance(instruction, Launch) and instruction.stream != "all-gather"
+        if isinstance(instruction, LaunchCollective) and instruction.stream != "all-gather"
     ]
-    return [*program, *(Wait(name) for name in last), Run(OPTIMIZER)]
+    return [*program, *(WaitForCollective(name) for name in reductions), RunWork(OPTIMIZER)]
 
 
-def window(
+def build_window(
     program: Sequence[Instruction],
     seconds: ArrayLike,
     *,
     steps: Sequence[int] | None = None,
     measured_seconds: ArrayLike | None = None,
-) -> Window:
-    """The window of a job whose ranks all run `program` in each step.
+) -> RecordedWindow:
+    """Build the window of a job whose ranks all run `program` in each step.
 
-    seconds: [instruction, *mesh, step], one row for each Run (own seconds) and Launch (seconds once the last rank
-    is there), in the program's order; the mesh is usually one axis of ranks. steps: their numbers, by default from
-    0.
-    measured_seconds: wall time of each step. Raises ValueError where the rows do not fit, or a value is negative or
-    NaN.
+    `seconds` is [instruction, *mesh, step], with one row for each RunWork (own seconds) and LaunchCollective (seconds
+    after the last rank has arrived), in the program's order. The mesh is usually one axis of ranks. `steps` are the
+    step numbers, by default from 0. `measured_seconds` is the wall time of each step. Raises ValueError if the rows do
+    not fit, or if a value is negative or NaN.
     """
-    timed = [instruction for instruction in program if not isinstance(instruction, Wait)]
+    timed = [instruction for instruction in program if not isinstance(instruction, WaitForCollective)]
     table: Array = np.asarray(seconds, dtype=np.float64)
     if table.ndim < 3 or table.shape[0] != len(timed):
         raise ValueError(f"seconds has shape {table.shape}; the program needs [{len(timed)}, rank, step]")
-    bad = np.argwhere(~(np.isfinite(table) & (table >= 0)))
-    if bad.size:
-        row, *rank, step = (int(index) for index in bad[0])
+    invalid = np.argwhere(~(np.isfinite(table) & (table >= 0)))
+    if invalid.size:
+        row, *rank, step = (int(index) for index in invalid[0])
         raise ValueError(
-            f"{timed[row]}: {table[tuple(bad[0])]} seconds on rank {rank[0]} at step {step}; drop that step"
+            f"{timed[row]}: {table[tuple(invalid[0])]} seconds on rank {rank[0]} at step {step}; drop that step"
         )
     graph = GraphBuilder()
     operations: list[Operation] = []
@@ -211,39 +231,38 @@ def window(
     launched: dict[str, int] = {}
     waited_on: list[int] = []
     for instruction in program:
-        if isinstance(instruction, Wait):
+        if isinstance(instruction, WaitForCollective):
             if instruction.name not in launched:
                 raise ValueError(f"the program waits for {instruction.name!r} before it is launched")
             waited_on.append(launched[instruction.name])
             continue
-        node = graph.operation(str(instruction), after=[] if previous is None else [previous])
+        node = graph.add_operation(str(instruction), after=[] if previous is None else [previous])
         operations.append(Operation(instruction.type, index=counts[instruction.type]))
         counts[instruction.type] += 1
         for collective in waited_on:
-            graph.wait(node, on=collective)
-        if isinstance(instruction, Run):
+            graph.add_wait(node, on=collective)
+        if isinstance(instruction, RunWork):
             previous, waited_on = node, []
         else:
             if instruction.stream in streams:
-                graph.wait(node, on=streams[instruction.stream])
+                graph.add_wait(node, on=streams[instruction.stream])
             streams[instruction.stream] = launched[instruction.name] = node
             graph.start_together([node], across=instruction.across)
-    collectives = frozenset(instruction.type for instruction in timed if isinstance(instruction, Launch))
-    return Window(
+    collectives = frozenset(instruction.type for instruction in timed if isinstance(instruction, LaunchCollective))
+    return RecordedWindow(
         graph=graph.build(),
         operations=tuple(operations),
         seconds=table,
-        ideal=ideal_seconds(operations, table, frozenset(counts) - collectives),
+        ideal=compute_ideal_seconds(operations, table, frozenset(counts) - collectives),
         steps=tuple(range(table.shape[-1])) if steps is None else tuple(steps),
         measured_s=None if measured_seconds is None else np.asarray(measured_seconds, dtype=np.float64),
     )
 
 
-def transfer_seconds(durations: Array) -> Array:
-    """What collectives take once the last rank is there, from how long each rank was inside them.
+def compute_transfer_seconds(durations: Array) -> Array:
+    """Return the transfer time of collectives, from the time that each rank was inside them.
 
-    The rank that comes last waits for nobody: the shortest duration of a group is the transfer, without any common
-    clock.
-    durations: [rank, step], result [1, step].
+    The last rank to arrive does not wait, so the shortest duration of a group is the transfer, without a common clock.
+    `durations` is [rank, step], and the result [1, step].
     """
     return np.asarray(durations.min(axis=0, keepdims=True))

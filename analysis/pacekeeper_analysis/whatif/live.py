@@ -1,9 +1,9 @@
-"""From the collectives that a live job's ranks have recorded to a window: stages, microbatches and groups as they are.
+"""Builds a window from the collectives that a live job's ranks recorded, with its stages, microbatches and groups.
 
-A job tells no more than which collectives each rank entered, with whom, how long it was inside and how long it was
-held up. What lies between is its own work. Stages follow from who sends to whom first, replicas from the chains of
-stages, the mesh from the groups. Clocks of ranks are never compared: whoever is inside a collective for the shortest
-time has waited for nobody, so that time is the transfer's (C4, arXiv 2406.04594).
+The records contain only which collectives each rank entered, with which peers, how long it was inside, and how long it
+waited. The time between them is the rank's own work. Stages follow from the first sends, replicas from the chains of
+stages, and the mesh from the groups. Clocks of ranks are never compared. The rank that is inside a collective for the
+shortest time has not waited, so that time is the transfer (C4, arXiv 2406.04594).
 """
 
 from __future__ import annotations
@@ -16,73 +16,73 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.communicators import Communicator
-from pacekeeper_analysis.operations import NO_GROUP
-from pacekeeper_analysis.records import NOTICED_LATE, Collective
+from pacekeeper_analysis.protocol.communicators import Communicator
+from pacekeeper_analysis.protocol.operations import NO_GROUP
+from pacekeeper_analysis.protocol.records import NOTICED_LATE, Collective
 from pacekeeper_analysis.whatif.graph import GraphBuilder, Operation
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import BACKWARD_RECV, BACKWARD_SEND, FORWARD_RECV, FORWARD_SEND, TraceError
-from pacekeeper_analysis.whatif.window import Skipped, Window
+from pacekeeper_analysis.whatif.window import RecordedWindow, SkippedStep
 
 COMPUTE = "compute"
 """A rank's own work between two of its collectives."""
-MINIMAL_STEPS = 3
-"""Fewer in common tell nothing."""
+MIN_LIVE_STEPS = 3
+"""Smallest number of common steps. Fewer are not sufficient."""
 _SEND, _RECV = int(Collective.SEND), int(Collective.RECV)
-_TRANSFERS = {
+_TRANSFER_TYPES = {
     (_SEND, 1): FORWARD_SEND,
     (_RECV, -1): FORWARD_RECV,
     (_SEND, -1): BACKWARD_SEND,
     (_RECV, 1): BACKWARD_RECV,
 }
-"""By collective and the way to the peer's stage: towards the end of the model (1) or its beginning (-1)."""
+"""By collective and direction to the peer's stage: toward the end of the model (1) or its beginning (-1)."""
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank has recorded of its last steps."""
+    """One rank's records of its last steps."""
 
     rank: int
     operations: NDArray[np.void]  # operations.OPERATION
-    communicators: Sequence[Communicator]  # that the operations' `group` counts into
+    communicators: Sequence[Communicator]  # the operations' `group` is an index into them
     step_seconds: Mapping[int, float]  # by step
 
 
 @dataclass(frozen=True)
 class LiveWindow:
-    """A window, and which rank each worker of it is."""
+    """A window, and the rank of each of its workers."""
 
-    window: Window
+    window: RecordedWindow
     worker_ranks: Mapping[tuple[int, int], int]
-    """Global rank by (replica, stage), replicas as the flat index into the window's mesh."""
+    """Global rank by (replica, stage). Replicas are the flat index into the window's mesh."""
 
 
-def window_from_operations(ranks: Sequence[RankSteps]) -> LiveWindow:
-    """The window of the steps that all ranks have recorded alike.
+def build_window_from_operations(ranks: Sequence[RankSteps]) -> LiveWindow:
+    """Build the window of the steps that all ranks recorded alike.
 
-    Raises TraceError where ranks are missing, or what they recorded is no job of equal replicas: it then has to be
-    judged by the ranks' own work alone.
+    Raises TraceError if ranks are missing, or if the records do not form a job of equal replicas. Then only the ranks'
+    own work can be judged.
     """
-    by_rank = {of.rank: of for of in ranks}
+    by_rank = {rank_steps.rank: rank_steps for rank_steps in ranks}
     if not by_rank or sorted(by_rank) != list(range(len(by_rank))):
-        found = ", ".join(map(str, sorted(by_rank)[:8])) or "none"
-        raise TraceError(f"operations of rank {found}; give those of every rank from 0")
-    layout = _Layout({rank: _Rank(of) for rank, of in by_rank.items()})
-    return _Pipeline(layout).window()
+        rank_list = ", ".join(map(str, sorted(by_rank)[:8])) or "none"
+        raise TraceError(f"operations of rank {rank_list}; give those of every rank from 0")
+    layout = _ReplicaLayout({rank: _RecordedRank(rank_steps) for rank, rank_steps in by_rank.items()})
+    return _LiveWindowBuilder(layout).build()
 
 
-class _Rank:
+class _RecordedRank:
     """One rank's operations, step by step in the order in which it entered them."""
 
-    def __init__(self, of: RankSteps) -> None:
-        self.step_seconds = of.step_seconds
-        self._operations = of.operations
-        self._groups = of.communicators
-        self._ranks_of: dict[int, tuple[int, ...]] = {}  # those that were asked for: all of them may be many
+    def __init__(self, rank_steps: RankSteps) -> None:
+        self.step_seconds = rank_steps.step_seconds
+        self._operations = rank_steps.operations
+        self._groups = rank_steps.communicators
+        self._ranks_of: dict[int, tuple[int, ...]] = {}  # only requested groups: there may be many
 
     @cached_property
     def steps(self) -> dict[int, NDArray[np.void]]:
-        """By number, of those whose duration is known."""
+        """Operations of each step whose duration is known, by number."""
         if not len(self._operations):
             return {}
         order = np.lexsort((self._operations["start"], self._operations["step"]))
@@ -91,89 +91,92 @@ class _Rank:
         parts = np.split(ordered, first[1:])
         return {int(n): part for n, part in zip(numbers, parts, strict=True) if int(n) in self.step_seconds}
 
-    def ranks_of(self, group: int) -> tuple[int, ...]:
-        """() where it is not known."""
+    def get_group_ranks(self, group: int) -> tuple[int, ...]:
+        """Return the ranks of a group. () if not known."""
         if group == NO_GROUP or group >= len(self._groups):
             return ()
         if group not in self._ranks_of:
             self._ranks_of[group] = self._groups[group].ranks
         return self._ranks_of[group]
 
-    def transfers(self, operations: NDArray[np.void]) -> NDArray[np.void]:
-        """Sends and receives whose peer is known."""
-        between_two = np.isin(operations["collective"], (_SEND, _RECV)) & (operations["peer"] >= 0)
-        return operations[between_two]
+    def select_transfers(self, operations: NDArray[np.void]) -> NDArray[np.void]:
+        """Return sends and receives whose peer is known."""
+        is_transfer = np.isin(operations["collective"], (_SEND, _RECV)) & (operations["peer"] >= 0)
+        return operations[is_transfer]
 
 
-class _Layout:
-    """Which rank is which stage of which replica, and the mesh that the replicas' groups make."""
+class _ReplicaLayout:
+    """The stage and replica of each rank, and the mesh that the replicas' groups form."""
 
-    def __init__(self, ranks: Mapping[int, _Rank]) -> None:
+    def __init__(self, ranks: Mapping[int, _RecordedRank]) -> None:
         self.ranks = ranks
         self.common = sorted(set.intersection(*(set(rank.steps) for rank in ranks.values())))
-        if len(self.common) < MINIMAL_STEPS:
-            raise TraceError(f"the ranks have recorded {len(self.common)} steps in common; {MINIMAL_STEPS} are needed")
-        self.stage_of = self._stages()
+        if len(self.common) < MIN_LIVE_STEPS:
+            raise TraceError(f"the ranks have recorded {len(self.common)} steps in common; {MIN_LIVE_STEPS} are needed")
+        self.stage_of = self._assign_stages()
         self.stages = 1 + max(self.stage_of.values())
-        self.chains = self._chains()
+        self.chains = self._build_chains()
         self._arrange()
 
-    def _first(self, rank: int) -> np.void | None:
-        """The first transfer of the newest common step."""
-        found = self.ranks[rank].transfers(self.ranks[rank].steps[self.common[-1]])
-        return found[0] if len(found) else None
+    def _find_first_transfer(self, rank: int) -> np.void | None:
+        """Return the first transfer of the newest common step."""
+        transfers = self.ranks[rank].select_transfers(self.ranks[rank].steps[self.common[-1]])
+        return transfers[0] if len(transfers) else None
 
-    def _stages(self) -> dict[int, int]:
-        """Activations go before gradients: who sends first is the model's beginning, others follow their sender."""
-        first = {rank: self._first(rank) for rank in self.ranks}
+    def _assign_stages(self) -> dict[int, int]:
+        """Assign stages. Activations precede gradients: the rank that sends first is the model's beginning.
+
+        Other ranks follow their sender.
+        """
+        first = {rank: self._find_first_transfer(rank) for rank in self.ranks}
         silent = [rank for rank, transfer in first.items() if transfer is None]
         if len(silent) == len(first):
             return dict.fromkeys(self.ranks, 0)
         if silent:
-            raise TraceError(f"rank {silent[0]} sends and receives nothing, though others do")
-        before = {r: int(t["peer"]) for r, t in first.items() if t is not None and int(t["collective"]) == _RECV}
+            raise TraceError(f"rank {silent[0]} sends and receives nothing, but others do")
+        senders = {r: int(t["peer"]) for r, t in first.items() if t is not None and int(t["collective"]) == _RECV}
         stages: dict[int, int] = {}
         for rank in self.ranks:
             path = [rank]
-            while path[-1] in before and path[-1] not in stages and len(path) <= len(self.ranks):
-                path.append(before[path[-1]])
+            while path[-1] in senders and path[-1] not in stages and len(path) <= len(self.ranks):
+                path.append(senders[path[-1]])
             if len(path) > len(self.ranks) or path[-1] not in self.ranks:
-                raise TraceError(f"rank {rank} waits first for ranks that wait for it")
-            known = stages.get(path[-1], 0)
-            stages.update((of, known + distance) for distance, of in enumerate(reversed(path)))
+                raise TraceError(f"rank {rank} first waits for ranks that wait for it")
+            first_stage = stages.get(path[-1], 0)
+            stages.update((path_rank, first_stage + distance) for distance, path_rank in enumerate(reversed(path)))
         return stages
 
-    def _chains(self) -> list[tuple[int, ...]]:
-        """The ranks of each replica, by stage."""
+    def _build_chains(self) -> list[tuple[int, ...]]:
+        """Return the ranks of each replica, by stage."""
         chains = []
         for rank in sorted(self.ranks):
             if self.stage_of[rank] == 0:
                 chain = [rank]
                 while len(chain) < self.stages:
-                    chain.append(self._next(chain[-1]))
+                    chain.append(self._find_next_stage_rank(chain[-1]))
                 chains.append(tuple(chain))
         if sorted(rank for chain in chains for rank in chain) != sorted(self.ranks):
-            raise TraceError("the stages have different numbers of ranks; replicas have to be alike")
+            raise TraceError("the stages have different numbers of ranks; replicas must be alike")
         return chains
 
-    def _next(self, rank: int) -> int:
-        """To whom it sends forward."""
-        found = self.ranks[rank].transfers(self.ranks[rank].steps[self.common[-1]])
-        sent = [int(peer) for peer in found["peer"][found["collective"] == _SEND]]
+    def _find_next_stage_rank(self, rank: int) -> int:
+        """Return the rank that this rank sends to in the next stage."""
+        transfers = self.ranks[rank].select_transfers(self.ranks[rank].steps[self.common[-1]])
+        sent = [int(peer) for peer in transfers["peer"][transfers["collective"] == _SEND]]
         forward = [peer for peer in sent if self.stage_of.get(peer) == self.stage_of[rank] + 1]
         if not forward:
-            raise TraceError(f"rank {rank} of stage {self.stage_of[rank]} sends to nobody of the next stage")
+            raise TraceError(f"rank {rank} of stage {self.stage_of[rank]} sends to no rank of the next stage")
         return forward[0]
 
     def _arrange(self) -> None:
-        """Chains in the order of the mesh: one axis, or two where groups hold only a part of the replicas."""
+        """Arrange the chains in the order of the mesh: one axis, or two if groups hold only a part of the replicas."""
         chain_of = {rank: index for index, chain in enumerate(self.chains) for rank in chain}
         count = len(self.chains)
         partitions = {
             frozenset(chain_of[member] for member in members)
             for rank in self.ranks.values()
             for group in np.unique(rank.steps[self.common[-1]]["group"])
-            if (members := rank.ranks_of(int(group))) and all(member in chain_of for member in members)
+            if (members := rank.get_group_ranks(int(group))) and all(member in chain_of for member in members)
         }
         parts = sorted({part for part in partitions if 1 < len(part) < count}, key=lambda part: sorted(part))
         if not parts:
@@ -184,24 +187,26 @@ class _Layout:
         rows = [part for part in parts if len(part) == len(inner) and (part == inner or not part & inner)]
         if sorted(index for row in rows for index in row) != list(range(count)):
             raise TraceError("the groups do not divide the replicas into equal parts")
-        where = {index: (at, sorted(row).index(index)) for at, row in enumerate(rows) for index in row}
+        place_of_chain = {
+            index: (row_index, sorted(row).index(index)) for row_index, row in enumerate(rows) for index in row
+        }
         self.mesh = (len(rows), len(inner))
-        self.chains = sorted(self.chains, key=lambda chain: where[chain_of[chain[0]]])
-        self.place = {rank: where[index] for rank, index in chain_of.items()}
+        self.chains = sorted(self.chains, key=lambda chain: place_of_chain[chain_of[chain[0]]])
+        self.place = {rank: place_of_chain[index] for rank, index in chain_of.items()}
 
-    def extent(self, members: Sequence[int]) -> tuple[frozenset[int], tuple[int, ...]]:
-        """The stages and axes of the mesh that a group spans. Raises TraceError where it is no part of the mesh."""
+    def get_extent(self, members: Sequence[int]) -> tuple[frozenset[int], tuple[int, ...]]:
+        """Return the stages and mesh axes that a group spans. Raises TraceError if it is not a part of the mesh."""
         stages = frozenset(self.stage_of[member] for member in members)
         places = {self.place[member] for member in members}
         axes = tuple(axis for axis in range(len(self.mesh)) if len({place[axis] for place in places}) > 1)
         if len(members) != len(stages) * int(np.prod([self.mesh[axis] for axis in axes])):
-            raise TraceError(f"the group of ranks {list(members)[:8]} is no row, column or whole of the replicas")
+            raise TraceError(f"the group of ranks {list(members)[:8]} is not a row, a column, or all of the replicas")
         return stages, axes
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What an operation is to all replicas alike: its type, and who is in it."""
+class _OperationKind:
+    """What an operation has in common on all replicas: its type and its participants."""
 
     type: str
     stages: frozenset[int]
@@ -209,68 +214,70 @@ class _Kind:
 
 
 @dataclass(frozen=True)
-class _Event:
-    """One place in a stage's course through a step."""
+class _StageEvent:
+    """One event in a stage's sequence of a step."""
 
     time: float
-    launches: bool  # an operation; otherwise the rank waits for its end
+    is_launch: bool  # launch of an operation; otherwise the rank waits for its end
     operation: int  # in the order in which they are entered
 
 
-class _Pipeline:
-    """Puts graph and durations together."""
+class _LiveWindowBuilder:
+    """Combines graph and durations."""
 
-    def __init__(self, layout: _Layout) -> None:
+    def __init__(self, layout: _ReplicaLayout) -> None:
         self._layout = layout
-        self._kinds = [self._kinds_of(rank) for rank in layout.chains[0]]
+        self._kinds = [self._list_kinds(rank) for rank in layout.chains[0]]
         usual = {rank: self._kinds[stage] for rank, stage in layout.stage_of.items()}
-        self._is_usual = {rank: self._kinds_of(rank) == kinds for rank, kinds in usual.items()}
-        """Whether each rank did in the newest step what most do: what is the same as that is quickly compared."""
-        self._steps, self._skipped = self._alike()
+        self._is_usual = {rank: self._list_kinds(rank) == kinds for rank, kinds in usual.items()}
+        """Whether each rank did in the newest step what most ranks do. Equal steps are then compared quickly."""
+        self._steps, self._skipped = self._select_common_steps()
         self._graph = GraphBuilder()
         self._operations: list[Operation] = []
         self._seconds: list[Array] = []
         self._counts: Counter[tuple[str, int]] = Counter()
         self._sizes: list[tuple[object, ...]] = []
-        """Of each operation: what it has in common with those whose ideal time is its own."""
+        """For each operation: a key shared by operations with the same ideal time."""
         self._together: dict[tuple[object, int], list[int]] = defaultdict(list)
         self._axes: dict[tuple[object, int], tuple[int, ...]] = {}
 
-    def window(self) -> LiveWindow:
+    def build(self) -> LiveWindow:
         layout = self._layout
         for stage in range(layout.stages):
             self._add_stage(stage)
         seconds = np.stack(self._seconds)
-        for meeting, members in self._together.items():
-            axes = self._axes[meeting]
+        for start_key, members in self._together.items():
+            axes = self._axes[start_key]
             self._graph.start_together(members, across=axes)
-            least = seconds[members].min(axis=(0, *(axis + 1 for axis in axes)), keepdims=True)
-            seconds[members] = np.broadcast_to(least, seconds[members].shape)
-        window = Window(
+            transfer = seconds[members].min(axis=(0, *(axis + 1 for axis in axes)), keepdims=True)
+            seconds[members] = np.broadcast_to(transfer, seconds[members].shape)
+        window = RecordedWindow(
             graph=self._graph.build(),
             operations=tuple(self._operations),
             seconds=seconds,
-            ideal=_ideal(self._operations, self._sizes, seconds),
+            ideal=_compute_ideal_seconds(self._operations, self._sizes, seconds),
             steps=tuple(self._steps),
             measured_s=np.array([max(r.step_seconds[step] for r in layout.ranks.values()) for step in self._steps]),
             skipped=self._skipped,
         )
-        workers = {(at, stage): rank for at, chain in enumerate(layout.chains) for stage, rank in enumerate(chain)}
+        workers = {
+            (replica, stage): rank for replica, chain in enumerate(layout.chains) for stage, rank in enumerate(chain)
+        }
         return LiveWindow(window, workers)
 
     def _add_stage(self, stage: int) -> None:
-        """Own work and collectives of one stage, in the order of its course."""
-        course = self._course(stage)
-        own, inside = self._durations(stage, course)
-        sizes = np.median(self._times(stage, "bytes"), axis=(1, 2))
+        """Add own work and collectives of one stage, in their order."""
+        events = self._list_stage_events(stage)
+        own, inside = self._compute_durations(stage, events)
+        sizes = np.median(self._collect_column(stage, "bytes"), axis=(1, 2))
         nodes: dict[int, int] = {}
-        counts: dict[_Kind, int] = defaultdict(int)
-        last_of: dict[_Kind, int] = {}
+        counts: dict[_OperationKind, int] = defaultdict(int)
+        last_of: dict[_OperationKind, int] = {}
         before: list[int] = []
-        for at, event in enumerate(course):
-            work = self._add(COMPUTE, stage, before, own[at], (COMPUTE,))
+        for index, event in enumerate(events):
+            work = self._add(COMPUTE, stage, before, own[index], (COMPUTE,))
             before = [work]
-            if not event.launches:
+            if not event.is_launch:
                 before.append(nodes[event.operation])
                 continue
             kind = self._kinds[stage][event.operation]
@@ -278,9 +285,9 @@ class _Pipeline:
             size = (kind.type, len(kind.stages), kind.axes, float(sizes[event.operation]))
             node = self._add(kind.type, stage, [work, *stream], inside[event.operation], size)
             nodes[event.operation] = last_of[kind] = node
-            meeting = (self._meeting(kind, stage), counts[kind])
-            self._together[meeting].append(node)
-            self._axes[meeting] = kind.axes
+            start_key = (self._build_start_key(kind, stage), counts[kind])
+            self._together[start_key].append(node)
+            self._axes[start_key] = kind.axes
             counts[kind] += 1
         self._add(COMPUTE, stage, before, own[-1], (COMPUTE,))
 
@@ -290,15 +297,15 @@ class _Pipeline:
         self._operations.append(Operation(type_, stage, index))
         self._seconds.append(seconds)
         self._sizes.append(size)
-        return self._graph.operation(f"{type_} {index} of stage {stage}", after)
+        return self._graph.add_operation(f"{type_} {index} of stage {stage}", after)
 
-    def _kinds_of(self, rank: int, step: int | None = None) -> list[_Kind]:
-        """Of the operations of a step, in the order in which they are entered; by default of the newest one."""
-        of = self._layout.ranks[rank]
-        operations = of.steps[self._layout.common[-1] if step is None else step]
-        return [self._kind(rank, operation) for operation in operations]
+    def _list_kinds(self, rank: int, step: int | None = None) -> list[_OperationKind]:
+        """Return the kinds of the operations of a step, by default the newest, in the order of entering."""
+        recorded_rank = self._layout.ranks[rank]
+        operations = recorded_rank.steps[self._layout.common[-1] if step is None else step]
+        return [self._classify_operation(rank, operation) for operation in operations]
 
-    def _kind(self, rank: int, operation: np.void) -> _Kind:
+    def _classify_operation(self, rank: int, operation: np.void) -> _OperationKind:
         layout, collective = self._layout, int(operation["collective"])
         stage = layout.stage_of[rank]
         if collective in (_SEND, _RECV):
@@ -306,91 +313,105 @@ class _Pipeline:
             if peer not in layout.stage_of:
                 raise TraceError(f"rank {rank} sends to or receives from rank {peer}, which is not in the job")
             distance = layout.stage_of[peer] - stage
-            way = 1 if distance == 1 or distance < -1 else -1  # interleaved, the last stage sends on to the first
-            type_ = _TRANSFERS.get((collective, way))
+            direction = 1 if distance == 1 or distance < -1 else -1  # interleaved: the last stage sends on to the first
+            type_ = _TRANSFER_TYPES.get((collective, direction))
             if type_ is None or distance == 0:
                 raise TraceError(f"ranks {rank} and {peer} of stage {stage} send to each other")
-            return _Kind(type_, frozenset({stage}), ())
-        members = layout.ranks[rank].ranks_of(int(operation["group"]))
+            return _OperationKind(type_, frozenset({stage}), ())
+        members = layout.ranks[rank].get_group_ranks(int(operation["group"]))
         if not members:
             raise TraceError(f"rank {rank} has entered a collective of a group whose ranks are not known")
-        stages, axes = layout.extent(members)
-        return _Kind(Collective(collective).name.lower().replace("_", "-"), stages, axes)
+        stages, axes = layout.get_extent(members)
+        return _OperationKind(Collective(collective).name.lower().replace("_", "-"), stages, axes)
 
-    def _meeting(self, kind: _Kind, stage: int) -> object:
-        """The same for all that start together: the two ends of a transfer, or a collective on all of its stages."""
-        way, _, end = kind.type.partition("-")
+    def _build_start_key(self, kind: _OperationKind, stage: int) -> object:
+        """Return a key shared by all that start together: both ends of a transfer, or a collective on all stages."""
+        direction, _, end = kind.type.partition("-")
         if end not in ("send", "recv"):
             return kind
-        onwards = 1 if way == "forward" else -1
-        return way, stage if end == "send" else (stage - onwards) % self._layout.stages
+        stage_step = 1 if direction == "forward" else -1
+        return direction, stage if end == "send" else (stage - stage_step) % self._layout.stages
 
-    def _alike(self) -> tuple[list[int], tuple[Skipped, ...]]:
-        """The steps in which all replicas did the same in the same order."""
+    def _select_common_steps(self) -> tuple[list[int], tuple[SkippedStep, ...]]:
+        """Return the steps in which all replicas did the same in the same order."""
         steps, skipped = [], []
         for step in self._layout.common:
-            odd = next((rank for rank in self._layout.ranks if not self._as_usual(rank, step)), None)
-            if odd is None:
+            deviating_rank = next((rank for rank in self._layout.ranks if not self._is_usual_step(rank, step)), None)
+            if deviating_rank is None:
                 steps.append(step)
             else:
-                skipped.append(Skipped(step, f"rank {odd} entered other collectives than its peers"))
-        if len(steps) < MINIMAL_STEPS:
-            raise TraceError(f"the ranks did the same in {len(steps)} steps only; {skipped[-1].reason}")
+                skipped.append(SkippedStep(step, f"rank {deviating_rank} entered other collectives than its peers"))
+        if len(steps) < MIN_LIVE_STEPS:
+            raise TraceError(f"the ranks did the same in only {len(steps)} steps; {skipped[-1].reason}")
         return steps, tuple(skipped)
 
-    def _as_usual(self, rank: int, step: int) -> bool:
-        operations, newest = (self._layout.ranks[rank].steps[of] for of in (step, self._layout.common[-1]))
+    def _is_usual_step(self, rank: int, step: int) -> bool:
+        operations, newest = (self._layout.ranks[rank].steps[number] for number in (step, self._layout.common[-1]))
         if self._is_usual[rank] and len(operations) == len(newest):
             return all(np.array_equal(operations[name], newest[name]) for name in ("collective", "group", "peer"))
         usual = self._kinds[self._layout.stage_of[rank]]
-        return len(operations) == len(usual) and self._kinds_of(rank, step) == usual
+        return len(operations) == len(usual) and self._list_kinds(rank, step) == usual
 
-    def _times(self, stage: int, name: str) -> Array:
-        """A column of the operations [operation, replica, step]."""
+    def _collect_column(self, stage: int, name: str) -> Array:
+        """Return a column of the operations [operation, replica, step]."""
         ranks = [self._layout.ranks[chain[stage]] for chain in self._layout.chains]
         table = [[rank.steps[step][name] for step in self._steps] for rank in ranks]
         return np.moveaxis(np.array(table, dtype=np.float64), 2, 0)
 
-    def _course(self, stage: int) -> list[_Event]:
-        """What a rank of the stage does in a step, in order: as most replicas do in most steps."""
-        start, end, held = (np.median(self._times(stage, name), axis=(1, 2)) for name in ("start", "end", "held"))
-        late = np.median(self._times(stage, "flags").astype(int) & NOTICED_LATE, axis=(1, 2)) > 0
-        events = [_Event(float(time), True, at) for at, time in enumerate(start)]
-        events += [_Event(float(time), False, at) for at, time in enumerate(end) if not late[at] or held[at] > 0]
-        # A wait belongs before whatever is launched at the moment of its end.
-        return sorted(events, key=lambda event: (event.time, event.launches, event.operation))
+    def _list_stage_events(self, stage: int) -> list[_StageEvent]:
+        """Return the events of a stage in a step, in the order of most replicas and steps."""
+        start, end, waits = (
+            np.median(self._collect_column(stage, name), axis=(1, 2)) for name in ("start", "end", "wait")
+        )
+        late = np.median(self._collect_column(stage, "flags").astype(int) & NOTICED_LATE, axis=(1, 2)) > 0
+        events = [_StageEvent(float(time), True, index) for index, time in enumerate(start)]
+        events += [
+            _StageEvent(float(time), False, index)
+            for index, time in enumerate(end)
+            if not late[index] or waits[index] > 0
+        ]
+        # A wait precedes operations that are launched at the moment of its end.
+        return sorted(events, key=lambda event: (event.time, event.is_launch, event.operation))
 
-    def _durations(self, stage: int, course: Sequence[_Event]) -> tuple[Array, Array]:
-        """Own work before each event and after the last one, [event + 1, *mesh, step]; and the time inside of each
-        operation, [operation, *mesh, step]."""
-        start, end, held = (self._times(stage, name) for name in ("start", "end", "held"))
-        whole = np.array(
+    def _compute_durations(self, stage: int, events: Sequence[_StageEvent]) -> tuple[Array, Array]:
+        """Return the own work and the time inside operations.
+
+        Own work is before each event and after the last one, [event + 1, *mesh, step]. Time inside is [operation,
+        *mesh, step].
+        """
+        start, end, waits = (self._collect_column(stage, name) for name in ("start", "end", "wait"))
+        step_seconds = np.array(
             [
                 [self._layout.ranks[chain[stage]].step_seconds[step] for step in self._steps]
                 for chain in self._layout.chains
             ]
         )
         shape = (*self._layout.mesh, len(self._steps))
-        now, own = np.zeros(whole.shape), []
-        for event in course:
-            busy_until = start[event.operation] if event.launches else (end - held)[event.operation]
+        now, own = np.zeros(step_seconds.shape), []
+        for event in events:
+            busy_until = start[event.operation] if event.is_launch else (end - waits)[event.operation]
             own.append(np.maximum(busy_until - now, 0.0))
-            now = np.maximum(now, start[event.operation] if event.launches else end[event.operation])
-        own.append(np.maximum(whole - now, 0.0))
+            now = np.maximum(now, start[event.operation] if event.is_launch else end[event.operation])
+        own.append(np.maximum(step_seconds - now, 0.0))
         inside = end - start
         return np.stack(own).reshape(-1, *shape), inside.reshape(-1, *shape)
 
 
-def _ideal(operations: Sequence[Operation], sizes: Sequence[tuple[object, ...]], seconds: Array) -> Array:
-    """Own work: its mean over replicas and steps, as if all stages had as much of it in sum. Communication: the median
-    of those of its type, group and size (arXiv 2505.05713, where a type has one size)."""
+def _compute_ideal_seconds(
+    operations: Sequence[Operation], sizes: Sequence[tuple[object, ...]], seconds: Array
+) -> Array:
+    """Return the ideal seconds of each operation.
+
+    For own work it is the mean over replicas and steps, as if all stages had the same total. For communication it is
+    the median of its type, group and size (arXiv 2505.05713, where a type has one size).
+    """
     usual = seconds.reshape(len(operations), -1).mean(axis=1)
     ideal = np.empty(len(operations))
     stages = np.array([operation.stage for operation in operations])
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    nodes_by_size: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for node, size in enumerate(sizes):
-        alike[size].append(node)
-    for size, nodes in alike.items():
+        nodes_by_size[size].append(node)
+    for size, nodes in nodes_by_size.items():
         if size == (COMPUTE,):
             sums = np.bincount(stages[nodes], weights=usual[nodes])
             ideal[nodes] = usual[nodes] * (sums.mean() / np.maximum(sums, 1e-12))[stages[nodes]]

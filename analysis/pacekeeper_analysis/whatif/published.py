@@ -1,8 +1,7 @@
-"""From a trace in the published schema to a window: which operation waits for which, and how long each one really
-takes.
+"""Builds a window from a trace in the published schema: dependencies and own durations of the operations.
 
-The rules are those of arXiv 2505.05713 and its analyzer's published results (methods, section W). The graph is read
-off data-parallel rank 0 of the first complete step and serves every step and rank.
+The rules are those of arXiv 2505.05713 and its analyzer's published results (methods, section W). The graph is derived
+from data-parallel rank 0 of the first complete step, and serves every step and rank.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.graph import Graph, GraphBuilder, Operation
-from pacekeeper_analysis.whatif.rows import DenseRows
+from pacekeeper_analysis.whatif.dense_rows import DenseRows
+from pacekeeper_analysis.whatif.graph import GraphBuilder, Operation, OperationGraph
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import (
     ALL_GATHER,
@@ -30,34 +29,34 @@ from pacekeeper_analysis.whatif.trace import (
     OPTIMIZER,
     REDUCE_SCATTER,
     SEPARATE_ALL_REDUCE,
-    Metadata,
-    Trace,
+    JobTrace,
     TraceError,
+    TraceMetadata,
 )
-from pacekeeper_analysis.whatif.window import Window, ideal_seconds
+from pacekeeper_analysis.whatif.window import RecordedWindow, compute_ideal_seconds
 
 MEAN_TYPES = frozenset({FORWARD, BACKWARD, GC, OPTIMIZER})
-"""Types whose ideal duration is the mean; the median for all others."""
+"""Types whose ideal duration is the mean. For all others it is the median."""
 
-CLOCK_TOLERANCE_S = 5e-5
-"""By how much clocks of a job may differ without meaning anything."""
+MAX_CLOCK_DIFFERENCE_S = 5e-5
+"""Insignificant difference between the clocks of a job."""
 
 NEGATIVE_TRANSFER_S = -0.010
-"""A transfer that ended this long before its last participant arrived is a clock error; it counts as 0."""
+"""A transfer that ended this long before its last participant arrived is a clock error, and counts as 0."""
 
 
-def window_from_trace(trace: Trace) -> Window:
-    """The window of all complete steps. Raises TraceError when there is none, or the rows contradict the metadata."""
-    rows = DenseRows(trace, in_graph(trace.metadata))
-    starts, durations = rows.fill(trace.start_ts), rows.fill(trace.duration)
-    ends = rows.fill(trace.start_ts + trace.duration)  # added in the trace's own precision, as its authors do
-    graph = pipeline_graph(rows.operations, starts[:, 0, 0], ends[:, 0, 0], trace.metadata)
-    seconds = own_seconds(graph, starts, durations, ends)
-    return Window(
+def build_window_from_trace(trace: JobTrace) -> RecordedWindow:
+    """Build the window of all complete steps. Raises TraceError if none exists, or the rows contradict the metadata."""
+    rows = DenseRows(trace, build_graph_filter(trace.metadata))
+    starts, durations = rows.fill_column(trace.start_ts), rows.fill_column(trace.duration)
+    ends = rows.fill_column(trace.start_ts + trace.duration)  # added in the trace's own precision, as its authors do
+    graph = build_pipeline_graph(rows.operations, starts[:, 0, 0], ends[:, 0, 0], trace.metadata)
+    seconds = compute_own_seconds(graph, starts, durations, ends)
+    return RecordedWindow(
         graph=graph,
         operations=rows.operations,
         seconds=seconds,
-        ideal=ideal_seconds(rows.operations, seconds, MEAN_TYPES),
+        ideal=compute_ideal_seconds(rows.operations, seconds, MEAN_TYPES),
         steps=rows.steps,
         measured_s=ends.max(axis=(0, 1)) - starts.min(axis=(0, 1)),
         skipped=rows.skipped,
@@ -65,8 +64,8 @@ def window_from_trace(trace: Trace) -> Window:
     )
 
 
-def in_graph(meta: Metadata) -> Callable[[str, int], bool]:
-    """Which types of operation belong to the graph in which stage."""
+def build_graph_filter(meta: TraceMetadata) -> Callable[[str, int], bool]:
+    """Return a predicate: whether operations of a type belong to the graph in a stage."""
 
     def included(name: str, stage: int) -> bool:
         if name in (ALL_GATHER, REDUCE_SCATTER, SEPARATE_ALL_REDUCE):
@@ -78,10 +77,10 @@ def in_graph(meta: Metadata) -> Callable[[str, int], bool]:
     return included
 
 
-def own_seconds(graph: Graph, starts: Array, durations: Array, ends: Array) -> Array:
-    """Durations without the wait for others: end minus the latest start among those that start together.
+def compute_own_seconds(graph: OperationGraph, starts: Array, durations: Array, ends: Array) -> Array:
+    """Return durations without the wait for others: end minus the latest start among those that start together.
 
-    starts, durations, ends: [operation, replica, step].
+    `starts`, `durations` and `ends` are [operation, replica, step].
     """
     seconds = durations.copy()
     for unit in graph.units:
@@ -95,26 +94,28 @@ def own_seconds(graph: Graph, starts: Array, durations: Array, ends: Array) -> A
     return seconds
 
 
-def pipeline_graph(operations: Sequence[Operation], starts: Array, ends: Array, meta: Metadata) -> Graph:
-    """The graph of one step, read off one data-parallel rank's start and end times [operation].
+def build_pipeline_graph(
+    operations: Sequence[Operation], starts: Array, ends: Array, meta: TraceMetadata
+) -> OperationGraph:
+    """Build the graph of one step from one data-parallel rank's start and end times [operation].
 
-    Raises TraceError where operations have no counterpart: a stage without optimizer, a send without its receive.
+    Raises TraceError if operations have no counterpart: a stage without optimizer, or a send without its receive.
     """
-    pipeline = _Pipeline(operations, starts, ends, meta)
+    pipeline = _PipelineGraphBuilder(operations, starts, ends, meta)
     for stage in range(meta.pp_size):
-        pipeline.compute(stage)
-        pipeline.data_parallel(stage)
-        pipeline.tail(stage)
+        pipeline.add_computations(stage)
+        pipeline.add_data_parallel(stage)
+        pipeline.add_tail(stage)
     if meta.pp_size > 1:
-        pipeline.point_to_point()
-    pipeline.collectives()
+        pipeline.add_point_to_point()
+    pipeline.add_collectives()
     return pipeline.build()
 
 
-class _Pipeline:
+class _PipelineGraphBuilder:
     """Builds the graph rule by rule (methods, section W: rules 1 to 8)."""
 
-    def __init__(self, operations: Sequence[Operation], starts: Array, ends: Array, meta: Metadata) -> None:
+    def __init__(self, operations: Sequence[Operation], starts: Array, ends: Array, meta: TraceMetadata) -> None:
         self._operations = operations
         self._starts, self._ends = starts, ends
         self._meta = meta
@@ -123,112 +124,114 @@ class _Pipeline:
         for node in sorted(range(len(operations)), key=lambda node: (starts[node], operations[node].index)):
             self._of[operations[node].type, operations[node].stage].append(node)
         for operation in operations:
-            self._graph.operation(str(operation))
+            self._graph.add_operation(str(operation))
 
-    def build(self) -> Graph:
+    def build(self) -> OperationGraph:
         return self._graph.build(
             final=[node for stage in range(self._meta.pp_size) for node in self._of[OPTIMIZER, stage]]
         )
 
-    def compute(self, stage: int) -> None:
-        """Forwards and backwards of a stage run one after the other; each chunk's parameters are gathered first."""
+    def add_computations(self, stage: int) -> None:
+        """Order forwards and backwards of a stage in sequence. Each chunk's parameters are gathered first."""
         forwards, backwards = self._of[FORWARD, stage], self._of[BACKWARD, stage]
         if not forwards or len(forwards) != len(backwards):
             raise TraceError(
                 f"stage {stage} has {len(forwards)} {FORWARD} and {len(backwards)} {BACKWARD}; "
-                "it needs as many of each, and at least one"
+                "it needs the same number of each, and at least one"
             )
-        self._graph.chain(self._computes(stage))
+        self._graph.add_chain(self._list_computations(stage))
         last_of_chunk = {self._operations[gather].chunk: gather for gather in self._of[ALL_GATHER, stage]}
         for chunk, gather in last_of_chunk.items():
-            self._graph.wait(self._chunk(forwards, chunk)[0], on=gather)
+            self._graph.add_wait(self._select_chunk(forwards, chunk)[0], on=gather)
 
-    def data_parallel(self, stage: int) -> None:
-        """All-gathers and reduce-scatters share a stream; overlapped, gradients leave after their chunk's last
-        backward."""
+    def add_data_parallel(self, stage: int) -> None:
+        """Order all-gathers and reduce-scatters on their common stream.
+
+        If overlapped, gradients leave after their chunk's last backward.
+        """
         gathers, scatters = self._of[ALL_GATHER, stage], self._of[REDUCE_SCATTER, stage]
-        self._graph.chain(self._by_start([*gathers, *scatters]))
-        if self._overlapped():
+        self._graph.add_chain(self._sort_by_start([*gathers, *scatters]))
+        if self._is_overlapped():
             first_of_chunk = {self._operations[scatter].chunk: scatter for scatter in reversed(scatters)}
             for chunk, scatter in first_of_chunk.items():
-                backwards = self._chunk(self._of[BACKWARD, stage], chunk)
-                self._graph.wait(scatter, on=max(backwards, key=lambda node: float(self._ends[node])))
+                backwards = self._select_chunk(self._of[BACKWARD, stage], chunk)
+                self._graph.add_wait(scatter, on=max(backwards, key=lambda node: float(self._ends[node])))
 
-    def tail(self, stage: int) -> None:
-        """What follows the last computation, in a fixed order."""
-        last = max(self._computes(stage), key=lambda node: float(self._ends[node]))
+    def add_tail(self, stage: int) -> None:
+        """Order the operations after the last computation, which have a fixed sequence."""
+        last = max(self._list_computations(stage), key=lambda node: float(self._ends[node]))
         if not self._of[OPTIMIZER, stage]:
             raise TraceError(f"stage {stage} has no operation {OPTIMIZER}; a step ends with it, record it too")
         scatters = self._of[REDUCE_SCATTER, stage]
-        gradients = self._of[SEPARATE_ALL_REDUCE, stage] if self._overlapped() else scatters
-        synchronised = [*self._of[LAYERNORM, stage], *self._of[EMBEDDING, stage], *gradients]
-        after = [*synchronised, *self._of[CLIP, stage], *self._of[OPTIMIZER, stage]]
-        self._graph.chain([last, *self._of[GC, stage], *after])
-        if self._overlapped() and scatters:
-            self._graph.wait(after[0], on=scatters[-1])
+        gradients = self._of[SEPARATE_ALL_REDUCE, stage] if self._is_overlapped() else scatters
+        synchronized = [*self._of[LAYERNORM, stage], *self._of[EMBEDDING, stage], *gradients]
+        tail = [*synchronized, *self._of[CLIP, stage], *self._of[OPTIMIZER, stage]]
+        self._graph.add_chain([last, *self._of[GC, stage], *tail])
+        if self._is_overlapped() and scatters:
+            self._graph.add_wait(tail[0], on=scatters[-1])
 
-    def point_to_point(self) -> None:
-        """Sends and receives between neighbouring stages, in both directions."""
+    def add_point_to_point(self) -> None:
+        """Order sends and receives between adjacent stages, in both directions."""
         stages = self._meta.pp_size
         for compute, send, receive, step in (
             (FORWARD, FORWARD_SEND, FORWARD_RECV, 1),
             (BACKWARD, BACKWARD_SEND, BACKWARD_RECV, -1),
         ):
-            sends = [self._transfers(compute, send, stage, step) for stage in range(stages)]
-            receives = [self._transfers(compute, receive, stage, step) for stage in range(stages)]
+            sends = [self._order_transfers(compute, send, stage, step) for stage in range(stages)]
+            receives = [self._order_transfers(compute, receive, stage, step) for stage in range(stages)]
             for stage in range(stages):
-                neighbour = (stage + step) % stages
-                if len(sends[stage]) != len(receives[neighbour]):
+                next_stage = (stage + step) % stages
+                if len(sends[stage]) != len(receives[next_stage]):
                     raise TraceError(
-                        f"stage {stage} has {len(sends[stage])} {send} for {len(receives[neighbour])} {receive} "
-                        f"of stage {neighbour}; rows are missing"
+                        f"stage {stage} has {len(sends[stage])} {send} for {len(receives[next_stage])} {receive} "
+                        f"of stage {next_stage}; rows are missing"
                     )
-                for pair in zip(sends[stage], receives[neighbour], strict=True):
+                for pair in zip(sends[stage], receives[next_stage], strict=True):
                     self._graph.start_together(pair)
         for stage in range(stages):
-            self._before_first_backward(stage)
+            self._order_first_backward(stage)
 
-    def _transfers(self, compute: str, transfer: str, stage: int, step: int) -> list[int]:
-        """Orders the transfers of one type and stage among themselves and with computations.
+    def _order_transfers(self, compute: str, transfer: str, stage: int, step: int) -> list[int]:
+        """Order the transfers of one type and stage among themselves and with computations.
 
-        step: where the data goes, to the next stage (1) or to the one before (-1). Returns the transfers that have a
-        counterpart in a neighbouring stage.
+        `step` is the direction of the data: to the next stage (1) or to the previous one (-1). Returns the transfers
+        that have a counterpart in an adjacent stage.
         """
         receives = transfer in (FORWARD_RECV, BACKWARD_RECV)
-        outwards = -step if receives else step
+        direction = -step if receives else step
         computes = self._of[compute, stage]
-        self._graph.chain(self._of[transfer, stage])
+        self._graph.add_chain(self._of[transfer, stage])
         connected = []
-        for operation, served in self._served(transfer, computes, stage, outwards, receives=receives):
-            at = computes.index(served)
+        for operation, computation in self._match_computations(transfer, computes, stage, direction, receives=receives):
+            index = computes.index(computation)
             if not receives:
-                self._graph.wait(operation, on=served)
+                self._graph.add_wait(operation, on=computation)
             else:
-                self._graph.wait(served, on=operation)
-                if at > 0:
-                    self._graph.wait(operation, on=computes[at - 1])
-            if self._has_neighbour(served, outwards):
+                self._graph.add_wait(computation, on=operation)
+                if index > 0:
+                    self._graph.add_wait(operation, on=computes[index - 1])
+            if self._has_neighbor(computation, direction):
                 connected.append(operation)
         return connected
 
-    def _served(
-        self, transfer: str, computes: list[int], stage: int, outwards: int, *, receives: bool
+    def _match_computations(
+        self, transfer: str, computes: list[int], stage: int, direction: int, *, receives: bool
     ) -> list[tuple[int, int]]:
-        """Pairs of a transfer and the computation that it serves.
+        """Return pairs of a transfer and the computation that it serves.
 
-        Profilers record either the transfers that take place, or one for every computation, also for those at the
-        ends of the model that have no neighbour (the very first receive or the last send may be missing then, and
-        some may be recorded before or after all computations, without ever being launched).
+        Profilers record either the transfers that take place, or one for every computation. The latter include the ends
+        of the model, which have no neighbor. (There the very first receive or the last send may be missing, and some
+        may be recorded before or after all computations, although they are never launched.)
         """
         transfers = self._of[transfer, stage]
-        needing = [node for node in computes if self._has_neighbour(node, outwards)]
+        needing = [node for node in computes if self._has_neighbor(node, direction)]
         if len(transfers) == len(needing):
             return list(zip(transfers, needing, strict=True))
         if receives:
-            limit = max(self._starts[node] for node in computes) + CLOCK_TOLERANCE_S
+            limit = max(self._starts[node] for node in computes) + MAX_CLOCK_DIFFERENCE_S
             launched = [node for node in transfers if self._starts[node] <= limit]
         else:
-            limit = min(self._ends[node] for node in computes) - CLOCK_TOLERANCE_S
+            limit = min(self._ends[node] for node in computes) - MAX_CLOCK_DIFFERENCE_S
             launched = [node for node in transfers if self._ends[node] >= limit]
         if not launched and not needing:
             return []
@@ -241,23 +244,23 @@ class _Pipeline:
             "rows are missing"
         )
 
-    def _has_neighbour(self, compute: int, outwards: int) -> bool:
-        """Whether the model has a chunk next to this computation's, towards its end (1) or its beginning (-1)."""
+    def _has_neighbor(self, compute: int, direction: int) -> bool:
+        """Return whether the model has a chunk next to this computation's, toward its end (1) or its beginning (-1)."""
         operation = self._operations[compute]
-        place = operation.chunk * self._meta.pp_size + operation.stage
-        return 0 <= place + outwards < self._meta.pp_size * self._meta.vpp_size
+        position = operation.chunk * self._meta.pp_size + operation.stage
+        return 0 <= position + direction < self._meta.pp_size * self._meta.vpp_size
 
-    def _before_first_backward(self, stage: int) -> None:
-        """The first backward transfers are launched after the last computation but one before the first backward."""
-        computes = self._computes(stage)
-        first = next(at for at, node in enumerate(computes) if self._operations[node].type == BACKWARD)
+    def _order_first_backward(self, stage: int) -> None:
+        """Launch the first backward transfers after the last computation but one before the first backward."""
+        computes = self._list_computations(stage)
+        first = next(index for index, node in enumerate(computes) if self._operations[node].type == BACKWARD)
         if first >= 2:
             for name in (BACKWARD_RECV, BACKWARD_SEND):
                 for transfer in self._of[name, stage][:1]:
-                    self._graph.wait(transfer, on=computes[first - 2])
+                    self._graph.add_wait(transfer, on=computes[first - 2])
 
-    def collectives(self) -> None:
-        """Operations that all participants start together."""
+    def add_collectives(self) -> None:
+        """Add operations that all participants start together."""
         stages = range(self._meta.pp_size)
         for name in (ALL_GATHER, REDUCE_SCATTER, SEPARATE_ALL_REDUCE):
             for stage in stages:
@@ -267,19 +270,19 @@ class _Pipeline:
             members = [self._of[name, stage] for stage in ends]
             if len({len(nodes) for nodes in members}) > 1:
                 raise TraceError(f"stages {ends} have different numbers of {name}; rows are missing")
-            for together in zip(*members, strict=True):
-                self._graph.start_together(together, across=across)
+            for group in zip(*members, strict=True):
+                self._graph.start_together(group, across=across)
 
-    def _computes(self, stage: int) -> list[int]:
-        return self._by_start([*self._of[FORWARD, stage], *self._of[BACKWARD, stage]])
+    def _list_computations(self, stage: int) -> list[int]:
+        return self._sort_by_start([*self._of[FORWARD, stage], *self._of[BACKWARD, stage]])
 
-    def _by_start(self, nodes: list[int]) -> list[int]:
+    def _sort_by_start(self, nodes: list[int]) -> list[int]:
         return sorted(
             nodes, key=lambda node: (self._starts[node], self._operations[node].index, self._operations[node].type)
         )
 
-    def _chunk(self, nodes: list[int], chunk: int) -> list[int]:
-        """The nodes of one model chunk."""
+    def _select_chunk(self, nodes: list[int], chunk: int) -> list[int]:
+        """Return the nodes of one model chunk."""
         chosen = [node for node in nodes if self._operations[node].chunk == chunk]
         if not chosen:
             raise TraceError(
@@ -287,6 +290,6 @@ class _Pipeline:
             )
         return chosen
 
-    def _overlapped(self) -> bool:
-        """Whether gradients are reduced while backwards still run: the job then has separate all-reduces."""
+    def _is_overlapped(self) -> bool:
+        """Return whether gradients are reduced while backwards still run. Such a job has separate all-reduces."""
         return any(self._of[SEPARATE_ALL_REDUCE, stage] for stage in range(self._meta.pp_size))

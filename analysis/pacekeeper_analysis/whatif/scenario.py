@@ -1,12 +1,16 @@
-"""Questions to a recorded window: "how long would the steps take if …?"
+"""Scenarios: how long a recorded window's steps would take under other durations.
 
-A scenario says how long each operation takes: as recorded, ideally, or something else for a selection of operations.
+A scenario defines the duration of each operation: as recorded, ideal, or something else for a selection of operations.
 Scenarios are values: each change returns a new one.
 
-    AS_RECORDED.but(Where(replicas=[12]), takes=PEERS)              rank 12 at its peers' pace
-    ALL_IDEAL.but(Where(types=["backward-compute"]), takes=RECORDED)   only backward as it was
-    AS_RECORDED.but(Where(types=["forward-compute"]), takes=UNINTERRUPTED)   without pauses for garbage collection
-    AS_RECORDED.apart(Where(types=["grads-reduce-scatter"]))        replicas do not wait for each other
+    slow = OperationSelection(replicas=[12])
+    RECORDED_SCENARIO.with_change(slow, takes=PEERS)                     # rank 12 at its peers' speed
+    backward = OperationSelection(types=["backward-compute"])
+    IDEAL_SCENARIO.with_change(backward, takes=RECORDED)                 # only backward as recorded
+    forward = OperationSelection(types=["forward-compute"])
+    RECORDED_SCENARIO.with_change(forward, takes=UNINTERRUPTED)          # without pauses for garbage collection
+    reduce = OperationSelection(types=["grads-reduce-scatter"])
+    RECORDED_SCENARIO.with_independent_replicas(reduce)                  # replicas do not wait for each other
 """
 
 from __future__ import annotations
@@ -21,11 +25,11 @@ from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.simulate import Array
 
 
-class Where:
-    """A selection of operations: those that meet every condition given. Without conditions, all.
+class OperationSelection:
+    """A selection of operations: those that meet all given conditions. Without conditions, all.
 
-    types: operation types. stages: pipeline stages. replicas: data-parallel ranks (flat index into the replica mesh).
-    workers: pairs (replica, stage). steps: step numbers as in the trace.
+    `types` are operation types, and `stages` pipeline stages. `replicas` are data-parallel ranks (flat index into the
+    replica mesh). `workers` are pairs (replica, stage). `steps` are step numbers as in the trace.
     """
 
     __slots__ = ("_at", "replicas", "stages", "steps", "types", "workers")
@@ -44,165 +48,174 @@ class Where:
         self.replicas = None if replicas is None else frozenset(replicas)
         self.workers = None if workers is None else frozenset(workers)
         self.steps = None if steps is None else frozenset(steps)
-        self._at: dict[tuple[int, int], NDArray[np.bool_]] = {}  # what `replicas_at` has found
+        self._at: dict[tuple[int, int], NDArray[np.bool_]] = {}  # cache of `select_replicas`
 
     def includes(self, operation: Operation) -> bool:
-        """Whether the operation is meant, in at least one replica and step; it goes by its type and stage."""
+        """Return whether the operation is selected in at least one replica and step, by its type and stage."""
         return (
             (self.types is None or operation.type in self.types)
             and (self.stages is None or operation.stage in self.stages)
             and (self.workers is None or any(stage == operation.stage for _, stage in self.workers))
         )
 
-    def whole(self) -> bool:
-        """Whether the selection goes by operation only: what it includes is meant in every replica and step."""
+    def is_unconditional(self) -> bool:
+        """Return whether the selection depends only on the operation, and applies to every replica and step."""
         return self.replicas is None and self.workers is None and self.steps is None
 
-    def replicas_at(self, stage: int, count: int) -> NDArray[np.bool_]:
-        """Which of `count` replicas are meant for operations of this stage.
+    def select_replicas(self, stage: int, count: int) -> NDArray[np.bool_]:
+        """Return which of `count` replicas are selected for operations of this stage.
 
-        Raises ValueError where one does not exist.
+        Raises ValueError if a selected replica does not exist.
         """
-        found = self._at.get((stage, count))
-        if found is None:
-            found = self._at[stage, count] = self._replicas_at(stage, count)
-            found.flags.writeable = False  # every operation of the stage is given the same
-        return found
+        selected = self._at.get((stage, count))
+        if selected is None:
+            selected = self._at[stage, count] = self._find_replicas(stage, count)
+            selected.flags.writeable = False  # all operations of the stage share this array
+        return selected
 
-    def _replicas_at(self, stage: int, count: int) -> NDArray[np.bool_]:
+    def _find_replicas(self, stage: int, count: int) -> NDArray[np.bool_]:
         if self.replicas is None and self.workers is None:
             return np.ones(count, dtype=bool)
-        named = set(range(count)) if self.replicas is None else set(self.replicas)
+        indices = set(range(count)) if self.replicas is None else set(self.replicas)
         if self.workers is not None:
-            named &= {replica for replica, at in self.workers if at == stage}
-        if named and not 0 <= min(named) <= max(named) < count:
-            raise ValueError(f"replicas {sorted(named)} of a job with {count}; they are numbered from 0")
+            indices &= {replica for replica, worker_stage in self.workers if worker_stage == stage}
+        if indices and not 0 <= min(indices) <= max(indices) < count:
+            raise ValueError(f"replicas {sorted(indices)} of a job with {count}; they are numbered from 0")
         chosen = np.zeros(count, dtype=bool)
-        chosen[list(named)] = True
+        chosen[list(indices)] = True
         return chosen
 
-    def steps_of(self, numbers: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Which of the steps with these numbers are meant."""
+    def select_steps(self, numbers: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Return which of the steps with these numbers are selected."""
         if self.steps is None:
             return np.ones(len(numbers), dtype=bool)
         return np.array([number in self.steps for number in numbers])
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The operation that a pace is asked for."""
+class DurationQuery:
+    """The operation for which a duration rule is evaluated."""
 
     recorded: Array
-    """Seconds it took, without waiting for others [replica, step]."""
+    """Seconds it took, without waits for others [replica, step]."""
     ideal: float
-    """Seconds that its type ideally takes."""
+    """Ideal seconds of its type."""
     chosen: NDArray[np.bool_]
-    """The replicas that the change is about [replica]."""
-    so_far: Array
+    """The replicas to which the change applies [replica]."""
+    current: Array
     """Seconds in the scenario before this change [replica, step]."""
 
 
-Pace = Callable[[Asked], Array]
-"""How long an operation takes in a scenario: seconds, broadcastable to [replica, step]."""
+DurationRule = Callable[[DurationQuery], Array]
+"""Returns the duration of an operation in a scenario: seconds, broadcastable to [replica, step]."""
 
 
-def _recorded(asked: Asked) -> Array:
-    return asked.recorded
+def _take_recorded(query: DurationQuery) -> Array:
+    return query.recorded
 
 
-def _ideal(asked: Asked) -> Array:
-    return np.full((1, 1), asked.ideal)
+def _take_ideal(query: DurationQuery) -> Array:
+    return np.full((1, 1), query.ideal)
 
 
-def _peers(asked: Asked) -> Array:
-    if asked.chosen.all():
-        raise ValueError("there are no peers left to take the pace from: choose fewer replicas, or use IDEAL")
-    return np.asarray(np.median(asked.recorded[~asked.chosen], axis=0, keepdims=True))
+def _take_peers_median(query: DurationQuery) -> Array:
+    if query.chosen.all():
+        raise ValueError("there are no peers left to compare with: choose fewer replicas, or use IDEAL")
+    return np.asarray(np.median(query.recorded[~query.chosen], axis=0, keepdims=True))
 
 
-def _uninterrupted(asked: Asked) -> Array:
-    usual = np.median(asked.so_far, axis=1, keepdims=True)
-    spread = 1.4826 * np.median(np.abs(asked.so_far - usual), axis=1, keepdims=True)
-    return np.where(asked.so_far - usual > np.maximum(6.0 * spread, 0.15 * usual), usual, asked.so_far)
+def _take_uninterrupted(query: DurationQuery) -> Array:
+    usual = np.median(query.current, axis=1, keepdims=True)
+    spread = 1.4826 * np.median(np.abs(query.current - usual), axis=1, keepdims=True)
+    return np.where(query.current - usual > np.maximum(6.0 * spread, 0.15 * usual), usual, query.current)
 
 
-RECORDED: Pace = _recorded
-"""As long as it took, without waiting for others."""
+RECORDED: DurationRule = _take_recorded
+"""The recorded duration, without waits for others."""
 
-IDEAL: Pace = _ideal
-"""As long as its type ideally takes (arXiv 2505.05713: the mean of computations, the median of communication)."""
+IDEAL: DurationRule = _take_ideal
+"""The ideal duration of the type (arXiv 2505.05713: the mean of computations, the median of communication)."""
 
-PEERS: Pace = _peers
-"""As long as the same operation took in the same step on the replicas that are not chosen (their median)."""
+PEERS: DurationRule = _take_peers_median
+"""The median duration of the same operation in the same step on the replicas that are not chosen."""
 
-UNINTERRUPTED: Pace = _uninterrupted
-"""As long as before, but where a step took far longer than that replica usually does (a pause for garbage
-collection: six standard deviations, 15 % at least), its usual time."""
+UNINTERRUPTED: DurationRule = _take_uninterrupted
+"""The previous duration, but the usual time in steps that took far longer than is usual for the replica.
+
+Such a step is a pause for garbage collection, for example. The limit is six standard deviations, at least 15 %.
+"""
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """A pace: a fixed number of seconds."""
+class FixedSeconds:
+    """A duration rule: a fixed number of seconds."""
 
     value: float
 
-    def __call__(self, asked: Asked) -> Array:
-        return np.full_like(asked.so_far, self.value)
+    def __call__(self, query: DurationQuery) -> Array:
+        return np.full_like(query.current, self.value)
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A pace: `factor` times as long, apart from a fixed cost: fixed + factor · (seconds - fixed).
+class ScaledSeconds:
+    """A duration rule: `factor` times as long, except a fixed cost: fixed + factor · (seconds - fixed).
 
-    `factor` is one number, or one for each replica (batch shares).
+    `factor` is one number, or one per replica (batch shares).
     """
 
     factor: float | tuple[float, ...]
     fixed: float = 0.0
 
-    def __call__(self, asked: Asked) -> Array:
+    def __call__(self, query: DurationQuery) -> Array:
         factor = np.asarray(self.factor, dtype=np.float64).reshape(-1, 1)
-        fixed = np.minimum(self.fixed, asked.so_far)
-        return np.asarray(fixed + factor * (asked.so_far - fixed))
+        fixed = np.minimum(self.fixed, query.current)
+        return np.asarray(fixed + factor * (query.current - fixed))
 
 
 @dataclass(frozen=True)
-class Change:
-    """The chosen operations take this long."""
+class ScenarioChange:
+    """A duration rule for the chosen operations."""
 
-    where: Where
-    takes: Pace
+    where: OperationSelection
+    takes: DurationRule
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """How long each operation takes, and which collectives wait for nobody. Later changes go over earlier ones."""
+class WhatIfScenario:
+    """The duration of each operation, and the collectives that do not wait for other replicas.
 
-    base: Pace = RECORDED
-    changes: tuple[Change, ...] = field(default=())
-    alone: tuple[Where, ...] = field(default=())
+    Later changes override earlier ones.
+    """
 
-    def but(self, where: Where, takes: Pace) -> Scenario:
-        """The same, but the chosen operations take `takes`."""
-        return replace(self, changes=(*self.changes, Change(where, takes)))
+    base: DurationRule = RECORDED
+    changes: tuple[ScenarioChange, ...] = field(default=())
+    independent: tuple[OperationSelection, ...] = field(default=())
 
-    def apart(self, where: Where) -> Scenario:
-        """The same, but the chosen collectives do not wait for other replicas (Local-SGD between
-        synchronisations)."""
-        return replace(self, alone=(*self.alone, where))
+    def with_change(self, where: OperationSelection, takes: DurationRule) -> WhatIfScenario:
+        """Return a scenario in which the chosen operations take `takes`."""
+        return replace(self, changes=(*self.changes, ScenarioChange(where, takes)))
 
-    def pace(self, operation: Operation) -> Pace | None:
-        """The one pace of an operation in all replicas and steps; None where it depends on them, or on earlier
-        changes."""
-        pace: Pace | None = self.base
+    def with_independent_replicas(self, where: OperationSelection) -> WhatIfScenario:
+        """Return a scenario in which the chosen collectives do not wait for other replicas.
+
+        This is Local-SGD between synchronizations.
+        """
+        return replace(self, independent=(*self.independent, where))
+
+    def find_uniform_rule(self, operation: Operation) -> DurationRule | None:
+        """Return the rule of an operation if it is the same in all replicas and steps.
+
+        None if it depends on them, or on earlier changes.
+        """
+        rule: DurationRule | None = self.base
         for change in self.changes:
             if change.where.includes(operation):
-                pace = change.takes if change.where.whole() and change.takes in (RECORDED, IDEAL) else None
-        return pace
+                rule = change.takes if change.where.is_unconditional() and change.takes in (RECORDED, IDEAL) else None
+        return rule
 
 
-AS_RECORDED = Scenario(RECORDED)
-"""Everything took as long as it did, nothing was launched late: T of the paper."""
+RECORDED_SCENARIO = WhatIfScenario(RECORDED)
+"""All durations as recorded, without late launches: T of the paper."""
 
-ALL_IDEAL = Scenario(IDEAL)
-"""Everything took its ideal time: T_ideal of the paper."""
+IDEAL_SCENARIO = WhatIfScenario(IDEAL)
+"""All durations ideal: T_ideal of the paper."""

@@ -1,4 +1,4 @@
-"""Traces of jobs that never ran, with faults that are known: for tests, benches and for trying the analysis out."""
+"""Synthetic traces of jobs with known faults: for tests, benchmarks and trying out the analysis."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from pacekeeper_analysis.whatif.graph import Operation
-from pacekeeper_analysis.whatif.published import in_graph, pipeline_graph
-from pacekeeper_analysis.whatif.simulate import Array, Timeline, simulate
+from pacekeeper_analysis.whatif.published import build_graph_filter, build_pipeline_graph
+from pacekeeper_analysis.whatif.simulate import Array, Timeline, simulate_graph
 from pacekeeper_analysis.whatif.trace import (
     ALL_GATHER,
     BACKWARD,
@@ -23,15 +23,15 @@ from pacekeeper_analysis.whatif.trace import (
     FORWARD_SEND,
     GC,
     LAYERNORM,
+    OPERATION_TYPES,
     OPTIMIZER,
     REDUCE_SCATTER,
     SEPARATE_ALL_REDUCE,
-    TYPES,
-    Metadata,
-    Trace,
+    JobTrace,
+    TraceMetadata,
 )
 
-USUAL_S = {
+HEALTHY_SECONDS = {
     FORWARD: 0.050,
     BACKWARD: 0.100,
     FORWARD_SEND: 0.001,
@@ -51,8 +51,8 @@ USUAL_S = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Shape of a job."""
+class JobShape:
+    """The shape of a job."""
 
     dp: int = 4
     pp: int = 4
@@ -60,23 +60,25 @@ class Shape:
     microbatches: int = 8
     steps: int = 8
     overlapped: bool = False
-    """Gradients of a chunk are reduced while the backwards of others run."""
+    """Whether gradients of a chunk are reduced while the backwards of others run."""
 
     @property
-    def metadata(self) -> Metadata:
-        return Metadata(self.dp, self.pp, vpp_size=self.vpp, world_size=self.dp * self.pp)
+    def metadata(self) -> TraceMetadata:
+        return TraceMetadata(self.dp, self.pp, vpp_size=self.vpp, world_size=self.dp * self.pp)
 
 
-def operations_of(shape: Shape) -> list[Operation]:
-    """The operations of a step in launch order, stage by stage: 1F1B, interleaved where a stage has several
-    chunks."""
+def list_operations(shape: JobShape) -> list[Operation]:
+    """Return the operations of a step in launch order, stage by stage.
+
+    The schedule is 1F1B, interleaved if a stage has several chunks.
+    """
     operations: list[Operation] = []
     for stage in range(shape.pp):
-        counts = dict.fromkeys(TYPES, 0)
-        add = partial(_add, operations, counts, stage)
+        counts = dict.fromkeys(OPERATION_TYPES, 0)
+        add = partial(_add_operation, operations, counts, stage)
         for chunk in range(shape.vpp):
             add(ALL_GATHER, chunk)
-        for name, chunk, microbatch in compute_order(shape, stage):
+        for name, chunk, microbatch in order_computations(shape, stage):
             first, last = chunk == 0 and stage == 0, chunk == shape.vpp - 1 and stage == shape.pp - 1
             receive, send = (FORWARD_RECV, FORWARD_SEND) if name == FORWARD else (BACKWARD_RECV, BACKWARD_SEND)
             if not (first if name == FORWARD else last):
@@ -90,19 +92,19 @@ def operations_of(shape: Shape) -> list[Operation]:
             add(REDUCE_SCATTER, chunk)
         for name in (*([SEPARATE_ALL_REDUCE] if shape.overlapped else []), CLIP, OPTIMIZER):
             add(name)
-    included = in_graph(shape.metadata)
+    included = build_graph_filter(shape.metadata)
     return [operation for operation in operations if included(operation.type, operation.stage)]
 
 
-def _add(
+def _add_operation(
     operations: list[Operation], counts: dict[str, int], stage: int, name: str, chunk: int = 0, microbatch: int = -1
 ) -> None:
     operations.append(Operation(name, stage, counts[name], chunk, microbatch))
     counts[name] += 1
 
 
-def compute_order(shape: Shape, stage: int) -> list[tuple[str, int, int]]:
-    """Forwards and backwards of a stage in the order in which they run: (type, chunk, microbatch)."""
+def order_computations(shape: JobShape, stage: int) -> list[tuple[str, int, int]]:
+    """Return forwards and backwards of a stage in the order in which they run: (type, chunk, microbatch)."""
     pp, vpp, total = shape.pp, shape.vpp, shape.microbatches * shape.vpp
     if vpp > 1 and shape.microbatches % pp:
         raise ValueError(
@@ -114,8 +116,8 @@ def compute_order(shape: Shape, stage: int) -> list[tuple[str, int, int]]:
     def place(k: int, *, forward: bool) -> tuple[str, int, int]:
         if vpp == 1:
             return (FORWARD if forward else BACKWARD), 0, k
-        round_, within = divmod(k, pp * vpp)
-        chunk = within // pp
+        round_, position = divmod(k, pp * vpp)
+        chunk = position // pp
         return (FORWARD, chunk, round_ * pp + k % pp) if forward else (BACKWARD, vpp - 1 - chunk, round_ * pp + k % pp)
 
     order = [place(k, forward=True) for k in range(warm_up)]
@@ -124,39 +126,45 @@ def compute_order(shape: Shape, stage: int) -> list[tuple[str, int, int]]:
     return order + [place(k, forward=False) for k in range(total - warm_up, total)]
 
 
-def usual_seconds(operations: Sequence[Operation], shape: Shape, noise: float, rng: np.random.Generator) -> Array:
-    """Durations of a healthy job [operation, dp_rank, step], each varied by a relative `noise`."""
-    usual = np.array([USUAL_S[operation.type] for operation in operations])
+def draw_healthy_seconds(
+    operations: Sequence[Operation], shape: JobShape, noise: float, rng: np.random.Generator
+) -> Array:
+    """Draw durations of a healthy job [operation, dp_rank, step], each varied by a relative `noise`."""
+    usual = np.array([HEALTHY_SECONDS[operation.type] for operation in operations])
     varied = rng.normal(1.0, noise, (len(operations), shape.dp, shape.steps)).clip(0.5, 2.0)
     return np.asarray(usual[:, None, None] * varied)
 
 
-def make_trace(shape: Shape, operations: Sequence[Operation], seconds: Array) -> Trace:
-    """The trace of a job whose operations take `seconds` [operation, dp_rank, step], waits for others included."""
+def make_trace(shape: JobShape, operations: Sequence[Operation], seconds: Array) -> JobTrace:
+    """Return the trace of a job whose operations take `seconds` [operation, dp_rank, step]. Waits are added."""
     launch_order = np.arange(len(operations), dtype=np.float64)
-    graph = pipeline_graph(operations, launch_order, launch_order, shape.metadata)
+    graph = build_pipeline_graph(operations, launch_order, launch_order, shape.metadata)
     timeline: Timeline = {}
-    simulate(graph, seconds[:, None], timeline)
+    simulate_graph(graph, seconds[:, None], timeline)
     cells = (shape.dp, shape.steps)
     starts = np.stack([np.broadcast_to(timeline[node][0], (1, *cells))[0] for node in range(graph.size)])
     ends = np.stack([timeline[node][1][0] for node in range(graph.size)])
 
-    def by_operation(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def repeat_per_operation(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         return np.repeat(np.array(values, dtype=np.int32), shape.dp * shape.steps)
 
     step, dp_rank = np.tile(np.arange(shape.steps), shape.dp), np.repeat(np.arange(shape.dp), shape.steps)
-    stage = by_operation([operation.stage for operation in operations])
+    stage = repeat_per_operation([operation.stage for operation in operations])
     dp_rank = np.tile(dp_rank, graph.size).astype(np.int32)
     computes = [operation.type in (FORWARD, BACKWARD, ALL_GATHER, REDUCE_SCATTER) for operation in operations]
-    return Trace(
+    return JobTrace(
         step=np.tile(step, graph.size),
         dp_rank=dp_rank,
         stage=stage,
         rank=stage * shape.dp + dp_rank,
-        optype=by_operation([TYPES.index(operation.type) for operation in operations]).astype(np.int8),
-        seq_id=by_operation([operation.index for operation in operations]),
-        mc=by_operation([o.chunk if has else -1 for o, has in zip(operations, computes, strict=True)]),
-        mb_id=by_operation([operation.microbatch for operation in operations]),
+        optype=repeat_per_operation([OPERATION_TYPES.index(operation.type) for operation in operations]).astype(
+            np.int8
+        ),
+        seq_id=repeat_per_operation([operation.index for operation in operations]),
+        mc=repeat_per_operation(
+            [o.chunk if has_chunk else -1 for o, has_chunk in zip(operations, computes, strict=True)]
+        ),
+        mb_id=repeat_per_operation([operation.microbatch for operation in operations]),
         start_ts=starts.ravel().astype(np.float32),
         duration=(ends - starts).ravel().astype(np.float32),
         metadata=shape.metadata,

@@ -1,12 +1,13 @@
 """Who knows all that will happen: dynamic programming over every way to train, and over exchanging the worker.
 
-Live changes cost nothing, so that in each second the best way is taken (`World.least_loss`, which knows every way that
-any course has tried, too). What is left to plan is when, if ever, to pay for a new round: the states are whether the
-spare has been taken, a decision is possible at every second, and the value of a second is the least that all seconds
-from there on cost.
+Live changes cost nothing, so that in each second the best way is taken (`CostModel.compute_least_loss`, which knows
+every way that any course has tried, too). What is left to plan is when, if ever, to pay for a new round: the states are
+whether the spare has been taken, a decision is possible at every second, and the value of a second is the least that
+all seconds from there on cost.
 
-`least_cost` is the bound that no policy can be below. `informed_cost` is whom policies are held against: it knows as
-well how long all will last, and what each remedy is worth, but a change has to show before it is acted upon.
+`compute_least_cost` is the bound that no policy can be below. `compute_informed_cost` is whom policies are held
+against: it knows as well how long all will last, and what each remedy is worth, but a change has to show before it is
+acted upon.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.protocol.plan import SyncMode
 
-from .course import first_sign, seen
 from .draw import Scenario
-from .world import Spare, Strain, World, met
+from .policy_run import find_first_sign, get_visible_strain
+from .world import CostModel, Spare, Strain, get_remaining_strain
 
 DECISION_SECONDS = 8
 """Of training, from the first sign until something is done: a question to the ranks, their answers, and where one
@@ -30,67 +31,87 @@ Rates = Sequence[tuple[float, float]]
 """Of each second: the loss with the workers as they are, and with the spare in the place of the slow one."""
 
 
-def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
+def compute_least_cost(scenario: Scenario, cost_model: CostModel, begin: int = 0) -> float:
     """Seconds of training that are lost from `begin` on until the end, at least."""
-    strains = scenario.timeline.by_second[begin:]
-    rates = {strain: _both(strain, world) for strain in set(strains)}
+    strains = scenario.timeline.strains_by_second[begin:]
+    rates = {strain: _compute_losses(strain, cost_model) for strain in set(strains)}
     seconds = [
-        rates[strain] if world.job.trains(second) else (0.0, 0.0) for second, strain in enumerate(strains, begin)
+        rates[strain] if cost_model.job.is_training(second) else (0.0, 0.0)
+        for second, strain in enumerate(strains, begin)
     ]
-    return plan(seconds, world.job.restart_seconds, able=_able(world))
+    return plan_exchange(seconds, cost_model.job.restart_seconds, can_exchange=_can_exchange(cost_model))
 
 
-def informed_cost(scenario: Scenario, world: World) -> float:
+def compute_informed_cost(scenario: Scenario, cost_model: CostModel) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
     upon, and until then by the way that was best before; or an exact way for one strain is kept from then on, since
     what comes and goes is back before it shows. A mode that is not exact does not outlast its reason, for nobody."""
-    job, strains, sign = scenario.job, scenario.timeline.by_second, first_sign(scenario)
-    seconds = range(sign, scenario.timeline.end)
-    shown = [seen(scenario, second, ago=DECISION_SECONDS) for second in seconds]
-    earliest = math.ceil(job.when(job.trained(sign) + DECISION_SECONDS)) - sign
-    known: dict[tuple[Strain, Strain], tuple[float, float]] = {}
+    job, strains, first_second = scenario.job, scenario.timeline.strains_by_second, find_first_sign(scenario)
+    seconds = range(first_second, scenario.timeline.end)
+    visible = [get_visible_strain(scenario, second, ago=DECISION_SECONDS) for second in seconds]
+    earliest = math.ceil(job.find_time(job.compute_trained_seconds(first_second) + DECISION_SECONDS)) - first_second
+    loss_cache: dict[tuple[Strain, Strain], tuple[float, float]] = {}
 
-    def rates(second: int, met_for: Strain) -> tuple[float, float]:
-        if not job.trains(second):
+    def get_losses(second: int, planned_for: Strain) -> tuple[float, float]:
+        if not job.is_training(second):
             return 0.0, 0.0
-        now = strains[second]
-        if (now, met_for) not in known:
-            known[now, met_for] = _both(now, world) if now == met_for else _unprepared(now, met_for, world)
-        return known[now, met_for]
+        current = strains[second]
+        if (current, planned_for) not in loss_cache:
+            loss_cache[current, planned_for] = (
+                _compute_losses(current, cost_model)
+                if current == planned_for
+                else _compute_unprepared_losses(current, planned_for, cost_model)
+            )
+        return loss_cache[current, planned_for]
 
-    def cost(ways_for: Sequence[Strain]) -> float:
-        of_each = [rates(second, strain) for second, strain in zip(seconds, ways_for, strict=True)]
-        return plan(of_each, job.restart_seconds, able=_able(world), earliest=earliest)
+    def compute_cost(planned_strains: Sequence[Strain]) -> float:
+        losses = [get_losses(second, strain) for second, strain in zip(seconds, planned_strains, strict=True)]
+        return plan_exchange(losses, job.restart_seconds, can_exchange=_can_exchange(cost_model), earliest=earliest)
 
-    exact = [strain for strain in dict.fromkeys(shown) if world.best(strain).mode is SyncMode.SYNC]
-    return min(map(cost, (shown, *(_kept(shown, strain) for strain in exact))))
-
-
-def _kept(shown: Sequence[Strain], strain: Strain) -> list[Strain]:
-    first = shown.index(strain)
-    return [*shown[:first], *[strain] * (len(shown) - first)]
+    exact_strains = [
+        strain for strain in dict.fromkeys(visible) if cost_model.choose_best(strain).mode is SyncMode.SYNC
+    ]
+    return min(map(compute_cost, (visible, *(_select_strains(visible, strain) for strain in exact_strains))))
 
 
-def plan(rates: Rates, restart: int, *, able: bool, earliest: int = 0) -> float:
+def _select_strains(visible: Sequence[Strain], strain: Strain) -> list[Strain]:
+    first = visible.index(strain)
+    return [*visible[:first], *[strain] * (len(visible) - first)]
+
+
+def plan_exchange(losses: Rates, restart_seconds: int, *, can_exchange: bool, earliest: int = 0) -> float:
     """The least cost of all these seconds: the exchange is begun at one of them from `earliest` on, or never."""
-    stays, moved = np.array(rates, dtype=np.float64).reshape(-1, 2).T
-    behind = np.concatenate([np.cumsum(moved[::-1])[::-1], [0.0]])  # of all seconds from each on, with the spare
-    seconds, least = len(stays), 0.0
+    stay_losses, moved_losses = np.array(losses, dtype=np.float64).reshape(-1, 2).T
+    remaining_losses = np.concatenate(
+        [np.cumsum(moved_losses[::-1])[::-1], [0.0]]
+    )  # of all seconds from each on, with the spare
+    seconds, least_cost = len(stay_losses), 0.0
     for second in range(seconds - 1, -1, -1):
-        least += stays[second]
-        if able and second >= earliest:
-            least = min(least, min(restart, seconds - second) + behind[min(second + restart, seconds)])
-    return float(least)
+        least_cost += stay_losses[second]
+        if can_exchange and second >= earliest:
+            least_cost = min(
+                least_cost,
+                min(restart_seconds, seconds - second) + remaining_losses[min(second + restart_seconds, seconds)],
+            )
+    return float(least_cost)
 
 
-def _able(world: World) -> bool:
-    return world.job.spare is Spare.WARM
+def _can_exchange(cost_model: CostModel) -> bool:
+    return cost_model.job.spare is Spare.WARM
 
 
-def _both(strain: Strain, world: World) -> tuple[float, float]:
-    return world.least_loss(strain), world.least_loss(met(strain, moved=True))
+def _compute_losses(strain: Strain, cost_model: CostModel) -> tuple[float, float]:
+    return cost_model.compute_least_loss(strain), cost_model.compute_least_loss(
+        get_remaining_strain(strain, moved=True)
+    )
 
 
-def _unprepared(now: Strain, before: Strain, world: World) -> tuple[float, float]:
-    stays, moved = (world.loss(world.best(met(before, moved=moved)), met(now, moved=moved)) for moved in (False, True))
+def _compute_unprepared_losses(current: Strain, planned_for: Strain, cost_model: CostModel) -> tuple[float, float]:
+    stays, moved = (
+        cost_model.compute_loss(
+            cost_model.choose_best(get_remaining_strain(planned_for, moved=moved)),
+            get_remaining_strain(current, moved=moved),
+        )
+        for moved in (False, True)
+    )
     return stays, moved

@@ -8,72 +8,73 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .kinds import KINDS
-from .world import CALM, Job, Segment, Spare, Timeline
+from .world import CALM, JobCosts, Segment, Spare, Timeline
 
-LEADS, TAIL_SECONDS = (60, 600), 180
+LEAD_SECONDS_RANGE, TAIL_SECONDS = (60, 600), 180
 """Seconds that nothing is wrong before and behind."""
-SHORTEST, LONGEST = 30, 3600
-"""Seconds that a slowdown lasts; those without end are watched for LONGEST."""
-DEPTHS = (1.05, 5.0)
-PAUSES = (20, 180)
+MIN_SLOW_SECONDS, MAX_SLOW_SECONDS = 30, 3600
+"""Seconds that a slowdown lasts; those without end are watched for MAX_SLOW_SECONDS."""
+DEPTH_RANGE = (1.05, 5.0)
+PAUSE_SECONDS_RANGE = (20, 180)
 """Seconds of each part of a slowdown that flaps, and between two."""
 
-OF_PHASES = 0.3
+PHASES_SHARE = 0.3
 """Of the jobs have phases other than training."""
-PHASES_EVERY, PHASES = (60, 900), (0.02, 0.2)
+PHASE_INTERVAL_RANGE, PHASE_SHARE_RANGE = (60, 900), (0.02, 0.2)
 """Seconds from one to the next, and which part of them it takes."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """seed: of what is seen. stale_seconds: how old the metrics are that are looked at. restart_known: whether the job
+    """seed: of what is seen. evidence_delay_seconds: how old the metrics are that are looked at. restart_known:
+    whether the job
     has been through a restart before, and knows what it costs."""
 
     seed: int
     kind: str
     depth: float
     end: str  # never, once, flapping
-    job: Job
+    job: JobCosts
     timeline: Timeline
-    stale_seconds: int = 0
+    evidence_delay_seconds: int = 0
     restart_known: bool = True
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         job = self.job
         return (
-            f"seed {self.seed}: {self.kind} {self.depth:.2f} × for {self.timeline.over - self.timeline.onset} s "
+            f"seed {self.seed}: {self.kind} {self.depth:.2f} × for {self.timeline.end_second - self.timeline.onset} s "
             f"({self.end}), {job.ranks} ranks, spare: {job.spare}, restart {job.restart_seconds} s"
             f"{'' if self.restart_known else ' (not known)'}, noise {job.noise:g}"
-            f"{f', metrics {self.stale_seconds} s old' if self.stale_seconds else ''}"
+            f"{f', metrics {self.evidence_delay_seconds} s old' if self.evidence_delay_seconds else ''}"
             f"{f', a phase of {job.phase_seconds} s every {job.phase_every} s' if job.phase_seconds else ''}"
         )
 
 
-def scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Scenario:
+def draw_scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Scenario:
     """`kind`, `ranks`: of this kind and size; None: of any."""
-    random = np.random.default_rng((17, seed))
+    rng = np.random.default_rng((17, seed))
     names = list(KINDS)
     weights = np.array([KINDS[name].weight for name in names])
-    drawn = str(random.choice(names, p=weights / weights.sum()))
-    kind = kind or drawn
-    job = _with_phases(draw_job(random, ranks), seed)
-    lowest, highest = DEPTHS[0], min(DEPTHS[1], KINDS[kind].deepest)
+    drawn_kind = str(rng.choice(names, p=weights / weights.sum()))
+    kind = kind or drawn_kind
+    job = _add_phases(draw_job(rng, ranks), seed)
+    lowest, highest = DEPTH_RANGE[0], min(DEPTH_RANGE[1], KINDS[kind].deepest)
     # What is above 1 is log-uniform: shallow ones are the most frequent, as published, and deep ones are tried, too.
-    depth = 1.0 + float(np.exp(random.uniform(np.log(lowest - 1), np.log(highest - 1))))
-    end = str(random.choice(["once", "never", "flapping"], p=[0.7, 0.15, 0.15]))
-    lasts = LONGEST
+    depth = 1.0 + float(np.exp(rng.uniform(np.log(lowest - 1), np.log(highest - 1))))
+    end = str(rng.choice(["once", "never", "flapping"], p=[0.7, 0.15, 0.15]))
+    duration = MAX_SLOW_SECONDS
     if end != "never":
-        lasts = int(np.clip(random.exponential(KINDS[kind].mean_seconds), SHORTEST, LONGEST))
-    strain = KINDS[kind].make(job, depth, random)
-    onset = int(np.random.default_rng((19, seed)).integers(*LEADS))
-    segments, now, until = [Segment(0, onset, CALM)], onset, onset + lasts
+        duration = int(np.clip(rng.exponential(KINDS[kind].mean_seconds), MIN_SLOW_SECONDS, MAX_SLOW_SECONDS))
+    strain = KINDS[kind].make(job, depth, rng)
+    onset = int(np.random.default_rng((19, seed)).integers(*LEAD_SECONDS_RANGE))
+    segments, now, until = [Segment(0, onset, CALM)], onset, onset + duration
     while now < until:
-        goes_on = until - now if end != "flapping" else int(random.integers(*PAUSES))
-        segments.append(Segment(now, min(until, now + goes_on), strain))
+        length = until - now if end != "flapping" else int(rng.integers(*PAUSE_SECONDS_RANGE))
+        segments.append(Segment(now, min(until, now + length), strain))
         now = segments[-1].end
         if now < until:
-            segments.append(Segment(now, min(until, now + int(random.integers(*PAUSES))), CALM))
+            segments.append(Segment(now, min(until, now + int(rng.integers(*PAUSE_SECONDS_RANGE))), CALM))
             now = segments[-1].end
     if end != "never":
         segments.append(Segment(now, now + TAIL_SECONDS, CALM))
@@ -84,46 +85,46 @@ def scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Sc
         end=end,
         job=job,
         timeline=Timeline(tuple(segments)),
-        stale_seconds=int(random.choice([0, 15], p=[0.8, 0.2])),
-        restart_known=bool(random.random() < 0.85),
+        evidence_delay_seconds=int(rng.choice([0, 15], p=[0.8, 0.2])),
+        restart_known=bool(rng.random() < 0.85),
     )
 
 
-def healthy(seed: int, hours: float, ranks: int | None = None) -> Scenario:
+def draw_healthy_scenario(seed: int, hours: float, ranks: int | None = None) -> Scenario:
     """Nothing goes wrong."""
-    random = np.random.default_rng((18, seed))
+    rng = np.random.default_rng((18, seed))
     timeline = Timeline((Segment(0, round(3600 * hours), CALM),))
-    return Scenario(seed, "healthy", 1.0, "never", _with_phases(draw_job(random, ranks), seed), timeline)
+    return Scenario(seed, "healthy", 1.0, "never", _add_phases(draw_job(rng, ranks), seed), timeline)
 
 
 SIZES: Sequence[tuple[int, int]] = ((4, 1), (8, 8), (128, 8))
 """Workers, and ranks of each."""
 
 
-def _with_phases(job: Job, seed: int) -> Job:
+def _add_phases(job: JobCosts, seed: int) -> JobCosts:
     """Some evaluate, or write checkpoints that take a while."""
-    random = np.random.default_rng((20, seed))
-    if random.random() >= OF_PHASES:
+    rng = np.random.default_rng((20, seed))
+    if rng.random() >= PHASES_SHARE:
         return job
-    every, part = int(random.integers(*PHASES_EVERY)), float(random.uniform(*PHASES))
-    return replace(job, phase_every=every, phase_seconds=max(1, round(part * every)))
+    every, share = int(rng.integers(*PHASE_INTERVAL_RANGE)), float(rng.uniform(*PHASE_SHARE_RANGE))
+    return replace(job, phase_every=every, phase_seconds=max(1, round(share * every)))
 
 
-def draw_job(random: np.random.Generator, ranks: int | None = None) -> Job:
+def draw_job(rng: np.random.Generator, ranks: int | None = None) -> JobCosts:
     sizes = [size for size in SIZES if ranks in (None, size[0] * size[1])]
-    shares = np.array([{4: 0.5, 64: 0.4, 1024: 0.1}[workers * each] for workers, each in sizes])
-    workers, each = sizes[int(random.choice(len(sizes), p=shares / shares.sum()))]
-    step, computed = float(random.uniform(0.3, 1.5)), float(random.uniform(0.75, 0.95))
-    fixed, samples = float(random.uniform(0.02, 0.1)), int(random.choice([8, 16, 32]))
-    return Job(
+    shares = np.array([{4: 0.5, 64: 0.4, 1024: 0.1}[workers * ranks_each] for workers, ranks_each in sizes])
+    workers, ranks_each = sizes[int(rng.choice(len(sizes), p=shares / shares.sum()))]
+    step, compute_share = float(rng.uniform(0.3, 1.5)), float(rng.uniform(0.75, 0.95))
+    fixed_share, samples = float(rng.uniform(0.02, 0.1)), int(rng.choice([8, 16, 32]))
+    return JobCosts(
         workers=workers,
-        ranks_each=each,
+        ranks_each=ranks_each,
         samples=samples,
-        sample_seconds=step * computed * (1 - fixed) / samples,
-        fixed_seconds=step * computed * fixed,
-        transfer_seconds=step * (1 - computed),
-        noise=float(random.choice([0.01, 0.03, 0.08], p=[0.4, 0.4, 0.2])),
-        hiccups=float(random.choice([0.0, 0.5 / (workers * each * 20)])),
-        spare=Spare(str(random.choice([spare.value for spare in Spare], p=[0.35, 0.45, 0.2]))),
-        restart_seconds=int(random.choice([3, 60, 300])),
+        sample_seconds=step * compute_share * (1 - fixed_share) / samples,
+        fixed_seconds=step * compute_share * fixed_share,
+        transfer_seconds=step * (1 - compute_share),
+        noise=float(rng.choice([0.01, 0.03, 0.08], p=[0.4, 0.4, 0.2])),
+        hiccups=float(rng.choice([0.0, 0.5 / (workers * ranks_each * 20)])),
+        spare=Spare(str(rng.choice([spare.value for spare in Spare], p=[0.35, 0.45, 0.2]))),
+        restart_seconds=int(rng.choice([3, 60, 300])),
     )

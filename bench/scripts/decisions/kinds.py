@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .world import GARBAGE_EVERY, Job, Strain
+from .world import GC_INTERVAL_STEPS, JobCosts, Strain
 
-Make = Callable[[Job, float, np.random.Generator], Strain]
+Make = Callable[[JobCosts, float, np.random.Generator], Strain]
 
 
 @dataclass(frozen=True)
@@ -25,65 +25,68 @@ class Kind:
     deepest: float = 5.0
 
 
-def rank(job: Job, depth: float, random: np.random.Generator) -> Strain:
+def slow_rank(job: JobCosts, depth: float, rng: np.random.Generator) -> Strain:
     """One GPU."""
-    return Strain(slow=((int(random.integers(job.ranks)), _factor(job, depth)),), movable=True)
+    return Strain(slow=((int(rng.integers(job.ranks)), _compute_own_factor(job, depth)),), movable=True)
 
 
-def node(job: Job, depth: float, random: np.random.Generator) -> Strain:
+def slow_node(job: JobCosts, depth: float, rng: np.random.Generator) -> Strain:
     """All ranks of one worker."""
-    first = int(random.integers(job.workers)) * job.ranks_each
-    return Strain(slow=tuple((first + n, _factor(job, depth)) for n in range(job.ranks_each)), movable=True)
+    first_rank = int(rng.integers(job.workers)) * job.ranks_each
+    return Strain(
+        slow=tuple((first_rank + offset, _compute_own_factor(job, depth)) for offset in range(job.ranks_each)),
+        movable=True,
+    )
 
 
-def link(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def slow_link(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
     """A way through the fabric, whose connections nobody sees: all transfers wait for it, whoever holds the ranks."""
     return Strain(transfer_seconds=(depth - 1.0) * job.step_seconds)
 
 
-def turns(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def slow_ranks_in_turn(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
     """Another rank in each step."""
-    return Strain(turns=_factor(job, depth))
+    return Strain(turns=_compute_own_factor(job, depth))
 
 
-def garbage(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def slow_by_gc(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
     """Python's garbage collections, of each rank in steps of its own."""
-    some = 1.0 - (1.0 - 1.0 / GARBAGE_EVERY) ** job.ranks
-    return Strain(garbage_seconds=(depth - 1.0) * job.step_seconds / some)
+    collecting_share = 1.0 - (1.0 - 1.0 / GC_INTERVAL_STEPS) ** job.ranks
+    return Strain(gc_seconds=(depth - 1.0) * job.step_seconds / collecting_share)
 
 
-def lengths(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def vary_lengths(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
     """Sequences of many lengths, dealt by their number."""
-    wanted = _factor(job, depth)
+    wanted_factor = _compute_own_factor(job, depth)
     draws = min(8192, 65_536 // job.ranks)
     normals = np.random.default_rng(0).standard_normal((draws, job.ranks)).max(axis=1)
     low, high = 0.0, 2.0
     while high - low > 1e-4:
         middle = (low + high) / 2
         longest = float(np.exp(middle * normals - middle**2 / 2).mean())
-        low, high = (middle, high) if longest < wanted else (low, middle)
+        low, high = (middle, high) if longest < wanted_factor else (low, middle)
     return Strain(lengths=low)
 
 
-def all_alike(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def slow_all_ranks(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
     """Whatever slows all ranks at once. There is no remedy."""
-    return Strain(all_slow=_factor(job, depth))
+    return Strain(all_slow=_compute_own_factor(job, depth))
 
 
 KINDS: Mapping[str, Kind] = {
-    "rank": Kind(rank, 0.15),
-    "node": Kind(node, 0.13),
-    "link": Kind(link, 0.40, mean_seconds=1440.0),
-    "turns": Kind(turns, 0.10),
-    "garbage": Kind(garbage, 0.07, deepest=2.0),
-    "lengths": Kind(lengths, 0.07, deepest=2.2),
-    "all alike": Kind(all_alike, 0.08),
+    "rank": Kind(slow_rank, 0.15),
+    "node": Kind(slow_node, 0.13),
+    "link": Kind(slow_link, 0.40, mean_seconds=1440.0),
+    "turns": Kind(slow_ranks_in_turn, 0.10),
+    "garbage": Kind(slow_by_gc, 0.07, deepest=2.0),
+    "lengths": Kind(vary_lengths, 0.07, deepest=2.2),
+    "all alike": Kind(slow_all_ranks, 0.08),
 }
 """Weights: 40 % of large jobs have slow communication (Greyhound, ATC'25). Of the rest all causes of the what-if traces
 (arXiv 2505.05713), and slow ranks and nodes, which are few there, more often: they have the dearest remedies.
 Durations: computing ten minutes on average, communication 24 (Greyhound)."""
 
 
-def _factor(job: Job, depth: float) -> float:
+def _compute_own_factor(job: JobCosts, depth: float) -> float:
     """Of own work that lets a step take `depth` times as long."""
     return 1.0 + (depth - 1.0) * job.step_seconds / job.own_seconds

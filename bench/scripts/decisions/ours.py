@@ -8,38 +8,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.reports import Evidence, Heartbeat
-from pacekeeper_operator.api import Cause
-from pacekeeper_operator.decide import straggler
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import Metrics, Observation, WorkerView
-from pacekeeper_operator.observation import Policy as Rules
-from pacekeeper_operator.observe import figures, lasting
-from pacekeeper_operator.state import Draft
-from tests.support.worlds import NOW, policy, training
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.reports import Evidence, Heartbeat
+from pacekeeper_operator.api.incident import IncidentCause
+from pacekeeper_operator.decide.evaluate import evaluate_job
+from pacekeeper_operator.decide.stragglers import straggler
+from pacekeeper_operator.observe import persistent_slowness, rank_metrics
+from pacekeeper_operator.state.cluster_view import WorkerView
+from pacekeeper_operator.state.desired_state import DesiredState
+from pacekeeper_operator.state.job_metrics import JobMetrics
+from pacekeeper_operator.state.observation import Observation
+from pacekeeper_operator.state.policy import Policy as Rules
+from testing.operators.observations import NOW, build_policy, build_training
 
-from .course import THRESHOLD, Now
 from .draw import Scenario
-from .sight import FIRST_STEP, Sight
-from .world import Setup, Spare, Way, World
+from .policy_run import THRESHOLD, Now
+from .sampled_metrics import FIRST_STEP, SampledMetrics
+from .world import CostModel, Setup, Spare, TrainingStrategy
 
 TRAINED_SECONDS = 300.0
 """Before a scenario begins."""
-LOOK_SECONDS, SUSPECT_SECONDS = 2, 1
+PASS_INTERVAL_SECONDS, INVESTIGATION_INTERVAL_SECONDS = 2, 1
 """Between two passes (`Settings.sample_seconds`); and while something is looked into, as often as the clock allows."""
-OF_THE_TIME, LONGEST_PAUSE = 0.05, 10
+PAUSE_SHARE, MAX_PAUSE_SECONDS = 0.05, 10
 """Of what is looked into for long, so much may pass between two passes; seconds at most."""
-SLOWNESS = frozenset(
-    {Cause.STRAGGLER, Cause.SLOW_COMMUNICATION, Cause.VOLATILE, Cause.GARBAGE, Cause.UNEVEN_LENGTHS, Cause.SLOW_STEPS}
+SLOWNESS_CAUSES = frozenset(
+    {
+        IncidentCause.STRAGGLER,
+        IncidentCause.SLOW_COMMUNICATION,
+        IncidentCause.VOLATILE,
+        IncidentCause.GARBAGE_COLLECTION,
+        IncidentCause.UNEVEN_LENGTHS,
+        IncidentCause.SLOW_STEPS,
+    }
 )
 
 
 @dataclass(frozen=True)
-class Looks:
+class PassIntervals:
     """At a job in which nothing happens: seconds between two, and behind `row` of them; row 0: that never comes."""
 
-    every: int = LOOK_SECONDS
+    every: int = PASS_INTERVAL_SECONDS
     row: int = 0
     rest: int = 0
 
@@ -49,7 +58,7 @@ class Act:
     """A remedy that was applied: what it was to win, for `figures`. Losses are seconds a second."""
 
     second: int
-    cause: Cause
+    cause: IncidentCause
     remedy: str
     rank: int | None
     before: float  # slowdown, as it was judged
@@ -61,145 +70,169 @@ class Ours:
     """A policy."""
 
     scenario: Scenario
-    world: World
+    world: CostModel
     acts: list[Act] = field(default_factory=list)
-    alarms: list[tuple[int, Cause]] = field(default_factory=list)
+    alarms: list[tuple[int, IncidentCause]] = field(default_factory=list)
     quarantines: int = 0
     failures: list[str] = field(default_factory=list)
     passes: int = 0
     questions: int = 0  # that all ranks were asked
-    looks: Looks = Looks()
+    pass_intervals: PassIntervals = PassIntervals()
     due: int = 0
-    _in_a_row: int = 0
+    _consecutive: int = 0
     _answered: int = 0  # checkpoint requests, by the members: those that a pass before this one has made
 
     def __post_init__(self) -> None:
         job = self.world.job
-        base = training(job.workers, spares=int(job.spare is not Spare.NONE), step=FIRST_STEP)
+        base = build_training(job.workers, spares=int(job.spare is not Spare.NONE), step=FIRST_STEP)
         members = tuple(
-            replace(member, ranks=tuple(range(n * job.ranks_each, (n + 1) * job.ranks_each)))
-            for n, member in enumerate(base.plan.members)
+            replace(member, ranks=tuple(range(index * job.ranks_each, (index + 1) * job.ranks_each)))
+            for index, member in enumerate(base.plan.members)
         )
-        draft = base.draft.with_plan(members=members)
+        desired = base.desired.with_plan(members=members)
         if self.scenario.restart_known:
-            draft = draft.with_budget(restart_seconds=float(job.restart_seconds))
+            desired = desired.with_budget(restart_seconds=float(job.restart_seconds))
         spec = replace(base.job.spec, nproc_per_node=job.ranks_each)
-        self._base = replace(base.with_draft(draft), job=replace(base.job, spec=spec))
-        self._beat = self._base.members[0].heartbeat or Heartbeat()
-        self.draft: Draft = self._base.draft
-        self.rules = policy(max_restarts=100)
-        self._sight = Sight(self.world, self.scenario.seed, FIRST_STEP)
-        self._membership, self._round_from = self.draft.plan.membership, -TRAINED_SECONDS
+        self._base = replace(base.with_desired(desired), job=replace(base.job, spec=spec))
+        self._heartbeat = self._base.members[0].heartbeat or Heartbeat()
+        self.desired: DesiredState = self._base.desired
+        self.rules = build_policy(max_restarts=100)
+        self._sight = SampledMetrics(self.world, self.scenario.seed, FIRST_STEP)
+        self._membership, self._round_from = self.desired.plan.membership, -TRAINED_SECONDS
         self._seen_acts: set[tuple[str, str]] = set()
-        self._told: tuple[Evidence, ...] = ()
-        self._paces = lasting.Paces()
+        self._reported: tuple[Evidence, ...] = ()
+        self._relative_times = persistent_slowness.RelativeTimeHistory()
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         end = now.second + 1
         if now.stands:
             if self._sight.pieces:  # the next round goes on from the step that this one has come to
-                self._sight = Sight(self.world, self.scenario.seed, self._sight.first + self._sight.done(now.second))
+                self._sight = SampledMetrics(
+                    self.world, self.scenario.seed, self._sight.first + self._sight.count_done_steps(now.second)
+                )
             return now.setup
         if not self._sight.pieces and now.second:
             self._round_from = float(now.second)
-        self._sight.goes_on(float(now.second) if now.second else self._round_from, now.setup.way, now.strain)
+        self._sight.extend(float(now.second) if now.second else self._round_from, now.setup.strategy, now.strain)
         if now.second < self.due:
             return now.setup
         observation = self._observe(now, end)
         if not self._is_calm(observation):
-            self._think(observation, now.second)
-        busy = self.draft.state.adaptation.suspicion is not None or self.draft.plan.checkpoint_request > self._answered
-        calm = nothing_to_do(observation.with_draft(self.draft), self.rules)
-        pause = self._suspect_pause(end) if busy else self._calm_pause() if calm else LOOK_SECONDS
+            self._evaluate(observation, now.second)
+        is_investigating = (
+            self.desired.state.adaptation.investigation is not None
+            or self.desired.plan.checkpoint_request > self._answered
+        )
+        has_nothing_to_do = is_idle(observation.with_desired(self.desired), self.rules)
+        pause = (
+            self._compute_investigation_pause(end)
+            if is_investigating
+            else self._compute_calm_pause()
+            if has_nothing_to_do
+            else PASS_INTERVAL_SECONDS
+        )
         self.due = now.second + pause
-        return self._wished(now.setup)
+        return self._build_setup(now.setup)
 
     def _observe(self, now: Now, end: int) -> Observation:
-        metrics = self._metrics(end)
-        world = replace(self._base, now=NOW + end, workers=self._views(now, end), metrics=metrics)
-        return replace(world.with_draft(self.draft), evidence=() if metrics.untold else self._answers(end))
+        metrics = self._collect_metrics(end)
+        observation = replace(self._base, now=NOW + end, workers=self._build_views(now, end), metrics=metrics)
+        return replace(
+            observation.with_desired(self.desired),
+            evidence=() if metrics.unreported_members else self._collect_evidence(end),
+        )
 
-    def _views(self, now: Now, end: int) -> tuple[WorkerView, ...]:
-        plan, sight = self.draft.plan, self._sight
-        step = sight.first + sight.done(end)
-        beat = replace(
-            self._beat,
+    def _build_views(self, now: Now, end: int) -> tuple[WorkerView, ...]:
+        plan, sampled = self.desired.plan, self._sight
+        step = sampled.first + sampled.count_done_steps(end)
+        heartbeat = replace(
+            self._heartbeat,
             membership=plan.membership,
             round=plan.round,
             step=step,
-            steps_in_round=sight.done(end),
+            steps_in_round=sampled.count_done_steps(end),
             checkpoint_step=step,
             checkpoint_request=self._answered,
             global_batch=self.world.job.batch,
             first_step_at=NOW + self._round_from + 1.0,
             round_started_at=NOW + self._round_from + 1.0 - self.world.job.restart_seconds,
-            sync_mode=now.setup.way.mode.value,
+            sync_mode=now.setup.strategy.mode.value,
         )
         self._answered = plan.checkpoint_request
-        seated = {member.worker for member in plan.members}
-        begun = {member.worker for member in self._base.plan.members}
+        assigned = {member.worker for member in plan.members}
+        initial_workers = {member.worker for member in self._base.plan.members}
 
-        def seen(view: WorkerView) -> WorkerView:
-            if view.name in seated:
-                return replace(view, heartbeat=beat)
-            if view.name in begun:  # given up, and gone
+        def update_view(view: WorkerView) -> WorkerView:
+            if view.name in assigned:
+                return replace(view, heartbeat=heartbeat)
+            if view.name in initial_workers:  # given up, and gone
                 return replace(view, pod=None, heartbeat=None)
             return replace(view, silent_seconds=600.0 + end) if self.world.job.spare is Spare.DEAD else view
 
-        return tuple(map(seen, self._base.workers))
+        return tuple(map(update_view, self._base.workers))
 
-    def _metrics(self, end: int) -> Metrics:
-        members, each = self.draft.plan.members, self.world.job.ranks_each
-        rows = self._sight.rows(max(self._sight.pieces[0].begin, end - self.scenario.stale_seconds))
+    def _collect_metrics(self, end: int) -> JobMetrics:
+        members, ranks_each = self.desired.plan.members, self.world.job.ranks_each
+        rows = self._sight.build_rows(max(self._sight.pieces[0].begin, end - self.scenario.evidence_delay_seconds))
         if rows is None:
-            return Metrics(untold=tuple(member.worker for member in members))
-        heard = {member.worker: rows[n * each : (n + 1) * each] for n, member in enumerate(members)}
-        told = figures.of_plan(heard, self.draft.plan)
-        self._paces = lasting.seen(self._paces, told.rows, self.draft.plan.membership, THRESHOLD, NOW + end)
-        return self._paces.beside(figures.metrics(told, self.draft.plan, Metrics()))
+            return JobMetrics(unreported_members=tuple(member.worker for member in members))
+        rows_by_worker = {
+            member.worker: rows[index * ranks_each : (index + 1) * ranks_each] for index, member in enumerate(members)
+        }
+        plan_rows = rank_metrics.select_plan_rows(rows_by_worker, self.desired.plan)
+        self._relative_times = persistent_slowness.add_window(
+            self._relative_times, plan_rows.rows, self.desired.plan.membership, THRESHOLD, NOW + end
+        )
+        return self._relative_times.add_to_metrics(
+            rank_metrics.summarize_ranks(plan_rows, self.desired.plan, JobMetrics())
+        )
 
-    def _answers(self, end: int) -> tuple[Evidence, ...]:
+    def _collect_evidence(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""
-        plan = self.draft.plan
+        plan = self.desired.plan
         if not plan.evidence_request:
             return ()
-        if self._told == () or self._told[0].request != plan.evidence_request:
-            windows = self._sight.windows(end)
-            self._told = tuple(
-                Evidence(plan.evidence_request, m.worker, plan.round, tuple(windows[r] for r in m.ranks))
-                for m in plan.members
+        if self._reported == () or self._reported[0].request != plan.evidence_request:
+            windows = self._sight.build_windows(end)
+            self._reported = tuple(
+                Evidence(
+                    plan.evidence_request, member.worker, plan.round, tuple(windows[rank] for rank in member.ranks)
+                )
+                for member in plan.members
             )
-        return self._told
+        return self._reported
 
-    def _suspect_pause(self, end: int) -> int:
+    def _compute_investigation_pause(self, end: int) -> int:
         """In the long run questions become rare, and passes between them weigh the same answers again."""
-        suspicion = self.draft.state.adaptation.suspicion
-        lasts = 0.0 if suspicion is None else NOW + end - suspicion.since
-        return int(min(max(SUSPECT_SECONDS, OF_THE_TIME * lasts), LONGEST_PAUSE))
+        investigation = self.desired.state.adaptation.investigation
+        age = 0.0 if investigation is None else NOW + end - investigation.since
+        return int(min(max(INVESTIGATION_INTERVAL_SECONDS, PAUSE_SHARE * age), MAX_PAUSE_SECONDS))
 
-    def _calm_pause(self) -> int:
-        self._in_a_row += 1
-        if self._in_a_row != self.looks.row:
-            return self.looks.every
-        self._in_a_row = 0
-        return self.looks.rest
+    def _compute_calm_pause(self) -> int:
+        self._consecutive += 1
+        if self._consecutive != self.pass_intervals.row:
+            return self.pass_intervals.every
+        self._consecutive = 0
+        return self.pass_intervals.rest
 
     def _is_calm(self, observation: Observation) -> bool:
         """Nothing shows, nothing goes on: a pass would leave all as it is (the tests say so)."""
-        return self.passes > 2 and nothing_to_do(observation, self.rules)
+        return self.passes > 2 and is_idle(observation, self.rules)
 
-    def _think(self, observation: Observation, second: int) -> None:
-        thought = think(observation, self.rules)
+    def _evaluate(self, observation: Observation, second: int) -> None:
+        result = evaluate_job(observation, self.rules)
         self.passes += 1
-        self.failures += thought.failures
-        self._note(thought.draft, second)
-        self.draft = swept(thought.draft)
+        self.failures += result.failed_steps
+        self._record_incidents(result.desired, second)
+        self.desired = sweep_finished_incidents(result.desired)
 
-    def _note(self, draft: Draft, second: int) -> None:
-        self.questions += draft.plan.evidence_request not in {"", self.draft.plan.evidence_request}
-        self.quarantines += len(draft.state.incidents.quarantines) - len(self.draft.state.incidents.quarantines)
-        for incident in draft.state.incidents.current:
-            if incident.cause not in SLOWNESS:
+    def _record_incidents(self, desired: DesiredState, second: int) -> None:
+        self.questions += desired.plan.evidence_request not in {"", self.desired.plan.evidence_request}
+        self.quarantines += len(desired.state.incidents.quarantine_requests) - len(
+            self.desired.state.incidents.quarantine_requests
+        )
+        for incident in desired.state.incidents.current:
+            if incident.cause not in SLOWNESS_CAUSES:
                 continue
             key = incident.name, incident.remedy or ""
             if key in self._seen_acts:
@@ -212,55 +245,60 @@ class Ours:
                     Act(second, incident.cause, incident.remedy, incident.rank, before, incident.predicted_after)
                 )
 
-    def _wished(self, setup: Setup) -> Setup:
-        plan = self.draft.plan
-        way = Way(
+    def _build_setup(self, setup: Setup) -> Setup:
+        plan = self.desired.plan
+        strategy = TrainingStrategy(
             shares=None if plan.shares is None or plan.sync_mode is not SyncMode.SYNC else tuple(plan.shares),
             mode=plan.sync_mode,
-            garbage_every=plan.garbage_every,
+            gc_interval=plan.gc_every,
             balanced=plan.sequence_cost is not None,
         )
-        if way.mode is SyncMode.ASYNC_EDIT:
-            way = replace(way, sync_seconds=plan.sync_seconds)
-        if way.mode is SyncMode.EDIT:
-            way = replace(way, sync_every=plan.sync_every)
+        if strategy.mode is SyncMode.ASYNC_EDIT:
+            strategy = replace(strategy, sync_seconds=plan.sync_seconds)
+        if strategy.mode is SyncMode.EDIT:
+            strategy = replace(strategy, sync_every=plan.sync_every)
         moved = setup.moved
         if plan.membership != self._membership:
             self._membership = plan.membership
-            moved = moved or self._gave_up_the_slow_one(setup)
-            return Setup(way, moved, setup.round + 1)
-        return replace(setup, way=way)
+            moved = moved or self._has_replaced_slow_worker(setup)
+            return Setup(strategy, moved, setup.round + 1)
+        return replace(setup, strategy=strategy)
 
-    def _gave_up_the_slow_one(self, setup: Setup) -> bool:
+    def _has_replaced_slow_worker(self, setup: Setup) -> bool:
         """Whether the worker that the strain is bound to holds no ranks any more."""
-        strain = next((each for each in self.scenario.timeline.by_second if each.movable), None)
+        strain = next((candidate for candidate in self.scenario.timeline.strains_by_second if candidate.movable), None)
         if strain is None or setup.moved:
             return setup.moved
-        before = [member.worker for member in self._base.plan.members]
-        now = {member.worker for member in self.draft.plan.members}
-        return not {before[rank // self.world.job.ranks_each] for rank, _ in strain.slow} & now
+        initial_workers = [member.worker for member in self._base.plan.members]
+        current_workers = {member.worker for member in self.desired.plan.members}
+        return not {initial_workers[rank // self.world.job.ranks_each] for rank, _ in strain.slow} & current_workers
 
 
-def nothing_to_do(observation: Observation, rules: Rules) -> bool:
+def is_idle(observation: Observation, rules: Rules) -> bool:
     """No sign of slowness, and nothing of an earlier one under way."""
     metrics, state, plan = observation.metrics, observation.state, observation.plan
-    goes_on = (
-        state.adaptation.suspicion is not None
+    is_active = (
+        state.adaptation.investigation is not None
         or state.adaptation.local_sgd is not None
         or bool(state.incidents.open)
         or bool(plan.evidence_request)
         or plan.profile is not None
-        or bool(state.placement.vacant_since or state.placement.checkpoint_asked_at)
+        or bool(state.placement.vacant_since or state.placement.checkpoint_requested_at)
         or any(worker.leaving for worker in state.placement.workers)
     )
-    if goes_on or metrics.pace is None or metrics.uniform is None or metrics.uniform >= THRESHOLD:
+    if (
+        is_active
+        or metrics.relative_time is None
+        or metrics.uniform_slowdown is None
+        or metrics.uniform_slowdown >= THRESHOLD
+    ):
         return False
-    return straggler.suspect(observation, rules) == observation.draft
+    return straggler.update_investigation(observation, rules) == observation.desired
 
 
-def swept(draft: Draft) -> Draft:
+def sweep_finished_incidents(desired: DesiredState) -> DesiredState:
     """Incidents that are over are written into the cluster, and need no bookkeeping (`services.reconcile`)."""
-    over = frozenset(i.name for i in draft.state.incidents.current if i.outcome is not None)
-    over -= {draft.state.profiling.incident}
-    left = draft.state.incidents.sweep(over)
-    return draft if left is draft.state.incidents else draft.with_incidents(current=left.current)
+    finished = frozenset(incident.name for incident in desired.state.incidents.current if incident.outcome is not None)
+    finished -= {desired.state.profiling.incident}
+    remaining = desired.state.incidents.sweep(finished)
+    return desired if remaining is desired.state.incidents else desired.with_incidents(current=remaining.current)

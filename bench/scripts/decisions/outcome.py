@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pacekeeper_analysis.price import loss_rate
-from pacekeeper_operator.api import Remedy
+from pacekeeper_analysis.stragglers.price import compute_loss_rate
+from pacekeeper_operator.api.training_job import Remedy
 
 from . import clairvoyant
-from .course import Course, first_sign, play
 from .draw import Scenario
-from .ours import Act, Looks, Ours
+from .ours import Act, Ours, PassIntervals
 from .policies import OURS, POLICIES
-from .world import CALM, Spare, Strain, World, met
+from .policy_run import PolicyRun, find_first_sign, run_policy
+from .world import CALM, CostModel, Spare, Strain, get_remaining_strain
 
 GRACE_SECONDS = 120
 """So long after a slowdown's end what is done still concerns it."""
@@ -26,7 +26,7 @@ class Gain:
 
     remedy: str
     predicted: float
-    realised: float
+    realized: float
 
 
 @dataclass(frozen=True)
@@ -68,57 +68,62 @@ class Outcome:
         return self.scenario.depth >= 1.1
 
 
-def outcome(scenario: Scenario) -> Outcome:
-    world, sign = World(scenario.job), first_sign(scenario)
-    courses = dict[str, Course]()
+def run_policies(scenario: Scenario) -> Outcome:
+    cost_model, first_second = CostModel(scenario.job), find_first_sign(scenario)
+    runs = dict[str, PolicyRun]()
     ours: Ours | None = None
-    for name, begin in POLICIES.items():
-        policy = begin(scenario, world)
-        courses[name] = play(scenario, world, policy)
+    for name, create_policy in POLICIES.items():
+        policy = create_policy(scenario, cost_model)
+        runs[name] = run_policy(scenario, cost_model, policy)
         ours = policy if isinstance(policy, Ours) else ours
     assert ours is not None
     return Outcome(
         scenario,
-        lost={name: course.cost() for name, course in courses.items()},
-        slowed=courses[OURS].slowed,
-        since={name: course.cost(sign) for name, course in courses.items()},
-        least=clairvoyant.least_cost(scenario, world),
-        informed=clairvoyant.informed_cost(scenario, world),
-        gains=tuple(gains(scenario, world, courses[OURS], ours.acts)),
-        **_judged(scenario, ours),
+        lost={name: run.cost() for name, run in runs.items()},
+        slowed=runs[OURS].slowed,
+        since={name: run.cost(first_second) for name, run in runs.items()},
+        least=clairvoyant.compute_least_cost(scenario, cost_model),
+        informed=clairvoyant.compute_informed_cost(scenario, cost_model),
+        gains=tuple(compute_gains(scenario, cost_model, runs[OURS], ours.acts)),
+        **_count_actions(scenario, ours),
     )
 
 
-def quiet(scenario: Scenario, looks: Looks) -> Outcome:
+def run_calm_scenario(scenario: Scenario, intervals: PassIntervals) -> Outcome:
     """Ours alone, where nothing goes wrong."""
-    world = World(scenario.job)
-    ours = Ours(scenario, world, looks=looks)
-    course = play(scenario, world, ours)
-    lost = {OURS: course.cost(), "never act": 0.0}
-    return Outcome(scenario, lost, course.slowed, lost, 0.0, 0.0, **_judged(scenario, ours))
+    cost_model = CostModel(scenario.job)
+    ours = Ours(scenario, cost_model, pass_intervals=intervals)
+    run = run_policy(scenario, cost_model, ours)
+    lost = {OURS: run.cost(), "never act": 0.0}
+    return Outcome(scenario, lost, run.slowed, lost, 0.0, 0.0, **_count_actions(scenario, ours))
 
 
-def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> list[Gain]:
+def compute_gains(scenario: Scenario, cost_model: CostModel, run: PolicyRun, acts: list[Act]) -> list[Gain]:
     """Of each remedy: what it was to win, and what it won of the strain that it was for."""
-    found = []
+    gains = []
     for act in acts:
-        came = scenario.timeline.by_second[act.second]
-        before = course.setups[act.second]
-        after = next((setup for setup in course.setups[act.second :] if setup != before), None)
-        if came == CALM or after is None:
+        strain = scenario.timeline.strains_by_second[act.second]
+        before = run.setups[act.second]
+        after = next((setup for setup in run.setups[act.second :] if setup != before), None)
+        if strain == CALM or after is None:
             continue
-        left, mended = (world.slowed(setup.way, met(came, moved=setup.moved)) for setup in (before, after))
-        found.append(Gain(act.remedy, loss_rate(act.before) - loss_rate(act.after), left - mended))
-    return found
+        unmitigated, mitigated = (
+            cost_model.slowed(setup.strategy, get_remaining_strain(strain, moved=setup.moved))
+            for setup in (before, after)
+        )
+        gains.append(
+            Gain(act.remedy, compute_loss_rate(act.before) - compute_loss_rate(act.after), unmitigated - mitigated)
+        )
+    return gains
 
 
-def _judged(scenario: Scenario, ours: Ours) -> dict[str, Any]:
-    strains = scenario.timeline.by_second
+def _count_actions(scenario: Scenario, ours: Ours) -> dict[str, Any]:
+    strains = scenario.timeline.strains_by_second
     exchanges = [act for act in ours.acts if act.remedy == Remedy.REPLACE_WORKER]
     return {
-        "false_alarms": sum(not _concerns(strains, second) for second, _ in ours.alarms),
+        "false_alarms": sum(not _has_recent_strain(strains, second) for second, _ in ours.alarms),
         "exchanges": len(exchanges),
-        "wrong_exchanges": sum(not _is_right(act, scenario) for act in exchanges),
+        "wrong_exchanges": sum(not _is_right_exchange(act, scenario) for act in exchanges),
         "quarantines": ours.quarantines,
         "questions": ours.questions,
         "remedies": tuple(f"{act.second}: {act.remedy}" for act in ours.acts),
@@ -126,13 +131,13 @@ def _judged(scenario: Scenario, ours: Ours) -> dict[str, Any]:
     }
 
 
-def _concerns(strains: Sequence[Strain], second: int) -> bool:
+def _has_recent_strain(strains: Sequence[Strain], second: int) -> bool:
     return any(strain != CALM for strain in strains[max(0, second - GRACE_SECONDS) : second + 1])
 
 
-def _is_right(act: Act, scenario: Scenario) -> bool:
+def _is_right_exchange(act: Act, scenario: Scenario) -> bool:
     """It exchanged a worker that was slow, as long as it was, for one that is not."""
-    strain: Strain = scenario.timeline.by_second[act.second]
-    of = {rank // scenario.job.ranks_each for rank, _ in strain.slow}
-    named = act.rank is None or act.rank // scenario.job.ranks_each in of
-    return strain.movable and named and scenario.job.spare is Spare.WARM
+    strain: Strain = scenario.timeline.strains_by_second[act.second]
+    slow_workers = {rank // scenario.job.ranks_each for rank, _ in strain.slow}
+    is_named = act.rank is None or act.rank // scenario.job.ranks_each in slow_workers
+    return strain.movable and is_named and scenario.job.spare is Spare.WARM

@@ -1,7 +1,7 @@
 """Policies that ours is held against. One of its own is a class here and a line in POLICIES.
 
-All but ours are told what is wrong, exactly and as soon as it shows (`course.seen`): they have no evidence to weigh,
-and raise no false alarm.
+All but ours receive what is wrong, exactly and as soon as it shows (`policy_run.get_visible_strain`): they have no
+evidence to weigh, and raise no false alarm.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .course import Begin, Now, first_sign, seen
 from .draw import Scenario
 from .ours import Ours
-from .world import CALM, EQUAL, Setup, Spare, Strain, Way, World, met
+from .policy_run import Begin, Now, find_first_sign, get_visible_strain
+from .world import CALM, EQUAL_SHARES, CostModel, Setup, Spare, Strain, TrainingStrategy, get_remaining_strain
 
 SHARES_SECONDS = 5.0
 """What Greyhound's second level is taken to cost: the micro-batches are dealt anew."""
@@ -24,7 +24,7 @@ class Never:
 
     due: int = 0
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         return now.setup
 
 
@@ -36,10 +36,10 @@ class AlwaysRestart:
     due: int = 0
     _saw: bool = False
 
-    def wish(self, now: Now) -> Setup:
-        shows = met(seen(self.scenario, now.second), moved=now.setup.moved) != CALM
-        news, self._saw = shows and not self._saw, shows
-        return _next_round(now.setup, self.scenario) if news and not now.stands else now.setup
+    def choose_setup(self, now: Now) -> Setup:
+        is_visible = get_remaining_strain(get_visible_strain(self.scenario, now.second), moved=now.setup.moved) != CALM
+        is_new, self._saw = is_visible and not self._saw, is_visible
+        return _next_round(now.setup, self.scenario) if is_new and not now.stands else now.setup
 
 
 @dataclass
@@ -47,11 +47,11 @@ class SharesOnly:
     """The best shares as long as a slow rank shows, and equal ones else."""
 
     scenario: Scenario
-    world: World
+    world: CostModel
     due: int = 0
 
-    def wish(self, now: Now) -> Setup:
-        return replace(now.setup, way=_shares(self.world, seen(self.scenario, now.second)))
+    def choose_setup(self, now: Now) -> Setup:
+        return replace(now.setup, strategy=_choose_shares(self.world, get_visible_strain(self.scenario, now.second)))
 
 
 @dataclass
@@ -64,22 +64,22 @@ class Greyhound:
     """
 
     scenario: Scenario
-    world: World
+    world: CostModel
     due: int = 0
     _lost: float = 0.0
 
-    def wish(self, now: Now) -> Setup:
-        shows = met(seen(self.scenario, now.second), moved=now.setup.moved)
-        if shows == CALM:
+    def choose_setup(self, now: Now) -> Setup:
+        strain = get_remaining_strain(get_visible_strain(self.scenario, now.second), moved=now.setup.moved)
+        if strain == CALM:
             self._lost = 0.0
-            return replace(now.setup, way=EQUAL)
-        self._lost += self.world.loss(now.setup.way, shows)
+            return replace(now.setup, strategy=EQUAL_SHARES)
+        self._lost += self.world.compute_loss(now.setup.strategy, strain)
         if now.stands:
             return now.setup
         if self._lost >= self.scenario.job.restart_seconds and _can_move(now.setup, self.scenario):
             return _next_round(now.setup, self.scenario)
         if self._lost >= SHARES_SECONDS:
-            return replace(now.setup, way=_shares(self.world, shows))
+            return replace(now.setup, strategy=_choose_shares(self.world, strain))
         return now.setup
 
 
@@ -89,24 +89,29 @@ class SkiRental:
     taken when the loss so far is `times` what it costs."""
 
     scenario: Scenario
-    world: World
+    world: CostModel
     times: float = 1.0
     due: int = 0
     _lost: float = 0.0
 
-    def wish(self, now: Now) -> Setup:
-        shows = met(seen(self.scenario, now.second), moved=now.setup.moved)
-        best = replace(now.setup, way=self.world.best(shows))
-        if now.second >= first_sign(self.scenario):
-            self._lost += self.world.loss(now.setup.way, now.strain)
-        due = self._lost >= self.times * self.scenario.job.restart_seconds and shows.movable
-        if due and not now.stands and _can_move(now.setup, self.scenario) and self.world.loss(best.way, shows) > 0:
-            return replace(_next_round(now.setup, self.scenario), way=EQUAL)
-        return best
+    def choose_setup(self, now: Now) -> Setup:
+        strain = get_remaining_strain(get_visible_strain(self.scenario, now.second), moved=now.setup.moved)
+        best_setup = replace(now.setup, strategy=self.world.choose_best(strain))
+        if now.second >= find_first_sign(self.scenario):
+            self._lost += self.world.compute_loss(now.setup.strategy, now.strain)
+        is_due = self._lost >= self.times * self.scenario.job.restart_seconds and strain.movable
+        if (
+            is_due
+            and not now.stands
+            and _can_move(now.setup, self.scenario)
+            and self.world.compute_loss(best_setup.strategy, strain) > 0
+        ):
+            return replace(_next_round(now.setup, self.scenario), strategy=EQUAL_SHARES)
+        return best_setup
 
 
 OURS = "ours"
-TIMES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+SKI_RENTAL_MULTIPLES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 POLICIES: Mapping[str, Begin] = {
     OURS: Ours,
     "never act": lambda _scenario, _world: Never(),
@@ -114,15 +119,15 @@ POLICIES: Mapping[str, Begin] = {
     "shares only": SharesOnly,
     "Greyhound's levels": Greyhound,
     **{
-        f"ski rental at {times:g} ×": lambda scenario, world, times=times: SkiRental(scenario, world, times)  # type: ignore[misc]
-        for times in TIMES
+        f"ski rental at {times:g} ×": lambda scenario, cost_model, times=times: SkiRental(scenario, cost_model, times)  # type: ignore[misc]
+        for times in SKI_RENTAL_MULTIPLES
     },
 }
 
 
-def _shares(world: World, strain: Strain) -> Way:
-    way = world.best_exact(strain)
-    return Way(shares=way.shares)
+def _choose_shares(cost_model: CostModel, strain: Strain) -> TrainingStrategy:
+    strategy = cost_model.choose_best_exact(strain)
+    return TrainingStrategy(shares=strategy.shares)
 
 
 def _can_move(setup: Setup, scenario: Scenario) -> bool:

@@ -1,7 +1,7 @@
 """What a slow rank costs under the operator's decisions, and under those of a clairvoyant who knows how long it lasts.
 
 The real operator in simulated clusters: one of four ranks is slow by each of FACTORS, with a spare warm and without,
-for each of SECONDS, in the worlds of several seeds. Costs are seconds of
+for each of SLOW_SECONDS, in the worlds of several seeds. Costs are seconds of
 training: the samples that the same world trains without the fault and this one does not, over its rate, from the
 fault's beginning until TAIL_SECONDS after its end; of both their means over the worlds are judged, as restarts take
 their time by chance. So all that the operator does is in them: noticing, shares,
@@ -28,45 +28,45 @@ from statistics import fmean, median
 
 import numpy as np
 
-from pacekeeper_analysis import shares
-from pacekeeper_analysis.price import loss_rate
-from pacekeeper_operator.api import Cause
-from simulation.faults.fault import Role
+from pacekeeper_analysis.stragglers import shares
+from pacekeeper_analysis.stragglers.price import compute_loss_rate
+from pacekeeper_operator.api.incident import IncidentCause
+from simulation.faults.context import FaultContext
+from simulation.faults.fault import TargetRole
 from simulation.faults.ranks import NodeIsSlow, RankCrashes
-from simulation.faults.scene import Scene
-from simulation.generator import OPERATOR
-from simulation.operators.endpoint import forget_applications
-from simulation.schedule import JobSettings, Schedule
-from simulation.workers.run import Run
-from simulation.workers.training import Training
+from simulation.generator import OPERATOR_SETTINGS
+from simulation.operators.endpoint import clear_application_cache
+from simulation.schedule import Schedule, SimulatedJob
+from simulation.workers.training import SimulatedTraining
+from simulation.workers.training_round import TrainingRound
 from simulation.world import World, WorldSettings
 
-SEEDS = 3
+SEED_COUNT = 3
 REPLICAS, SLOW_RANK = 4, 1
 FACTORS = (1.15, 1.3, 1.6, 2.2, 3.1, 5.0)
-FOR_EVER = 1200.0
+UNBOUNDED_SECONDS = 1200.0
 """So long is measured of a fault that does not end."""
-SECONDS = (30.0, 120.0, 600.0, FOR_EVER)
-CRASHES, STRIKES = 50.0, 120.0
+SLOW_SECONDS = (30.0, 120.0, 600.0, UNBOUNDED_SECONDS)
+CRASH_AT_SECONDS, SLOWDOWN_AT_SECONDS = 50.0, 120.0
 TAIL_SECONDS = 120.0
-LOOK_SECONDS = 0.5
-TIMES_THE_CLAIRVOYANT = 2.0
-POINTS = 10.0
+STATE_POLL_SECONDS = 0.5
+MAX_TIMES_CLAIRVOYANT = 2.0
+MAX_POINTS_BEHIND = 10.0
 """Of the slowdown that a clairvoyant removes at JUDGED_SECONDS, the operator removes as much but for so many."""
 JUDGED_SECONDS = 600.0
 DRAWS = 4096
-NOISE = (0.98, 1.02)
+NOISE_RANGE = (0.98, 1.02)
 """Of the simulated ranks' steps."""
 
 
 @dataclass(frozen=True)
-class Case:
+class SimulatedCase:
     """factor: 1: nothing happens."""
 
     seed: int
     spares: int
     factor: float = 1.0
-    seconds: float = FOR_EVER
+    seconds: float = UNBOUNDED_SECONDS
 
     @property
     def kind(self) -> tuple[int, float, float]:
@@ -76,14 +76,14 @@ class Case:
     @property
     def ends(self) -> float:
         """When it has been watched for long enough, in virtual seconds."""
-        return STRIKES + self.seconds + (0.0 if self.seconds == FOR_EVER else TAIL_SECONDS)
+        return SLOWDOWN_AT_SECONDS + self.seconds + (0.0 if self.seconds == UNBOUNDED_SECONDS else TAIL_SECONDS)
 
 
 @dataclass(frozen=True)
 class Played:
     """What a world has shown. Times are virtual seconds."""
 
-    case: Case
+    case: SimulatedCase
     at: tuple[float, ...]  # of the job's steps
     samples: tuple[float, ...]  # of the job, at these times
     slowdowns: tuple[float, float]  # of its steps by this fault: with equal shares, with the best ones
@@ -91,9 +91,9 @@ class Played:
     uneven: float = 0.0  # seconds for which shares have outlived it
     exchanges: tuple[float, ...] = ()  # what each exchange of a worker has cost
 
-    def trained(self, until: float) -> float:
+    def count_samples(self, until: float) -> float:
         """Samples since the fault has begun."""
-        begin, end = (float(np.interp(moment, self.at, self.samples)) for moment in (STRIKES, until))
+        begin, end = (float(np.interp(moment, self.at, self.samples)) for moment in (SLOWDOWN_AT_SECONDS, until))
         return end - begin
 
 
@@ -101,7 +101,7 @@ class Played:
 class Result:
     """Seconds of training, but for `removed`: shares of the slowdown."""
 
-    case: Case
+    case: SimulatedCase
     cost: float
     clairvoyant: float
     noticing: float
@@ -110,171 +110,191 @@ class Result:
     removed_by_clairvoyant: float
 
 
-MEANS = ("cost", "clairvoyant", "noticing", "removed", "removed_by_clairvoyant")
+AVERAGED_FIELDS = ("cost", "clairvoyant", "noticing", "removed", "removed_by_clairvoyant")
 
 
-def play(case: Case) -> Played:
+def play_case(case: SimulatedCase) -> Played:
     gc.disable()
     logging.getLogger("pacekeeper_operator").setLevel(logging.CRITICAL)
-    job = JobSettings(replicas=REPLICAS, spares=case.spares, spec={"remediation": {"maxRestarts": 100}})
-    settings = WorldSettings(nodes=2 * REPLICAS, slots=1, operator=OPERATOR)
+    job = SimulatedJob(replicas=REPLICAS, spares=case.spares, spec={"remediation": {"maxRestarts": 100}})
+    settings = WorldSettings(nodes=2 * REPLICAS, slots=1, operator=OPERATOR_SETTINGS)
     world = World(case.seed, settings)
     try:
-        watch = _Watch(world, Scene(world, Schedule(case.seed, world=settings, jobs=(job,))), case)
+        watch = _Watch(world, FaultContext(world, Schedule(case.seed, world=settings, jobs=(job,))), case)
         world.run(watch.play())
-        return watch.played()
+        return watch.build_played()
     finally:
         world.loop.close()
-        forget_applications()
+        clear_application_cache()
         gc.enable()
 
 
 class _Watch:
-    def __init__(self, world: World, scene: Scene, case: Case) -> None:
-        self._world, self._scene, self._case = world, scene, case
+    def __init__(self, world: World, context: FaultContext, case: SimulatedCase) -> None:
+        self._world, self._context, self._case = world, context, case
         self._at, self._samples, self._rounds = list[float](), list[float](), list[tuple[int, int]]()
         self._decided = math.inf
         self._uneven = 0.0
-        self._training: Training | None = None
-        world.trainings.on_step.append(self._stepped)
+        self._training: SimulatedTraining | None = None
+        world.trainings.on_step.append(self._on_step)
 
     async def play(self) -> None:
-        self._scene.make_job(0)
-        await asyncio.sleep(CRASHES)
-        RankCrashes().strike(self._scene)
-        await asyncio.sleep(STRIKES - self._world.now())
-        self._training = self._scene.training(0)
+        self._context.create_job(0)
+        await asyncio.sleep(CRASH_AT_SECONDS)
+        RankCrashes().inject(self._context)
+        await asyncio.sleep(SLOWDOWN_AT_SECONDS - self._world.now())
+        self._training = self._context.find_training(0)
         heal = None
         if self._case.factor > 1:
-            heal = NodeIsSlow(Role.MEMBER, SLOW_RANK, factor=self._case.factor).strike(self._scene)
+            heal = NodeIsSlow(TargetRole.MEMBER, SLOW_RANK, factor=self._case.factor).inject(self._context)
         while (now := self._world.now()) < self._case.ends:
-            if heal is not None and now >= STRIKES + self._case.seconds:
+            if heal is not None and now >= SLOWDOWN_AT_SECONDS + self._case.seconds:
                 heal = heal()
-            self._look(now)
-            await asyncio.sleep(LOOK_SECONDS)
+            self._record_state(now)
+            await asyncio.sleep(STATE_POLL_SECONDS)
 
-    def _look(self, now: float) -> None:
-        draft = self._scene.draft(0)
-        for incident in draft.state.incidents.current:
-            if incident.cause is Cause.STRAGGLER:
+    def _record_state(self, now: float) -> None:
+        desired = self._context.read_desired(0)
+        for incident in desired.state.incidents.current:
+            if incident.cause is IncidentCause.STRAGGLER:
                 self._decided = min(self._decided, now)
-        if now >= STRIKES + self._case.seconds and len(set(draft.plan.shares or (0,))) > 1:
-            self._uneven += LOOK_SECONDS
+        if now >= SLOWDOWN_AT_SECONDS + self._case.seconds and len(set(desired.plan.shares or (0,))) > 1:
+            self._uneven += STATE_POLL_SECONDS
 
-    def _stepped(self, run: Run) -> None:
+    def _on_step(self, training_round: TrainingRound) -> None:
         self._at.append(self._world.now())
-        self._samples.append(run.progress.samples)
-        self._rounds.append((run.membership, run.round))
+        self._samples.append(training_round.progress.samples)
+        self._rounds.append((training_round.membership, training_round.round))
 
-    def played(self) -> Played:
+    def build_played(self) -> Played:
         assert self._training is not None
         return Played(
             self._case,
             tuple(self._at),
             tuple(self._samples),
-            _slowdowns(self._training, self._case.factor),
+            _compute_slowdowns(self._training, self._case.factor),
             self._decided,
             self._uneven,
-            tuple(self._exchanges()),
+            tuple(self._iterate_exchange_seconds()),
         )
 
-    def _exchanges(self) -> Iterable[float]:
+    def _iterate_exchange_seconds(self) -> Iterable[float]:
         """From the last step of a membership to the first one of the next, without what a step usually takes."""
-        begun = bisect_right(self._at, STRIKES)
-        usual = (self._at[begun - 1] - self._at[begun - 11]) / (self._samples[begun - 1] - self._samples[begun - 11])
-        for place in range(begun, len(self._at) - 1):
-            if self._rounds[place][0] != self._rounds[place - 1][0]:  # its ranks have restored their state
-                seconds = self._at[place + 1] - self._at[place - 1]
-                yield seconds - usual * (self._samples[place + 1] - self._samples[place - 1])
+        start_index = bisect_right(self._at, SLOWDOWN_AT_SECONDS)
+        seconds_per_sample = (self._at[start_index - 1] - self._at[start_index - 11]) / (
+            self._samples[start_index - 1] - self._samples[start_index - 11]
+        )
+        for index in range(start_index, len(self._at) - 1):
+            if self._rounds[index][0] != self._rounds[index - 1][0]:  # its ranks have restored their state
+                seconds = self._at[index + 1] - self._at[index - 1]
+                yield seconds - seconds_per_sample * (self._samples[index + 1] - self._samples[index - 1])
 
 
-def _slowdowns(training: Training, factor: float) -> tuple[float, float]:
-    noise = np.random.default_rng(0).uniform(*NOISE, size=(DRAWS, REPLICAS))
-    slow = np.ones(REPLICAS)
-    slow[SLOW_RANK] = factor
+def _compute_slowdowns(training: SimulatedTraining, factor: float) -> tuple[float, float]:
+    noise = np.random.default_rng(0).uniform(*NOISE_RANGE, size=(DRAWS, REPLICAS))
+    relative_times = np.ones(REPLICAS)
+    relative_times[SLOW_RANK] = factor
 
-    def seconds(slowness: np.ndarray, of_each: Sequence[int]) -> float:
-        own = (training.fixed_seconds + np.array(of_each) * training.sample_seconds) * slowness * noise
-        return float(own.max(axis=1).mean()) + training.communication_seconds
+    def compute_step_seconds(slowness: np.ndarray, samples: Sequence[int]) -> float:
+        own_seconds = (training.fixed_seconds + np.array(samples) * training.sample_seconds) * slowness * noise
+        return float(own_seconds.max(axis=1).mean()) + training.communication_seconds
 
     batch = REPLICAS * training.samples
-    equal = (training.samples,) * REPLICAS
-    usual = seconds(np.ones(REPLICAS), equal)
-    others = ((mine, shares.equal(batch - mine, REPLICAS - 1, 1)) for mine in range(1, training.samples + 1))
-    best = min(seconds(slow, (*rest[:SLOW_RANK], mine, *rest[SLOW_RANK:])) for mine, rest in others)
-    return seconds(slow, equal) / usual, best / usual
+    equal_samples = (training.samples,) * REPLICAS
+    usual_seconds = compute_step_seconds(np.ones(REPLICAS), equal_samples)
+    divisions = (
+        (slow_samples, shares.divide_equally(batch - slow_samples, REPLICAS - 1, 1))
+        for slow_samples in range(1, training.samples + 1)
+    )
+    best_seconds = min(
+        compute_step_seconds(relative_times, (*other_samples[:SLOW_RANK], slow_samples, *other_samples[SLOW_RANK:]))
+        for slow_samples, other_samples in divisions
+    )
+    return compute_step_seconds(relative_times, equal_samples) / usual_seconds, best_seconds / usual_seconds
 
 
-def results(played: Sequence[Played]) -> list[Result]:
+def build_results(played: Sequence[Played]) -> list[Result]:
     """Of all cases with a fault, each beside the same world without."""
-    healthy = {(each.case.seed, each.case.spares): each for each in played if each.case.factor == 1}
-    exchange = {
-        seed: fmean(cost for each in played if each.case.seed == seed for cost in each.exchanges)
-        for seed in {each.case.seed for each in played}
+    healthy = {
+        (played_case.case.seed, played_case.case.spares): played_case
+        for played_case in played
+        if played_case.case.factor == 1
+    }
+    exchange_seconds = {
+        seed: fmean(cost for played_case in played if played_case.case.seed == seed for cost in played_case.exchanges)
+        for seed in {played_case.case.seed for played_case in played}
     }
     return [
-        _result(each, healthy[each.case.seed, each.case.spares], exchange[each.case.seed])
-        for each in played
-        if each.case.factor > 1
+        _build_result(
+            played_case,
+            healthy[played_case.case.seed, played_case.case.spares],
+            exchange_seconds[played_case.case.seed],
+        )
+        for played_case in played
+        if played_case.case.factor > 1
     ]
 
 
-def _result(played: Played, healthy: Played, exchange: float) -> Result:
+def _build_result(played: Played, healthy: Played, exchange_seconds: float) -> Result:
     case = played.case
-    usual = healthy.trained(case.ends)
-    cost = (usual - played.trained(case.ends)) / usual * (case.ends - STRIKES)
-    unmended, shared = (loss_rate(slowdown) for slowdown in played.slowdowns)
-    options = [unmended * case.seconds, shared * case.seconds, *([exchange] if case.spares else [])]
-    decided = min(case.seconds, played.decided - STRIKES)
+    usual_samples = healthy.count_samples(case.ends)
+    cost = (usual_samples - played.count_samples(case.ends)) / usual_samples * (case.ends - SLOWDOWN_AT_SECONDS)
+    unmitigated_rate, shared_rate = (compute_loss_rate(slowdown) for slowdown in played.slowdowns)
+    options = [
+        unmitigated_rate * case.seconds,
+        shared_rate * case.seconds,
+        *([exchange_seconds] if case.spares else []),
+    ]
+    decided_after = min(case.seconds, played.decided - SLOWDOWN_AT_SECONDS)
     return Result(
         case,
         cost,
         min(options),
-        unmended * decided + shared * played.uneven,
-        decided,
+        unmitigated_rate * decided_after + shared_rate * played.uneven,
+        decided_after,
         1 - cost / options[0],
         1 - min(options) / options[0],
     )
 
 
-COMPARED = ((0, 1.6, 600.0), (0, 3.1, 600.0), (1, 1.6, FOR_EVER), (1, 3.1, 600.0))
+COMPARED_KINDS = ((0, 1.6, 600.0), (0, 3.1, 600.0), (1, 1.6, UNBOUNDED_SECONDS), (1, 3.1, 600.0))
 """Kinds that are played on the coarse clock, too: spares, factor, seconds."""
 
 
-def cases(worlds: int) -> list[Case]:
-    """Longest first. worlds: seeds of each kind; 0: the COMPARED kinds alone, in one world."""
-    kinds = list(product((0, 1), FACTORS, SECONDS)) if worlds else COMPARED
-    found = [Case(seed, spares) for seed, spares in product(range(max(1, worlds)), (0, 1))]
-    found += [Case(seed, *kind) for seed, kind in product(range(max(1, worlds)), kinds)]
-    return sorted(found, key=lambda case: -case.ends)
+def list_cases(worlds: int) -> list[SimulatedCase]:
+    """Longest first. worlds: seeds of each kind; 0: the COMPARED_KINDS alone, in one world."""
+    kinds = list(product((0, 1), FACTORS, SLOW_SECONDS)) if worlds else COMPARED_KINDS
+    cases = [SimulatedCase(seed, spares) for seed, spares in product(range(max(1, worlds)), (0, 1))]
+    cases += [SimulatedCase(seed, *kind) for seed, kind in product(range(max(1, worlds)), kinds)]
+    return sorted(cases, key=lambda case: -case.ends)
 
 
-def report(found: Sequence[Result]) -> tuple[dict[str, object], dict[str, bool]]:
+def print_report(results: Sequence[Result]) -> tuple[dict[str, object], dict[str, bool]]:
     """Prints the means over the worlds; gives the figures, and which goals are reached."""
-    kinds = dict.fromkeys(each.case.kind for each in sorted(found, key=lambda each: each.case.kind))
-    table = {kind: [each for each in found if each.case.kind == kind] for kind in kinds}
+    kinds = dict.fromkeys(result.case.kind for result in sorted(results, key=lambda result: result.case.kind))
+    by_kind = {kind: [result for result in results if result.case.kind == kind] for kind in kinds}
     print("spares  factor  seconds    cost  clairvoyant's  noticing   times  removed  by the clairvoyant")
-    times, behind = dict[str, float](), dict[str, float]()
-    for kind, alike in table.items():
-        row = {name: fmean(getattr(each, name) for each in alike) for name in MEANS}
+    times, points_behind = dict[str, float](), dict[str, float]()
+    for kind, same_kind in by_kind.items():
+        row = {name: fmean(getattr(result, name) for result in same_kind) for name in AVERAGED_FIELDS}
         spares, factor, seconds = kind
-        words = f"{factor:g} times as slow for {seconds:g} s, spares: {spares}"
-        times[words] = max(0.0, row["cost"] - row["noticing"]) / row["clairvoyant"]
+        description = f"{factor:g} times as slow for {seconds:g} s, spares: {spares}"
+        times[description] = max(0.0, row["cost"] - row["noticing"]) / row["clairvoyant"]
         if seconds == JUDGED_SECONDS:
-            behind[words] = 100 * (row["removed_by_clairvoyant"] - row["removed"])
+            points_behind[description] = 100 * (row["removed_by_clairvoyant"] - row["removed"])
         print(
             f"{spares:6}  {factor:6.2f}  {seconds:7g}  {row['cost']:6.1f}  {row['clairvoyant']:13.1f}  "
-            f"{row['noticing']:8.1f}  {times[words]:6.2f}  {row['removed']:7.0%}  "
+            f"{row['noticing']:8.1f}  {times[description]:6.2f}  {row['removed']:7.0%}  "
             f"{row['removed_by_clairvoyant']:18.0%}"
         )
-    dearest, furthest = max(times, key=times.__getitem__), max(behind, key=behind.__getitem__)
+    costliest, furthest = max(times, key=times.__getitem__), max(points_behind, key=points_behind.__getitem__)
     holds = {
-        f"{TIMES_THE_CLAIRVOYANT:g} × the clairvoyant's cost, simulated": times[dearest] <= TIMES_THE_CLAIRVOYANT,
-        f"{POINTS:g} points of the slowdown, simulated": behind[furthest] <= POINTS,
+        f"{MAX_TIMES_CLAIRVOYANT:g} × the clairvoyant's cost, simulated": times[costliest] <= MAX_TIMES_CLAIRVOYANT,
+        f"{MAX_POINTS_BEHIND:g} points of the slowdown, simulated": points_behind[furthest] <= MAX_POINTS_BEHIND,
     }
-    told = {
-        "times_the_clairvoyant": {dearest: times[dearest]},
-        "points_behind": {furthest: behind[furthest]},
-        "decided_after_median": median(each.decided_after for each in found),
+    metrics = {
+        "times_the_clairvoyant": {costliest: times[costliest]},
+        "points_behind": {furthest: points_behind[furthest]},
+        "decided_after_median": median(result.decided_after for result in results),
     }
-    return told, holds
+    return metrics, holds

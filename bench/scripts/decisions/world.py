@@ -16,24 +16,25 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pacekeeper_analysis import shares
-from pacekeeper_analysis.adapt import ENOUGH
-from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.price import NEARLY, loss_rate
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.stragglers import shares
+from pacekeeper_analysis.stragglers.price import MAX_EXACT_STEP_TIME_RATIO, compute_loss_rate
+from pacekeeper_analysis.stragglers.strategies import MAX_REMAINING_COST_WITH_SHARES
 
-GARBAGE_EVERY = 20
+GC_INTERVAL_STEPS = 20
 """A rank that collects garbage by itself does so once in so many of its steps."""
-HICCUP = 3.0
+HICCUP_FACTOR = 3.0
 """So many times as long as usual takes a rank that is held up once."""
-SYNCHRONISES = 1.3
-"""Times the transfer of a step that one of a synchronisation in a Local-SGD mode takes (`simulation.workers.run`)."""
-CLEARLY = 1.1
+SYNC_TRANSFER_FACTOR = 1.3
+"""Times the transfer of a step that one of a synchronization in a Local-SGD mode takes
+(`simulation.workers.training_round`)."""
+CLEAR_MARGIN = 1.1
 """Times the bound beyond which nobody mistakes the one side of it for the other: up to there it is worth nothing to
 have left exact training, nor to have stayed."""
-BACKWARD, FORWARD = 2 / 3, 1 / 3
-"""Parts of a rank's own work that hide a transfer: the first in a synchronous step, the second at a synchronisation. A
+BACKWARD_SHARE, FORWARD_SHARE = 2 / 3, 1 / 3
+"""Parts of a rank's own work that hide a transfer: the first in a synchronous step, the second at a synchronization. A
 step's transfer is taken to be so long that it just shows."""
-LAST_TOGETHER, MOST_DRAWS, FITTED_DRAWS = 262_144, 1024, 256
+MAX_RANK_DRAWS, MAX_DRAWS, FITTED_DRAWS = 262_144, 1024, 256
 """Draws times ranks, and draws, that an expectation is of; and others, that the best shares are fitted to."""
 
 Seconds = npt.NDArray[np.float64]
@@ -48,7 +49,7 @@ class Spare(StrEnum):
 
 
 @dataclass(frozen=True)
-class Job:
+class JobCosts:
     """Times are seconds."""
 
     workers: int
@@ -58,7 +59,7 @@ class Job:
     fixed_seconds: float  # of a step, whatever its samples
     transfer_seconds: float  # of a step, that no computation hides
     noise: float  # standard deviation of a rank's own work in a step, over its mean
-    hiccups: float  # share of a rank's steps that take HICCUP times as long
+    hiccups: float  # share of a rank's steps that take HICCUP_FACTOR times as long
     spare: Spare
     restart_seconds: int
     phase_every: int = 0  # by the clock: from one evaluation or checkpoint, in which no step is done, to the next
@@ -82,22 +83,22 @@ class Job:
         """A step without noise."""
         return self.own_seconds + self.transfer_seconds
 
-    def trained(self, until: float) -> float:
+    def compute_trained_seconds(self, until: float) -> float:
         """Seconds of steps, rather than of other phases, from 0 on."""
         if not self.phase_seconds:
             return until
-        whole, rest = divmod(until, self.phase_every)
-        return whole * (self.phase_every - self.phase_seconds) + min(rest, self.phase_every - self.phase_seconds)
+        periods, remainder = divmod(until, self.phase_every)
+        return periods * (self.phase_every - self.phase_seconds) + min(remainder, self.phase_every - self.phase_seconds)
 
-    def when(self, trained: float) -> float:
+    def find_time(self, trained: float) -> float:
         """Until it has trained for so long."""
         if not self.phase_seconds:
             return trained
-        whole, rest = divmod(trained, self.phase_every - self.phase_seconds)
-        return whole * self.phase_every + rest
+        periods, remainder = divmod(trained, self.phase_every - self.phase_seconds)
+        return periods * self.phase_every + remainder
 
-    def trains(self, second: int) -> bool:
-        return self.trained(second + 1) > self.trained(second)
+    def is_training(self, second: int) -> bool:
+        return self.compute_trained_seconds(second + 1) > self.compute_trained_seconds(second)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Strain:
     all_slow: float = 1.0  # the same of all ranks
     turns: float = 1.0  # of one rank in each step, drawn anew
     transfer_seconds: float = 0.0  # that each transfer takes longer
-    garbage_seconds: float = 0.0  # of a pause, of each rank once in GARBAGE_EVERY steps
+    gc_seconds: float = 0.0  # of a pause, of each rank once in GC_INTERVAL_STEPS steps
     lengths: float = 0.0  # standard deviation of the logarithm of a rank's work in a step: sequences, dealt unevenly
     movable: bool = False  # it stays behind with a worker that is exchanged
 
@@ -117,173 +118,180 @@ CALM = Strain()
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingStrategy:
     """How the job trains. What changes it costs nothing, and is done live."""
 
     shares: tuple[int, ...] | None = None  # None: equal ones
     mode: SyncMode = SyncMode.SYNC
-    sync_seconds: float = 30.0  # between two synchronisations, in mode AsyncEDiT
+    sync_seconds: float = 30.0  # between two synchronizations, in mode AsyncEDiT
     sync_every: int = 16  # steps, in mode EDiT
-    garbage_every: int = 0  # steps between collections of all ranks at once; 0: each by itself
+    gc_interval: int = 0  # steps between collections of all ranks at once; 0: each by itself
     balanced: bool = False  # samples are dealt by what they cost
 
 
-EQUAL = Way()
-LOCAL = Way(mode=SyncMode.ASYNC_EDIT)
-"""As seldom synchronised as adaptation has it."""
+EQUAL_SHARES = TrainingStrategy()
+LOCAL_SGD = TrainingStrategy(mode=SyncMode.ASYNC_EDIT)
+"""As seldom synchronized as adaptation has it."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """How the job trains, and on what. Another round costs the job's restart."""
 
-    way: Way = EQUAL
+    strategy: TrainingStrategy = EQUAL_SHARES
     moved: bool = False  # the worker that is slow has been exchanged for the spare
     round: int = 1
 
-    def restarts(self, other: Setup) -> bool:
+    def needs_restart(self, other: Setup) -> bool:
         """Whether it takes a new round to come to `other`."""
         return (self.moved, self.round) != (other.moved, other.round)
 
 
 @dataclass
-class World:
+class CostModel:
     """What ways to train cost a job. Loss is in seconds of training a second, against the job without any strain."""
 
-    job: Job
-    _known: dict[tuple[Way, Strain], float] = field(default_factory=dict)
-    _best: dict[Strain, Way] = field(default_factory=dict)
-    tried: dict[Way, None] = field(default_factory=dict)
+    job: JobCosts
+    _known: dict[tuple[TrainingStrategy, Strain], float] = field(default_factory=dict)
+    _best: dict[Strain, TrainingStrategy] = field(default_factory=dict)
+    tried: dict[TrainingStrategy, None] = field(default_factory=dict)
     """Ways that some course has taken."""
 
-    def loss(self, way: Way, strain: Strain) -> float:
+    def compute_loss(self, strategy: TrainingStrategy, strain: Strain) -> float:
         """0 to 1. Nobody has published what it is worth to stay exact, so that it is a rule here, the product's own,
         and binds all: what Local-SGD wins over exact training counts only where it `may_leave_exact`."""
-        self.tried.setdefault(way)
-        seconds = self.step_seconds(way, strain)
-        if way.mode is not SyncMode.SYNC and not self.may_leave_exact(strain):
-            seconds = max(seconds, self.step_seconds(self.best_exact(strain), strain))
-        return loss_rate(seconds / self.usual_seconds)
+        self.tried.setdefault(strategy)
+        seconds = self.step_seconds(strategy, strain)
+        if strategy.mode is not SyncMode.SYNC and not self.may_leave_exact(strain):
+            seconds = max(seconds, self.step_seconds(self.choose_best_exact(strain), strain))
+        return compute_loss_rate(seconds / self.usual_seconds)
 
-    def slowed(self, way: Way, strain: Strain) -> float:
+    def slowed(self, strategy: TrainingStrategy, strain: Strain) -> float:
         """The same of its steps alone, whether they are exact or not."""
-        return loss_rate(self.step_seconds(way, strain) / self.usual_seconds)
+        return compute_loss_rate(self.step_seconds(strategy, strain) / self.usual_seconds)
 
     def may_leave_exact(self, strain: Strain) -> bool:
         """The best exact way takes clearly more than NEARLY times as long, and does not mend slow ranks by half. That
         Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
         exact, equal, local = (
-            self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL, LOCAL)
+            self.step_seconds(strategy, strain) / self.usual_seconds
+            for strategy in (self.choose_best_exact(strain), EQUAL_SHARES, LOCAL_SGD)
         )
-        mended = self.step_seconds(LOCAL, strain) / self.step_seconds(LOCAL, CALM)
-        halved = bool(strain.slow) and exact - 1.0 <= ENOUGH * (equal - 1.0)
-        return exact >= CLEARLY * NEARLY * max(1.0, local, mended) and not halved
+        local_slowdown = self.step_seconds(LOCAL_SGD, strain) / self.step_seconds(LOCAL_SGD, CALM)
+        is_halved = bool(strain.slow) and exact - 1.0 <= MAX_REMAINING_COST_WITH_SHARES * (equal - 1.0)
+        return exact >= CLEAR_MARGIN * MAX_EXACT_STEP_TIME_RATIO * max(1.0, local, local_slowdown) and not is_halved
 
-    def least_loss(self, strain: Strain) -> float:
+    def compute_least_loss(self, strain: Strain) -> float:
         """Under the best way that there is, or that anybody has tried."""
-        ways = [self.best_exact(strain), LOCAL, *self.tried]
-        return min(self.loss(way, strain) for way in ways)
+        strategies = [self.choose_best_exact(strain), LOCAL_SGD, *self.tried]
+        return min(self.compute_loss(strategy, strain) for strategy in strategies)
 
-    def best(self, strain: Strain) -> Way:
-        exact, local = self.best_exact(strain), LOCAL
-        return local if self.loss(local, strain) < self.loss(exact, strain) else exact
+    def choose_best(self, strain: Strain) -> TrainingStrategy:
+        exact, local = self.choose_best_exact(strain), LOCAL_SGD
+        return local if self.compute_loss(local, strain) < self.compute_loss(exact, strain) else exact
 
-    def best_exact(self, strain: Strain) -> Way:
+    def choose_best_exact(self, strain: Strain) -> TrainingStrategy:
         """In mode Sync."""
         if strain not in self._best:
-            others = {
-                "garbage_every": GARBAGE_EVERY if strain.garbage_seconds else 0,
+            options = {
+                "gc_interval": GC_INTERVAL_STEPS if strain.gc_seconds else 0,
                 "balanced": strain.lengths > 0,
             }
-            ways = [Way(of_each, **others) for of_each in (None, *self._fitting(strain))]  # type: ignore[arg-type]
-            self._best[strain] = min(ways, key=lambda way: self.step_seconds(way, strain))
+            strategies = [TrainingStrategy(rank_shares, **options) for rank_shares in (None, *self._fit_shares(strain))]  # type: ignore[arg-type]
+            self._best[strain] = min(strategies, key=lambda strategy: self.step_seconds(strategy, strain))
         return self._best[strain]
 
-    def _fitting(self, strain: Strain) -> list[tuple[int, ...]]:
+    def _fit_shares(self, strain: Strain) -> list[tuple[int, ...]]:
         """Shares for its slow ranks: where own work does not vary, the best in whole samples; and where it does."""
         if not strain.slow:
             return []
-        job, pace = self.job, self._pace(strain)
-        equal = (job.samples,) * job.ranks
-        _, alike = np.unique(pace, return_inverse=True)
-        found = []
-        for draws in (np.ones((1, job.ranks)), self._noise_of(FITTED_DRAWS, seed=7)):
-            cost = draws * pace * job.sample_seconds
-            fixed = pace * job.fixed_seconds
-            found.append(shares.balance(cost, equal, fixed=fixed, alike=alike, draws=len(draws)).shares)
-        return found
+        job, relative_times = self.job, self._compute_step_times(strain)
+        equal_shares = (job.samples,) * job.ranks
+        _, rank_classes = np.unique(relative_times, return_inverse=True)
+        candidates = []
+        for draws in (np.ones((1, job.ranks)), self._draw_noise(FITTED_DRAWS, seed=7)):
+            cost = draws * relative_times * job.sample_seconds
+            fixed = relative_times * job.fixed_seconds
+            candidates.append(
+                shares.optimize_shares(
+                    cost, equal_shares, fixed=fixed, rank_classes=rank_classes, draws=len(draws)
+                ).shares
+            )
+        return candidates
 
     @cached_property
     def usual_seconds(self) -> float:
         """Of a step, without strain, as the job begins."""
-        return self.step_seconds(EQUAL, CALM)
+        return self.step_seconds(EQUAL_SHARES, CALM)
 
     @cached_property
     def first_steps(self) -> tuple[float, float]:
         """Medians of the job's first steady steps, as its ranks remember them: of a step, and of own work in it."""
-        own = self.own_seconds(EQUAL, CALM)
+        own = self.own_seconds(EQUAL_SHARES, CALM)
         return float(np.median(own.max(axis=1))) + self.job.transfer_seconds, float(np.median(own))
 
-    def step_seconds(self, way: Way, strain: Strain) -> float:
+    def step_seconds(self, strategy: TrainingStrategy, strain: Strain) -> float:
         """Expected for one step's worth of samples of the whole job."""
-        key = way, strain
+        key = strategy, strain
         if key not in self._known:
-            own = self.own_seconds(way, strain)
-            self._known[key] = self._together(way, strain, own)
+            own = self.own_seconds(strategy, strain)
+            self._known[key] = self._combine_ranks(strategy, strain, own)
         return self._known[key]
 
-    def _together(self, way: Way, strain: Strain, own: Seconds) -> float:
-        if way.mode is SyncMode.SYNC:
-            planned = strain.garbage_seconds / way.garbage_every if way.garbage_every else 0.0
-            return float(own.max(axis=1).mean()) + self.job.transfer_seconds + strain.transfer_seconds + planned
+    def _combine_ranks(self, strategy: TrainingStrategy, strain: Strain, own: Seconds) -> float:
+        if strategy.mode is SyncMode.SYNC:
+            planned_gc_seconds = strain.gc_seconds / strategy.gc_interval if strategy.gc_interval else 0.0
+            return (
+                float(own.max(axis=1).mean()) + self.job.transfer_seconds + strain.transfer_seconds + planned_gc_seconds
+            )
         transfer = self.synchronisation_seconds(strain)
         mean = own.mean(axis=0)
-        if way.mode is SyncMode.EDIT:  # every rank does as many steps
-            rows = np.random.default_rng(1).integers(0, len(own), size=(64, way.sync_every))
-            return float(own[rows].sum(axis=1).max(axis=1).mean() + transfer) / way.sync_every
-        left = self._uniform * mean  # of the step in hand, when the clock strikes
-        cost = transfer + float((left.max(axis=1) - left.mean(axis=1)).mean())
-        return float(1.0 / (1.0 / mean).mean()) * (1.0 + cost / way.sync_seconds)
+        if strategy.mode is SyncMode.EDIT:  # every rank does as many steps
+            rows = np.random.default_rng(1).integers(0, len(own), size=(64, strategy.sync_every))
+            return float(own[rows].sum(axis=1).max(axis=1).mean() + transfer) / strategy.sync_every
+        remaining = self._uniform * mean  # of the step in hand, when the clock strikes
+        cost = transfer + float((remaining.max(axis=1) - remaining.mean(axis=1)).mean())
+        return float(1.0 / (1.0 / mean).mean()) * (1.0 + cost / strategy.sync_seconds)
 
     def synchronisation_seconds(self, strain: Strain) -> float:
         """That one holds the ranks up, in a Local-SGD mode, once all are there."""
         own = self.job.own_seconds
-        all_of_it = BACKWARD * own + self.job.transfer_seconds + strain.transfer_seconds
-        return SYNCHRONISES * all_of_it - FORWARD * own
+        total = BACKWARD_SHARE * own + self.job.transfer_seconds + strain.transfer_seconds
+        return SYNC_TRANSFER_FACTOR * total - FORWARD_SHARE * own
 
-    def own_seconds(self, way: Way, strain: Strain) -> Seconds:
+    def own_seconds(self, strategy: TrainingStrategy, strain: Strain) -> Seconds:
         """Of the ranks' own work in drawn steps: shape (draws, ranks)."""
-        job, z = self.job, self._normals
-        of_each = np.array(way.shares or (job.samples,) * job.ranks)
-        own = (job.fixed_seconds + of_each * job.sample_seconds) * self._pace(strain) * self._noise
-        if strain.lengths and not way.balanced:
-            own = own * np.exp(strain.lengths * z - strain.lengths**2 / 2)
+        job, normals = self.job, self._normals
+        rank_samples = np.array(strategy.shares or (job.samples,) * job.ranks)
+        own = (job.fixed_seconds + rank_samples * job.sample_seconds) * self._compute_step_times(strain) * self._noise
+        if strain.lengths and not strategy.balanced:
+            own = own * np.exp(strain.lengths * normals - strain.lengths**2 / 2)
         if strain.turns > 1:
             own = own.copy()
             own[np.arange(len(own)), self._turn] *= strain.turns
-        if strain.garbage_seconds and not way.garbage_every:
-            own = own + strain.garbage_seconds * self._collects
+        if strain.gc_seconds and not strategy.gc_interval:
+            own = own + strain.gc_seconds * self._collects
         return np.asarray(own)
 
-    def _pace(self, strain: Strain) -> Seconds:
-        pace = np.full(self.job.ranks, strain.all_slow)
+    def _compute_step_times(self, strain: Strain) -> Seconds:
+        relative_times = np.full(self.job.ranks, strain.all_slow)
         for rank, factor in strain.slow:
-            pace[rank] *= factor
-        return pace
+            relative_times[rank] *= factor
+        return relative_times
 
     @cached_property
     def _draws(self) -> int:
-        return min(MOST_DRAWS, max(16, LAST_TOGETHER // self.job.ranks))
+        return min(MAX_DRAWS, max(16, MAX_RANK_DRAWS // self.job.ranks))
 
     @cached_property
     def _noise(self) -> Seconds:
-        return self._noise_of(self._draws, seed=2)
+        return self._draw_noise(self._draws, seed=2)
 
-    def _noise_of(self, draws: int, seed: int) -> Seconds:
-        random = np.random.default_rng(seed)
+    def _draw_noise(self, draws: int, seed: int) -> Seconds:
+        rng = np.random.default_rng(seed)
         shape = draws, self.job.ranks
-        noise = np.maximum(0.2, 1.0 + self.job.noise * random.standard_normal(shape))
-        return np.where(random.random(shape) < self.job.hiccups, HICCUP, 1.0) * noise
+        noise = np.maximum(0.2, 1.0 + self.job.noise * rng.standard_normal(shape))
+        return np.where(rng.random(shape) < self.job.hiccups, HICCUP_FACTOR, 1.0) * noise
 
     @cached_property
     def _normals(self) -> Seconds:
@@ -295,7 +303,7 @@ class World:
 
     @cached_property
     def _collects(self) -> npt.NDArray[np.bool_]:
-        return np.random.default_rng(5).random((self._draws, self.job.ranks)) < 1.0 / GARBAGE_EVERY
+        return np.random.default_rng(5).random((self._draws, self.job.ranks)) < 1.0 / GC_INTERVAL_STEPS
 
     @cached_property
     def _uniform(self) -> Seconds:
@@ -322,7 +330,7 @@ class Timeline:
         return self.segments[-1].end
 
     @cached_property
-    def by_second(self) -> Sequence[Strain]:
+    def strains_by_second(self) -> Sequence[Strain]:
         return [segment.strain for segment in self.segments for _ in range(segment.begin, segment.end)]
 
     @property
@@ -331,11 +339,11 @@ class Timeline:
         return next((segment.begin for segment in self.segments if segment.strain != CALM), self.end)
 
     @property
-    def over(self) -> int:
+    def end_second(self) -> int:
         """From when on nothing goes wrong any more."""
         return max((segment.end for segment in self.segments if segment.strain != CALM), default=0)
 
 
-def met(strain: Strain, *, moved: bool) -> Strain:
+def get_remaining_strain(strain: Strain, *, moved: bool) -> Strain:
     """What is left of it."""
     return CALM if moved and strain.movable else strain

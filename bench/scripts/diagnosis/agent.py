@@ -16,70 +16,70 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.runtime import Runtime, read_json
-from pacekeeper.sidecar.connections import Connections
-from pacekeeper.sidecar.figures import FiguresTold
-from pacekeeper.sidecar.ranks import RankRings
-from pacekeeper_analysis.plan import EvidencePart, Plan
-from pacekeeper_analysis.reports import Fault, Heartbeat
+from pacekeeper.runtime_folder import RuntimeFolder, read_json
+from pacekeeper.sidecar.connection_sampler import ConnectionSampler
+from pacekeeper.sidecar.rank_metrics import MetricsReporter
+from pacekeeper.sidecar.rank_rings import RankRings
+from pacekeeper_analysis.protocol.plan import EvidencePart, Plan
+from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat
 
 WINDOW_STEPS = 32
-LOOK_SECONDS, SECOND = 0.1, 1.0
+POLL_INTERVAL_SECONDS, EVIDENCE_INTERVAL_SECONDS = 0.1, 1.0
 POLL_SECONDS = 3.0
 """A heartbeat goes out after so long in any case."""
-EVERY_PART, MOST_PARTS = 3, (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
+ALL_PARTS_EVERY, ALL_PARTS = 3, (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
 
 
 class Agent:
     """One worker's."""
 
     def __init__(self, number: int) -> None:
-        self._runtime, self._worker = Runtime.from_environment(), os.environ["PACEKEEPER_WORKER"]
+        self._runtime, self._worker = RuntimeFolder.from_environment(), os.environ["PACEKEEPER_WORKER"]
         self._path = Path(os.environ["FOLDER"]) / f"told-{number}"
         self._rings = RankRings(self._runtime, WINDOW_STEPS)
-        self._connections = Connections(self._runtime)
-        self._figures = FiguresTold()
-        self._told_news, self._told_at, self._looks, self._probed = 0, 0.0, 0, ""
+        self._connections = ConnectionSampler(self._runtime)
+        self._metrics = MetricsReporter()
+        self._told_news, self._reported_at, self._looks, self._probed = 0, 0.0, 0, ""
 
     def run(self) -> None:
         """Until killed."""
         due = time.monotonic()
         while True:
-            self._runtime.contact.touch()
-            self._tell_faults()
-            self._tell_probes()
+            self._runtime.operator_contact.touch()
+            self._write_faults()
+            self._write_probes()
             if time.monotonic() >= due:
-                due += SECOND
-                self._look(time.monotonic())
-            time.sleep(LOOK_SECONDS)
+                due += EVIDENCE_INTERVAL_SECONDS
+                self._poll(time.monotonic())
+            time.sleep(POLL_INTERVAL_SECONDS)
 
-    def _look(self, now: float) -> None:
-        self._connections.look(now)
-        self._figures.look(self._rings.seen(), Plan.figures_band, now)
-        beat = Heartbeat.from_json(read_json(self._runtime.heartbeat) or {})
-        if self._figures.news != self._told_news or now >= self._told_at + POLL_SECONDS:
-            self._told_news, self._told_at = self._figures.news, now
-            self._write(heartbeat=replace(beat, figures=self._figures.tell()).to_json())
+    def _poll(self, now: float) -> None:
+        self._connections.sample(now)
+        self._metrics.update(self._rings.measure_metrics(), Plan.metrics_deadband, now)
+        heartbeat = Heartbeat.from_json(read_json(self._runtime.heartbeat) or {})
+        if self._metrics.urgent_changes != self._told_news or now >= self._reported_at + POLL_SECONDS:
+            self._told_news, self._reported_at = self._metrics.urgent_changes, now
+            self._write(heartbeat=replace(heartbeat, rank_metrics=self._metrics.take_report()).to_json())
         self._looks += 1
-        parts = MOST_PARTS if self._looks % EVERY_PART == 0 else (EvidencePart.WINDOWS,)
-        evidence = self._rings.evidence("all", self._worker, beat.round, parts)
+        parts = ALL_PARTS if self._looks % ALL_PARTS_EVERY == 0 else (EvidencePart.WINDOWS,)
+        evidence = self._rings.build_evidence("all", self._worker, heartbeat.round, parts)
         self._write(evidence=replace(evidence, links=self._connections.windows()).to_json())
 
-    def _tell_faults(self) -> None:
+    def _write_faults(self) -> None:
         for path in sorted(self._runtime.faults.glob("[!.]*.json")):
-            fault = Fault.from_json(json.loads(path.read_text()))
-            self._write(fault=self._connections.told_with(fault, time.monotonic()).to_json())
+            fault = FaultReport.from_json(json.loads(path.read_text()))
+            self._write(fault=self._connections.add_blocked(fault, time.monotonic()).to_json())
             path.unlink()
 
-    def _tell_probes(self) -> None:
-        written = read_json(self._runtime.probes) or {}
-        if written.get("name", "") != self._probed:
-            self._probed = written["name"]
-            self._write(probe=written)
+    def _write_probes(self) -> None:
+        report = read_json(self._runtime.probes) or {}
+        if report.get("name", "") != self._probed:
+            self._probed = report["name"]
+            self._write(probe=report)
 
-    def _write(self, **what: Mapping[str, Any]) -> None:
+    def _write(self, **fields: Mapping[str, Any]) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps({"at": time.time(), "worker": self._worker, **what}, separators=(",", ":")) + "\n")
+            file.write(json.dumps({"at": time.time(), "worker": self._worker, **fields}, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,23 +13,33 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
+from pacekeeper_analysis.failures.finding import FaultClass, Finding
 
-from .hosts import HOSTS, RANKS, RANKS_A_HOST, Job, beside, drop, heal, quota, slow
+from .hosts import (
+    HOSTS,
+    RANKS,
+    RANKS_A_HOST,
+    HostedJob,
+    add_noisy_neighbors,
+    drop_packets,
+    heal_host,
+    set_cpu_quota,
+    slow_link,
+)
 
 PLACES = 3
-VICTIMS = (3, 4, 6)
+VICTIM_RANKS = (3, 4, 6)
 """The rank of a fault of one rank, by place."""
 STRENGTHS = (1.0, 0.8, 1.6)
-SLOW = 0.5
+SLOW_STEP_SHARE = 0.5
 """Part of a step that a slow script adds to it, at strength 1."""
-PAIRS = ((0, 1), (3, 2), (1, 3))
+SLOW_LINK_HOSTS = ((0, 1), (3, 2), (1, 3))
 """Source and destination hosts of a slow link: of gradients, of gradients, of activations."""
-RATES = ("200mbit", "300mbit", "40mbit")
-SIDES = ((0, "200mbit"), (2, "250mbit"), (3, "150mbit"))
-HOGS = 3
+SLOW_LINK_RATES = ("200mbit", "300mbit", "40mbit")
+SLOW_SIDES = ((0, "200mbit"), (2, "250mbit"), (3, "150mbit"))
+NOISY_NEIGHBORS = 3
 
-ALL, GROUP, PAIR = "all ranks", "links of rank", "between rank"
+ALL_RANKS, GROUP_LINKS, RANK_PAIR = "all ranks", "links of rank", "between rank"
 """How findings call all of them, those of a group, and two whose direction is not known (yet)."""
 
 
@@ -53,7 +63,7 @@ class Truth:
             return self._names_link(finding.culprit)
         if self.function and self.function in finding.culprit and (not self.ranks or self._names_rank(finding.culprit)):
             return True
-        return self._names_rank(finding.culprit) if self.ranks else ALL in finding.culprit
+        return self._names_rank(finding.culprit) if self.ranks else ALL_RANKS in finding.culprit
 
     def is_blamed(self, ranks: frozenset[int]) -> bool:
         """By a rule that knows nothing but ranks."""
@@ -64,18 +74,18 @@ class Truth:
     def is_class(self, finding: Finding) -> bool:
         return finding.fault in self.classes
 
-    def _names_rank(self, words: str) -> bool:
-        named = {int(number) for number in re.findall(r"\d+", words.rpartition("rank")[2])}
-        return "rank" in words and bool(named) and named <= set(self.ranks)
+    def _names_rank(self, culprit: str) -> bool:
+        named_ranks = {int(number) for number in re.findall(r"\d+", culprit.rpartition("rank")[2])}
+        return "rank" in culprit and bool(named_ranks) and named_ranks <= set(self.ranks)
 
-    def _names_link(self, words: str) -> bool:
+    def _names_link(self, culprit: str) -> bool:
         """By a side, or by a pair of ranks: a pair has to have the guilty hosts at its ends."""
-        hosts = [int(number) // RANKS_A_HOST for number in re.findall(r"\d+", words)]
-        guilty = {self.source, self.destination} - {None}
-        if words.startswith((GROUP, PAIR)):
-            return guilty <= set(hosts)
+        hosts = [int(number) // RANKS_A_HOST for number in re.findall(r"\d+", culprit)]
+        guilty_hosts = {self.source, self.destination} - {None}
+        if culprit.startswith((GROUP_LINKS, RANK_PAIR)):
+            return guilty_hosts <= set(hosts)
         if len(hosts) == 1:
-            side = self.source if "sender" in words else self.destination if "receiver" in words else None
+            side = self.source if "sender" in culprit else self.destination if "receiver" in culprit else None
             return side == hosts[0] and (self.source is None or self.destination is None)
         if len(hosts) != 2:
             return False
@@ -83,131 +93,140 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """`strike`, `heal`: of a job, by place."""
 
     name: str
-    strike: Callable[[Job, int], None]
-    heal: Callable[[Job, int], None]
+    strike: Callable[[HostedJob, int], None]
+    heal: Callable[[HostedJob, int], None]
     truths: Callable[[int], tuple[Truth, ...]]
     hangs: bool = False
 
     @property
-    def of_links(self) -> bool:
+    def is_of_links(self) -> bool:
         return any(truth.is_of_links for truth in self.truths(0))
 
 
-def catalogue() -> tuple[Fault, ...]:
-    return (*_hangs(), *_of_hosts(), *_of_scripts(), *_of_links())
+def list_faults() -> tuple[InjectedFault, ...]:
+    return (*_iterate_hangs(), *_iterate_host_faults(), *_iterate_script_faults(), *_iterate_link_faults())
 
 
-def _hangs() -> Iterator[Fault]:
-    of_script = frozenset({FaultClass.CODE})
-    yield Fault(
+def _iterate_hangs() -> Iterator[InjectedFault]:
+    script_classes = frozenset({FaultClass.CODE})
+    yield InjectedFault(
         "stopped process",
-        lambda job, place: os.kill(job.host_of(VICTIMS[place]).pid_of(VICTIMS[place]), signal.SIGSTOP),
+        lambda job, place: os.kill(job.find_host(VICTIM_RANKS[place]).read_pid(VICTIM_RANKS[place]), signal.SIGSTOP),
         lambda _job, _place: None,
-        _of_rank(frozenset({FaultClass.HARDWARE, FaultClass.UNKNOWN})),
+        _build_rank_truth(frozenset({FaultClass.HARDWARE, FaultClass.UNKNOWN})),
         hangs=True,
     )
-    yield _in_script("deadlock in Python", "deadlock", of_script, hangs=True)
-    yield _in_script("mismatched collective", "mismatch", of_script, hangs=True)
-    yield _in_script("hang in a tensor group", "tensor-hang", of_script, hangs=True)
+    yield _build_script_fault("deadlock in Python", "deadlock", script_classes, hangs=True)
+    yield _build_script_fault("mismatched collective", "mismatch", script_classes, hangs=True)
+    yield _build_script_fault("hang in a tensor group", "tensor-hang", script_classes, hangs=True)
     for name, source, destination in (("pair", 1, 0), ("egress", 2, None), ("ingress", None, 3)):
         truth = Truth(frozenset({FaultClass.NETWORK}), source=source, destination=destination)
 
-        yield Fault(f"dropped {name}", _drop(source, destination), _heal_links, _always(truth), hangs=True)
+        yield InjectedFault(
+            f"dropped {name}", _build_drop(source, destination), _heal_links, _build_constant_truth(truth), hangs=True
+        )
 
 
-def _of_hosts() -> Iterator[Fault]:
-    machine = frozenset({FaultClass.CONFIGURATION, FaultClass.HARDWARE})
+def _iterate_host_faults() -> Iterator[InjectedFault]:
+    machine_classes = frozenset({FaultClass.CONFIGURATION, FaultClass.HARDWARE})
 
-    def hosts(place: int) -> tuple[int, ...]:
-        return (VICTIMS[place] // RANKS_A_HOST,)
+    def list_hosts(place: int) -> tuple[int, ...]:
+        return (VICTIM_RANKS[place] // RANKS_A_HOST,)
 
-    def throttle(job: Job, which: tuple[int, ...], part: float | None) -> None:
-        for number in which:
-            quota(job.hosts[number], None if part is None else part * job.usual.cores[number])
+    def throttle(job: HostedJob, numbers: tuple[int, ...], part: float | None) -> None:
+        for number in numbers:
+            set_cpu_quota(job.hosts[number], None if part is None else part * job.usual.cores[number])
 
-    def of_host(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
-        return lambda place: (Truth(classes, job_ranks(hosts(place))),)
+    def build_truth(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
+        return lambda place: (Truth(classes, list_host_ranks(list_hosts(place))),)
 
-    everywhere = tuple(range(HOSTS))
-    yield Fault(
+    all_hosts = tuple(range(HOSTS))
+    yield InjectedFault(
         "quota on one host",
-        lambda job, place: throttle(job, hosts(place), QUOTAS[place]),
-        lambda job, place: throttle(job, hosts(place), None),
-        of_host(frozenset({FaultClass.CONFIGURATION})),
+        lambda job, place: throttle(job, list_hosts(place), CPU_QUOTA_SHARES[place]),
+        lambda job, place: throttle(job, list_hosts(place), None),
+        build_truth(frozenset({FaultClass.CONFIGURATION})),
     )
-    yield Fault(
+    yield InjectedFault(
         "quota on all hosts",
-        lambda job, place: throttle(job, everywhere, QUOTAS[place]),
-        lambda job, _place: throttle(job, everywhere, None),
+        lambda job, place: throttle(job, all_hosts, CPU_QUOTA_SHARES[place]),
+        lambda job, _place: throttle(job, all_hosts, None),
         lambda _place: (Truth(frozenset({FaultClass.CONFIGURATION})),),
     )
-    yield Fault(
+    yield InjectedFault(
         "hog beside one host",
-        lambda job, place: beside(job.hosts, hosts(place)[0], HOGS),
-        lambda job, place: beside(job.hosts, hosts(place)[0], 0),
-        of_host(machine),
+        lambda job, place: add_noisy_neighbors(job.hosts, list_hosts(place)[0], NOISY_NEIGHBORS),
+        lambda job, place: add_noisy_neighbors(job.hosts, list_hosts(place)[0], 0),
+        build_truth(machine_classes),
     )
 
 
-QUOTAS = (0.85, 0.8, 0.75)
+CPU_QUOTA_SHARES = (0.85, 0.8, 0.75)
 """Part of the processor time that the ranks of a host need."""
 
 
-def _of_scripts() -> Iterator[Fault]:
+def _iterate_script_faults() -> Iterator[InjectedFault]:
     code, data = frozenset({FaultClass.CODE}), frozenset({FaultClass.DATA})
-    yield _in_script("sleep by turns", "turns", code, everywhere=True)
-    yield _in_script("garbage", "garbage", code, everywhere=True)
-    yield _in_script("slow loader on one", "loader", data)
-    yield _in_script("slow loader on all", "loader", data, everywhere=True)
-    yield _in_script("lengths", "lengths", data, everywhere=True)
-    yield _in_script("slow function on one", "slow-function", code, function="augment_sample")
-    yield _in_script(
+    yield _build_script_fault("sleep by turns", "turns", code, everywhere=True)
+    yield _build_script_fault("garbage", "garbage", code, everywhere=True)
+    yield _build_script_fault("slow loader on one", "loader", data)
+    yield _build_script_fault("slow loader on all", "loader", data, everywhere=True)
+    yield _build_script_fault("lengths", "lengths", data, everywhere=True)
+    yield _build_script_fault("slow function on one", "slow-function", code, function="augment_sample")
+    yield _build_script_fault(
         "slow function on all", "slow-function", code, everywhere=True, function="augment_sample", part=0.4
     )
-    yield _in_script("synchronisation in each step", "synchronise", code, everywhere=True, function="log_metrics")
+    yield _build_script_fault(
+        "synchronization in each step", "synchronize", code, everywhere=True, function="log_metrics"
+    )
 
 
-def _of_links() -> Iterator[Fault]:
+def _iterate_link_faults() -> Iterator[InjectedFault]:
     network = frozenset({FaultClass.NETWORK})
 
-    def pair(place: int) -> Truth:
-        return Truth(network, source=PAIRS[place][0], destination=PAIRS[place][1])
+    def build_link_truth(place: int) -> Truth:
+        return Truth(network, source=SLOW_LINK_HOSTS[place][0], destination=SLOW_LINK_HOSTS[place][1])
 
-    def slow_pair(job: Job, place: int) -> None:
-        source, destination = PAIRS[place]
-        slow(job.hosts[source], RATES[place], to=job.hosts[destination])
+    def slow_pair(job: HostedJob, place: int) -> None:
+        source, destination = SLOW_LINK_HOSTS[place]
+        slow_link(job.hosts[source], SLOW_LINK_RATES[place], to=job.hosts[destination])
 
-    yield Fault("slow link", slow_pair, _heal_links, lambda place: (pair(place),))
-    yield Fault(
+    yield InjectedFault("slow link", slow_pair, _heal_links, lambda place: (build_link_truth(place),))
+    yield InjectedFault(
         "slow egress",
-        lambda job, place: slow(job.hosts[SIDES[place][0]], SIDES[place][1]),
+        lambda job, place: slow_link(job.hosts[SLOW_SIDES[place][0]], SLOW_SIDES[place][1]),
         _heal_links,
-        lambda place: (Truth(network, source=SIDES[place][0]),),
+        lambda place: (Truth(network, source=SLOW_SIDES[place][0]),),
     )
-    yield Fault(
+    yield InjectedFault(
         "slow ingress",
-        lambda job, place: slow(job.hosts[SIDES[place][0]], SIDES[place][1], egress=False),
+        lambda job, place: slow_link(job.hosts[SLOW_SIDES[place][0]], SLOW_SIDES[place][1], egress=False),
         _heal_links,
-        lambda place: (Truth(network, destination=SIDES[place][0]),),
+        lambda place: (Truth(network, destination=SLOW_SIDES[place][0]),),
     )
-    loader = _in_script("", "loader", frozenset({FaultClass.DATA}))
+    loader = _build_script_fault("", "loader", frozenset({FaultClass.DATA}))
 
-    def both(job: Job, place: int) -> None:
+    def inject_both(job: HostedJob, place: int) -> None:
         slow_pair(job, place)
         loader.strike(job, place)
 
-    def mend_both(job: Job, place: int) -> None:
+    def heal_both(job: HostedJob, place: int) -> None:
         _heal_links(job, place)
         loader.heal(job, place)
 
-    yield Fault("slow link and slow rank", both, mend_both, lambda place: (pair(place), *loader.truths(place)))
+    yield InjectedFault(
+        "slow link and slow rank",
+        inject_both,
+        heal_both,
+        lambda place: (build_link_truth(place), *loader.truths(place)),
+    )
 
 
-def _in_script(
+def _build_script_fault(
     name: str,
     kind: str,
     classes: frozenset[FaultClass],
@@ -216,49 +235,55 @@ def _in_script(
     function: str = "",
     part: float = 1.0,
     hangs: bool = False,
-) -> Fault:
+) -> InjectedFault:
     """What the script itself does (`job.strike`), on the victim or on all ranks."""
 
-    def ranks(place: int) -> tuple[int, ...]:
-        return tuple(range(RANKS)) if everywhere else (VICTIMS[place],)
+    def list_ranks(place: int) -> tuple[int, ...]:
+        return tuple(range(RANKS)) if everywhere else (VICTIM_RANKS[place],)
 
-    def strike(job: Job, place: int) -> None:
-        for rank in ranks(place):
-            job.strike(rank, {"kind": kind, "seconds": part * SLOW * STRENGTHS[place] * job.usual.step_seconds})
+    def inject(job: HostedJob, place: int) -> None:
+        for rank in list_ranks(place):
+            job.strike(
+                rank, {"kind": kind, "seconds": part * SLOW_STEP_SHARE * STRENGTHS[place] * job.usual.step_seconds}
+            )
 
-    def mend(job: Job, place: int) -> None:
-        for rank in ranks(place):
+    def heal(job: HostedJob, place: int) -> None:
+        for rank in list_ranks(place):
             job.strike(rank, {})
 
-    def truths(place: int) -> tuple[Truth, ...]:
-        return (Truth(classes, () if everywhere else ranks(place), function=function),)
+    def list_truths(place: int) -> tuple[Truth, ...]:
+        return (Truth(classes, () if everywhere else list_ranks(place), function=function),)
 
-    return Fault(name, strike, mend, truths, hangs)
-
-
-def _of_rank(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
-    return lambda place: (Truth(classes, (VICTIMS[place],)),)
+    return InjectedFault(name, inject, heal, list_truths, hangs)
 
 
-def job_ranks(hosts: tuple[int, ...]) -> tuple[int, ...]:
+def _build_rank_truth(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
+    return lambda place: (Truth(classes, (VICTIM_RANKS[place],)),)
+
+
+def list_host_ranks(hosts: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks of these hosts."""
     return tuple(rank for host in hosts for rank in range(RANKS_A_HOST * host, RANKS_A_HOST * (host + 1)))
 
 
-def _always(*truths: Truth) -> Callable[[int], tuple[Truth, ...]]:
+def _build_constant_truth(*truths: Truth) -> Callable[[int], tuple[Truth, ...]]:
     return lambda _place: truths
 
 
-def _drop(source: int | None, destination: int | None) -> Callable[[Job, int], None]:
-    def strike(job: Job, _place: int) -> None:
-        for one in job.hosts:
-            for other in job.hosts:
-                if one is not other and source in (None, one.number) and destination in (None, other.number):
-                    drop(one, other)
+def _build_drop(source: int | None, destination: int | None) -> Callable[[HostedJob, int], None]:
+    def inject(job: HostedJob, _place: int) -> None:
+        for sender in job.hosts:
+            for receiver in job.hosts:
+                if (
+                    sender is not receiver
+                    and source in (None, sender.number)
+                    and destination in (None, receiver.number)
+                ):
+                    drop_packets(sender, receiver)
 
-    return strike
+    return inject
 
 
-def _heal_links(job: Job, _place: int) -> None:
+def _heal_links(job: HostedJob, _place: int) -> None:
     for host in job.hosts:
-        heal(host)
+        heal_host(host)

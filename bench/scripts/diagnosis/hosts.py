@@ -19,35 +19,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime, read_json, write_plan
-from pacekeeper_analysis.plan import (
+from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_plan
+from pacekeeper_analysis.protocol.plan import (
     SECRET_BYTES,
     Member,
     Plan,
-    Probe,
+    ProbeRequest,
     ProbeTarget,
-    Profile,
-    Sources,
-    meeting_place,
+    ProfileRequest,
+    SourceNaming,
+    choose_rendezvous,
 )
-from pacekeeper_analysis.reports import Heartbeat, LauncherState
+from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState
 from testcluster import cgroups
 from testcluster.settings import REPOSITORY
-from testcluster.shell import run, succeeds
+from testcluster.shell import is_successful, run_command
 
 NAME = "pacekeeper-diagnosis"
 SWITCH = f"{NAME}-switch"
 INTERFACE = "eth0"
-NOBODY = "02:00:00:00:00:99"
+UNUSED_HARDWARE_ADDRESS = "02:00:00:00:00:99"
 HOSTS, RANKS_A_HOST = 4, 2
 RANKS = HOSTS * RANKS_A_HOST
-HOGS = f"{NAME}/hogs"
-HOG = "import numpy; a = numpy.ones(1 << 24)\nwhile True: a = a.copy()"
+HOGS_CGROUP = f"{NAME}/hogs"
+HOG_PROGRAM = "import numpy; a = numpy.ones(1 << 24)\nwhile True: a = a.copy()"
 PERIOD_US = 100_000
 """Of a cgroup's quota."""
-STARTING_SECONDS = 90.0
-TURNS = (
+START_TIMEOUT_SECONDS = 90.0
+PROBE_TURNS = (
     ((0, 1), (2, 3)),
     ((1, 0), (3, 2)),
     ((0, 2), (1, 3)),
@@ -68,7 +68,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Host:
+class JobHost:
     """One worker of the job."""
 
     number: int
@@ -96,8 +96,8 @@ class Host:
         return f"port{self.number}"
 
     @property
-    def runtime(self) -> Runtime:
-        return Runtime(self.folder / self.name)
+    def runtime(self) -> RuntimeFolder:
+        return RuntimeFolder(self.folder / self.name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -108,11 +108,11 @@ class Host:
         return Heartbeat.from_json(read_json(self.runtime.heartbeat) or {})
 
     @property
-    def told(self) -> Path:
+    def agent_report_path(self) -> Path:
         """What its agent has written down."""
         return self.folder / f"told-{self.number}"
 
-    def pid_of(self, rank: int) -> int:
+    def read_pid(self, rank: int) -> int:
         """Of the rank's process."""
         return int(RingReader(self.runtime.ring(rank - self.ranks[0])).state()["pid"])
 
@@ -125,12 +125,12 @@ class Usual:
     cores: tuple[float, ...]  # that the ranks of each host need
 
 
-class Job:
+class HostedJob:
     """The job on its hosts. `usual`: to be set before it is struck."""
 
     usual: Usual
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[JobHost]) -> None:
         self.hosts = hosts
         self.plan = Plan()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -138,9 +138,11 @@ class Job:
     def start(self) -> None:
         """Returns once all ranks train."""
         for host in self.hosts:
-            host.runtime.make()
-            self._start(host, _entering(host.cgroup, self._launcher()), "launcher")
-            self._start(host, (sys.executable, "-m", "bench.scripts.diagnosis.agent", str(host.number)), "agent")
+            host.runtime.create()
+            self._start_process(host, _build_cgroup_command(host.cgroup, self._build_launcher_command()), "launcher")
+            self._start_process(
+                host, (sys.executable, "-m", "bench.scripts.diagnosis.agent", str(host.number)), "agent"
+            )
         self.wait_for(
             lambda: all(host.heartbeat.state is LauncherState.WARM for host in self.hosts), "the launchers are warm"
         )
@@ -149,52 +151,57 @@ class Job:
     def train(self) -> None:
         """A new membership; returns once it trains."""
         members = tuple(Member(host.name, host.address, host.ranks) for host in self.hosts)
-        ports = [host.heartbeat.meeting_port for host in self.hosts]
-        port, secret = meeting_place(ports, secrets.token_hex(SECRET_BYTES))
+        ports = [host.heartbeat.rendezvous_port for host in self.hosts]
+        port, secret = choose_rendezvous(ports, secrets.token_hex(SECRET_BYTES))
         membership = self.plan.membership + 1
-        first = max(host.heartbeat.round for host in self.hosts) + 1
-        self.give(members=members, membership=membership, round=first, store_port=port, secret=secret)
+        first_round = max(host.heartbeat.round for host in self.hosts) + 1
+        self.update_plan(members=members, membership=membership, round=first_round, store_port=port, secret=secret)
         self.wait_for(
-            lambda: all(h.heartbeat.membership == membership and h.heartbeat.steps_in_round > 5 for h in self.hosts),
+            lambda: all(
+                worker_host.heartbeat.membership == membership and worker_host.heartbeat.steps_in_round > 5
+                for worker_host in self.hosts
+            ),
             "the ranks train",
         )
 
-    def cpu_seconds(self) -> tuple[float, ...]:
+    def read_cpu_seconds(self) -> tuple[float, ...]:
         """What the ranks of each host have used so far."""
-        return tuple(cgroups.cpu_seconds(host.cgroup) for host in self.hosts)
+        return tuple(cgroups.read_cpu_seconds(host.cgroup) for host in self.hosts)
 
-    def give(self, **changes: Any) -> None:
+    def update_plan(self, **changes: Any) -> None:
         """The next version of the plan, each worker's part to itself."""
         self.plan = replace(self.plan, version=self.plan.version + 1, **changes)
         for host in self.hosts:
-            write_plan(host.runtime.plan, self.plan.part(host.name))
+            write_plan(host.runtime.plan, self.plan.build_worker_plan(host.name))
 
-    def ask_probe(self, name: str) -> None:
+    def request_probe(self, name: str) -> None:
         """Each host measures its link to each other one; those of a turn have no host in common."""
         address = {host.name: f"{host.address}:{host.heartbeat.probe_port}" for host in self.hosts}
         targets: dict[str, list[ProbeTarget]] = {host.name: [] for host in self.hosts}
-        for slot, turn in enumerate(TURNS):
+        for slot, turn in enumerate(PROBE_TURNS):
             for source, destination in turn:
-                other = self.hosts[destination].name
-                targets[self.hosts[source].name].append(ProbeTarget(other, address[other], slot))
-        self.give(probe=Probe(name, tuple(targets), tuple(map(tuple, targets.values()))))
+                target = self.hosts[destination].name
+                targets[self.hosts[source].name].append(ProbeTarget(target, address[target], slot))
+        self.update_plan(probe=ProbeRequest(name, tuple(targets), tuple(map(tuple, targets.values()))))
 
-    def ask_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
-        """A behaviour window of so many steps or seconds, on all ranks, from so many steps on."""
-        first = max(host.heartbeat.step for host in self.hosts) + ahead
-        self.give(profile=Profile(name, first_step=first, steps=steps, seconds=seconds, sources=Sources.SHOW))
+    def request_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
+        """A behavior window of so many steps or seconds, on all ranks, from so many steps on."""
+        first_step = max(host.heartbeat.step for host in self.hosts) + ahead
+        self.update_plan(
+            profile=ProfileRequest(name, first_step=first_step, steps=steps, seconds=seconds, sources=SourceNaming.SHOW)
+        )
 
-    def patterns(self, name: str) -> tuple[float, dict[int, bytes]]:
+    def read_patterns(self, name: str) -> tuple[float, dict[int, bytes]]:
         """What has come of this window so far, by rank, and when the last of it came; 0: nothing has."""
         paths = {rank: host.runtime.pattern(name, rank) for host in self.hosts for rank in host.ranks}
-        there = {rank: path for rank, path in paths.items() if path.exists()}
-        at = max((path.stat().st_mtime for path in there.values()), default=0.0)
-        return at, {rank: path.read_bytes() for rank, path in there.items()}
+        existing = {rank: path for rank, path in paths.items() if path.exists()}
+        newest_at = max((path.stat().st_mtime for path in existing.values()), default=0.0)
+        return newest_at, {rank: path.read_bytes() for rank, path in existing.items()}
 
     def step(self) -> int:
         return min(host.heartbeat.step for host in self.hosts)
 
-    def host_of(self, rank: int) -> Host:
+    def find_host(self, rank: int) -> JobHost:
         return self.hosts[rank // RANKS_A_HOST]
 
     def strike(self, rank: int, fault: Mapping[str, Any]) -> None:
@@ -206,34 +213,36 @@ class Job:
         path.with_suffix(".new").write_text(json.dumps(fault))
         path.with_suffix(".new").rename(path)
 
-    def wait_for(self, look: Callable[[], Value | None], what: str, seconds: float = STARTING_SECONDS) -> Value:
-        """The first truthy answer of `look`. Raises TimeoutError with the last words of the logs."""
+    def wait_for(
+        self, condition: Callable[[], Value | None], description: str, seconds: float = START_TIMEOUT_SECONDS
+    ) -> Value:
+        """The first truthy answer of `condition`. Raises TimeoutError with the last words of the logs."""
         deadline = time.monotonic() + seconds
-        while not (value := look()):
+        while not (value := condition()):
             if time.monotonic() > deadline:
-                words = "\n".join(path.read_text()[-2000:] for path in sorted(self.hosts[0].folder.glob("*.log")))
-                raise TimeoutError(f"not within {seconds:.0f} s: {what}\n{words}")
+                logs = "\n".join(path.read_text()[-2000:] for path in sorted(self.hosts[0].folder.glob("*.log")))
+                raise TimeoutError(f"not within {seconds:.0f} s: {description}\n{logs}")
             time.sleep(0.05)
         return value
 
     def end(self) -> None:
         for host in self.hosts:
-            for pid in cgroups.pids(host.cgroup):
+            for pid in cgroups.list_pids(host.cgroup):
                 try:
                     os.kill(pid, signal.SIGCONT)
                 except ProcessLookupError:
                     continue
-            cgroups.kill(host.cgroup)
-        cgroups.kill(HOGS)
+            cgroups.kill_cgroup(host.cgroup)
+        cgroups.kill_cgroup(HOGS_CGROUP)
         for process in self._processes:
             process.kill()
             process.wait()
 
-    def _launcher(self) -> tuple[str, ...]:
+    def _build_launcher_command(self) -> tuple[str, ...]:
         script = Path(__file__).with_name("job.py")
         return (sys.executable, "-m", "pacekeeper.cli", "run", str(script))
 
-    def _start(self, host: Host, command: Sequence[str], what: str) -> None:
+    def _start_process(self, host: JobHost, command: Sequence[str], role: str) -> None:
         environment = {
             **os.environ,
             "FOLDER": str(host.folder),
@@ -243,7 +252,7 @@ class Job:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
         }
-        with (host.folder / f"{host.name}-{what}.log").open("ab") as log:
+        with (host.folder / f"{host.name}-{role}.log").open("ab") as log:
             process = subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{host.namespace}", *_WITHOUT_NAME_SERVER, *command],
                 cwd=REPOSITORY,
@@ -257,121 +266,121 @@ class Job:
 
 
 @contextmanager
-def job() -> Iterator[Job]:
+def create_hosted_job() -> Iterator[HostedJob]:
     """The hosts, without anything that runs on them; all is gone in the end. Needs root, iproute2 and cgroups."""
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir="/dev/shm") as folder:
-        hosts = [Host(number, Path(folder)) for number in range(HOSTS)]
-        _remove(hosts)
-        made = Job(hosts)
+        hosts = [JobHost(number, Path(folder)) for number in range(HOSTS)]
+        _remove_hosts(hosts)
+        hosted_job = HostedJob(hosts)
         try:
-            _make(hosts)
-            yield made
+            _create_hosts(hosts)
+            yield hosted_job
         finally:
-            made.end()
-            _remove(hosts)
+            hosted_job.end()
+            _remove_hosts(hosts)
 
 
-def quota(host: Host, cores: float | None) -> None:
+def set_cpu_quota(host: JobHost, cores: float | None) -> None:
     """So much processor time for all ranks of the host; None: as much as there is."""
-    folder = cgroups.controller("cpu", host.cgroup)
+    folder = cgroups.get_controller_folder("cpu", host.cgroup)
     if cgroups.is_v2():
         (folder / "cpu.max").write_text("max" if cores is None else f"{round(cores * PERIOD_US)} {PERIOD_US}")
     else:
         (folder / "cpu.cfs_quota_us").write_text("-1" if cores is None else str(round(cores * PERIOD_US)))
 
 
-def slow(host: Host, rate: str, *, egress: bool = True, to: Host | None = None) -> None:
+def slow_link(host: JobHost, rate: str, *, egress: bool = True, to: JobHost | None = None) -> None:
     """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only its way to this host."""
-    place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
-    tc = ("tc", "-n", place)
+    namespace, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
+    tc = ("tc", "-n", namespace)
     if to is None:
-        run(*tc, *_words(f"qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 400ms"))
+        run_command(*tc, *_split_command(f"qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 400ms"))
         return
-    run(*tc, *_words(f"qdisc replace dev {device} root handle 1: htb default 1"))
-    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:1 htb rate 30gbit quantum 60000"))
-    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:2 htb rate {rate} burst 32kb"))
+    run_command(*tc, *_split_command(f"qdisc replace dev {device} root handle 1: htb default 1"))
+    run_command(*tc, *_split_command(f"class add dev {device} parent 1: classid 1:1 htb rate 30gbit quantum 60000"))
+    run_command(*tc, *_split_command(f"class add dev {device} parent 1: classid 1:2 htb rate {rate} burst 32kb"))
     match = f"protocol ip u32 match ip dst {to.address}/32 flowid 1:2"
-    run(*tc, *_words(f"filter add dev {device} parent 1: {match}"))
+    run_command(*tc, *_split_command(f"filter add dev {device} parent 1: {match}"))
 
 
-def drop(source: Host, destination: Host) -> None:
+def drop_packets(source: JobHost, destination: JobHost) -> None:
     """What the one sends to the other goes to an address that nobody has."""
-    neighbour = f"neigh replace {destination.address} lladdr {NOBODY} dev {INTERFACE} nud permanent"
-    run("ip", "-n", source.namespace, *_words(neighbour))
+    command = f"neigh replace {destination.address} lladdr {UNUSED_HARDWARE_ADDRESS} dev {INTERFACE} nud permanent"
+    run_command("ip", "-n", source.namespace, *_split_command(command))
 
 
-def _words(command: str) -> list[str]:
+def _split_command(command: str) -> list[str]:
     return command.split()
 
 
-def heal(host: Host) -> None:
+def heal_host(host: JobHost) -> None:
     """Its network and its processors, as they were."""
-    for place, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
-        succeeds("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
-    run("ip", "-n", host.namespace, *_words(f"neigh flush dev {INTERFACE} nud permanent"))
-    quota(host, None)
+    for namespace, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
+        is_successful("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
+    run_command("ip", "-n", host.namespace, *_split_command(f"neigh flush dev {INTERFACE} nud permanent"))
+    set_cpu_quota(host, None)
 
 
-def _entering(path: str, command: Sequence[str]) -> tuple[str, ...]:
+def _build_cgroup_command(path: str, command: Sequence[str]) -> tuple[str, ...]:
     """The command that enters the cgroup, with processes and processor time, and then becomes `command`."""
-    folders = sorted({str(cgroups.controller(name, path)) for name in ("pids", "cpu", "cpuacct")})
+    folders = sorted({str(cgroups.get_controller_folder(name, path)) for name in ("pids", "cpu", "cpuacct")})
     enter = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in folders)
     return ("sh", "-c", f'{enter}; exec "$@"', "sh", *command)
 
 
-def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
-    """So many neighbours copy memory on the one processor that this host shares with them then, and take most of it;
+def add_noisy_neighbors(hosts: Sequence[JobHost], victim: int, hogs: int) -> None:
+    """So many neighbors copy memory on the one processor that this host shares with them then, and take most of it;
     the other hosts have the other processors. 0: it is over."""
-    cgroups.kill(HOGS)
+    cgroups.kill_cgroup(HOGS_CGROUP)
     processors = os.sched_getaffinity(0)
-    first = min(processors)
+    shared_processor = min(processors)
     for host in hosts:
-        mine = {first} if host.number == victim else processors - {first} or processors
-        _pin(host, mine if hogs else processors)
+        own_processors = {shared_processor} if host.number == victim else processors - {shared_processor} or processors
+        _pin_processes(host, own_processors if hogs else processors)
     if not hogs:
         return
-    cgroups.create(HOGS)
-    _weigh(HOGS, 8)
+    cgroups.create_cgroup(HOGS_CGROUP)
+    _set_cpu_weight(HOGS_CGROUP, 8)
     for _ in range(hogs):
-        command = ("taskset", "--cpu-list", str(first), sys.executable, "-c", HOG)
-        subprocess.Popen(_entering(HOGS, command), start_new_session=True, stdout=subprocess.DEVNULL)
+        command = ("taskset", "--cpu-list", str(shared_processor), sys.executable, "-c", HOG_PROGRAM)
+        subprocess.Popen(_build_cgroup_command(HOGS_CGROUP, command), start_new_session=True, stdout=subprocess.DEVNULL)
 
 
-def _weigh(path: str, times: int) -> None:
+def _set_cpu_weight(path: str, times: int) -> None:
     """Its part of the processors, over that of a usual group beside it."""
     name, usual = ("cpu.weight", 100) if cgroups.is_v2() else ("cpu.shares", 1024)
-    (cgroups.controller("cpu", path) / name).write_text(str(times * usual))
+    (cgroups.get_controller_folder("cpu", path) / name).write_text(str(times * usual))
 
 
-def _pin(host: Host, processors: set[int]) -> None:
-    for pid in cgroups.pids(host.cgroup):
+def _pin_processes(host: JobHost, processors: set[int]) -> None:
+    for pid in cgroups.list_pids(host.cgroup):
         for task in Path(f"/proc/{pid}/task").glob("*"):
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(int(task.name), processors)
 
 
-def _make(hosts: Sequence[Host]) -> None:
-    cgroups.create(NAME)
-    _weigh(NAME, 100)  # whatever else the machine is busy with: the faults are ours
-    run("ip", "netns", "add", SWITCH)
-    run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
-    run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+def _create_hosts(hosts: Sequence[JobHost]) -> None:
+    cgroups.create_cgroup(NAME)
+    _set_cpu_weight(NAME, 100)  # whatever else the machine is busy with: the faults are ours
+    run_command("ip", "netns", "add", SWITCH)
+    run_command("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+    run_command("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
     for host in hosts:
-        cgroups.create(host.cgroup)
-        run("ip", "netns", "add", host.namespace)
-        end = ["peer", "name", INTERFACE, "netns", host.namespace]
-        run("ip", "-n", SWITCH, "link", "add", host.port, "type", "veth", *end)
-        run("ip", "-n", SWITCH, "link", "set", host.port, "master", "bridge0", "up")
-        run("ip", "-n", host.namespace, "link", "set", "lo", "up")
-        run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-        run("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
+        cgroups.create_cgroup(host.cgroup)
+        run_command("ip", "netns", "add", host.namespace)
+        peer = ["peer", "name", INTERFACE, "netns", host.namespace]
+        run_command("ip", "-n", SWITCH, "link", "add", host.port, "type", "veth", *peer)
+        run_command("ip", "-n", SWITCH, "link", "set", host.port, "master", "bridge0", "up")
+        run_command("ip", "-n", host.namespace, "link", "set", "lo", "up")
+        run_command("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+        run_command("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
 
 
-def _remove(hosts: Sequence[Host]) -> None:
+def _remove_hosts(hosts: Sequence[JobHost]) -> None:
     """Deleting a namespace takes the links with it."""
-    cgroups.kill(NAME)  # with the hogs, whoever was killed before it could end them
-    if cgroups.controller("pids", NAME).exists():
-        cgroups.remove(NAME)
+    cgroups.kill_cgroup(NAME)  # with the hogs, whoever was killed before it could end them
+    if cgroups.get_controller_folder("pids", NAME).exists():
+        cgroups.remove_cgroup(NAME)
     for namespace in (*(host.namespace for host in hosts), SWITCH):
-        if succeeds("ip", "netns", "pids", namespace):
-            run("ip", "netns", "delete", namespace)
+        if is_successful("ip", "netns", "pids", namespace):
+            run_command("ip", "netns", "delete", namespace)

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import pacekeeper.auto  # noqa: F401  # watches the rest
-from pacekeeper.observe.watching import recorder
+from pacekeeper.observe.monitoring import get_recorder
 
 FOLDER = Path(os.environ["FOLDER"])
-STAGES, REPLICAS, TENSOR = 2, 2, 2
+STAGES, REPLICAS, TENSOR_RANKS = 2, 2, 2
 MICROBATCHES = 4
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.004, 0.008
 ACTIVATIONS, PARTIAL_SUMS, GRADIENTS = 16_384, 8_192, 393_216
@@ -35,11 +35,11 @@ TOKENS_SIGMA = 20.0
 """Standard deviation of the logarithm of lengths, a second of the fault's strength."""
 OBJECTS_A_SECOND = 2e7
 """That a collection looks at."""
-STEPS_APART = 8
+MAX_STEPS_APART = 8
 """No two ranks are."""
 USUAL_TOKENS = 1000
 """Of a step's samples; those of one replica's ranks are the same."""
-WORK = 96
+MATRIX_WIDTH = 96
 """Width of the matrices that are really multiplied."""
 
 
@@ -50,34 +50,34 @@ class Samples(Dataset[torch.Tensor]):
         return 1 << 30
 
     def __getitem__(self, _index: int) -> torch.Tensor:
-        fault = present_fault()
+        fault = read_fault()
         if fault.get("kind") == "loader":
             time.sleep(fault["seconds"] / MICROBATCHES)
         return torch.zeros(8)
 
 
-class Job:
+class RankJob:
     """One rank's part."""
 
     def __init__(self) -> None:
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
-        mesh = init_device_mesh("cpu", (STAGES, REPLICAS, TENSOR), mesh_dim_names=("stage", "data", "tensor"))
+        mesh = init_device_mesh("cpu", (STAGES, REPLICAS, TENSOR_RANKS), mesh_dim_names=("stage", "data", "tensor"))
         self.stage, self.replica = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
         self.data, self.tensor = mesh.get_group("data"), mesh.get_group("tensor")
-        self.neighbour = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
+        self.neighbor = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
         self.parameter = torch.nn.Parameter(torch.zeros(GRADIENTS))
         self.optimizer = torch.optim.SGD([self.parameter], lr=0.0)
-        self.matrix = torch.randn(WORK, WORK)
+        self.matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH)
         self.batches = iter(DataLoader(Samples(), batch_size=1))
         self.tokens = USUAL_TOKENS
         self.step = 0
-        _tell_lengths(self)
+        _report_lengths(self)
 
     def train(self) -> None:
         while not (FOLDER / "stop").exists():
-            strike(self)
-            self.tokens = drawn_tokens(self.step, self.replica)
+            inject_fault(self)
+            self.tokens = draw_tokens(self.step, self.replica)
             for _ in range(MICROBATCHES):
                 next(self.batches)
                 self.forward()
@@ -89,30 +89,30 @@ class Job:
     def forward(self) -> None:
         activations = torch.zeros(ACTIVATIONS)
         if self.stage == 1:
-            dist.recv(activations, self.neighbour)
+            dist.recv(activations, self.neighbor)
         self.compute(FORWARD_SECONDS)
         self.sum_partials()
         if self.stage == 0:
-            dist.send(activations, self.neighbour)
+            dist.send(activations, self.neighbor)
 
     def backward(self) -> None:
         gradients = torch.zeros(ACTIVATIONS)
         if self.stage == 0:
-            dist.recv(gradients, self.neighbour)
+            dist.recv(gradients, self.neighbor)
         self.compute(BACKWARD_SECONDS)
         self.sum_partials()
         if self.stage == 1:
-            dist.send(gradients, self.neighbour)
+            dist.send(gradients, self.neighbor)
 
     def sum_partials(self) -> None:
-        fault = present_fault()
+        fault = read_fault()
         if fault.get("kind") == "tensor-hang":
             time.sleep(1e6)
         dist.all_reduce(torch.zeros(PARTIAL_SUMS), group=self.tensor)
 
     def reduce(self) -> None:
         self.parameter.grad = torch.zeros(GRADIENTS)
-        if present_fault().get("kind") == "mismatch":
+        if read_fault().get("kind") == "mismatch":
             dist.all_gather([torch.zeros(GRADIENTS)] * REPLICAS, self.parameter.grad, group=self.data)
         dist.all_reduce(self.parameter.grad, group=self.data)
 
@@ -121,33 +121,33 @@ class Job:
         time.sleep(seconds * self.tokens / USUAL_TOKENS)
 
 
-def drawn_tokens(step: int, replica: int) -> int:
+def draw_tokens(step: int, replica: int) -> int:
     """Lengths that differ by replica and step, the same in the mean, where the fault says so."""
-    fault = present_fault()
+    fault = read_fault()
     if fault.get("kind") != "lengths":
         return USUAL_TOKENS
     sigma = TOKENS_SIGMA * fault["seconds"]
-    drawn = random.Random(step * REPLICAS + replica).lognormvariate(-(sigma**2) / 2, sigma)
-    return max(1, round(USUAL_TOKENS * drawn))
+    factor = random.Random(step * REPLICAS + replica).lognormvariate(-(sigma**2) / 2, sigma)
+    return max(1, round(USUAL_TOKENS * factor))
 
 
-def _tell_lengths(job: Job) -> None:
+def _report_lengths(job: RankJob) -> None:
     """As the library's own loader does in a script that uses it."""
-    watched = recorder()
-    end_step = watched.end_step
+    recorder = get_recorder()
+    end_step = recorder.end_step
 
-    def with_lengths() -> None:
+    def end_step_with_lengths() -> None:
         end_step(1, (float(job.tokens), float(job.tokens) ** 2))
 
-    watched.end_step = with_lengths  # type: ignore[assignment]  # of this one
+    recorder.end_step = end_step_with_lengths  # type: ignore[assignment]  # of this one
 
 
-def strike(job: Job) -> None:
+def inject_fault(job: RankJob) -> None:
     """What the script itself does wrong in this step."""
-    fault = present_fault()
+    fault = read_fault()
     if fault.get("kind") != "garbage":
         _heap.clear()
-    if agreed(job.step, fault).get("kind") == "synchronise":
+    if agree_on_fault(job.step, fault).get("kind") == "synchronize":
         log_metrics(fault.get("seconds", 0.0))
     match fault.get("kind"):
         case "turns" if job.step % dist.get_world_size() == job.rank:
@@ -155,7 +155,7 @@ def strike(job: Job) -> None:
         case "slow-function":
             augment_sample(fault["seconds"])
         case "garbage" if (job.step + job.rank) % 8 == 0:
-            collect(fault["seconds"])
+            collect_garbage(fault["seconds"])
         case "deadlock":
             lock = threading.Lock()
             with lock, lock:
@@ -173,18 +173,18 @@ def log_metrics(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def agreed(step: int, fault: dict[str, Any]) -> dict[str, Any]:
+def agree_on_fault(step: int, fault: dict[str, Any]) -> dict[str, Any]:
     """The fault that the first rank to begin this step saw: where it has ranks meet, all of them have to."""
     path = f"{FOLDER}/agreed-{os.environ['PACEKEEPER_ROUND']}-"
     with contextlib.suppress(FileExistsError):
         os.symlink(json.dumps(fault), f"{path}{step}")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{path}{step - STEPS_APART}")
-    found: dict[str, Any] = json.loads(os.readlink(f"{path}{step}"))
-    return found
+        os.unlink(f"{path}{step - MAX_STEPS_APART}")
+    agreed: dict[str, Any] = json.loads(os.readlink(f"{path}{step}"))
+    return agreed
 
 
-def collect(seconds: float) -> None:
+def collect_garbage(seconds: float) -> None:
     """Garbage that takes so long to be collected, about: each collection looks at all that there is."""
     if not _heap:
         _heap.extend([] for _ in range(round(OBJECTS_A_SECOND * seconds)))
@@ -194,28 +194,28 @@ def collect(seconds: float) -> None:
 
 
 _heap: list[Any] = []
-_read: tuple[int, dict[str, Any]] = (-1, {})
+_cached_fault: tuple[int, dict[str, Any]] = (-1, {})
 
 
-def present_fault() -> dict[str, Any]:
+def read_fault() -> dict[str, Any]:
     """Looked at anew only when the file has changed."""
-    global _read
+    global _cached_fault
     path = FOLDER / f"fault-{os.environ['RANK']}.json"
     try:
-        changed = path.stat().st_mtime_ns
+        modified_ns = path.stat().st_mtime_ns
     except FileNotFoundError:
         return {}
-    if changed != _read[0]:
-        _read = changed, json.loads(path.read_text())
-    return _read[1]
+    if modified_ns != _cached_fault[0]:
+        _cached_fault = modified_ns, json.loads(path.read_text())
+    return _cached_fault[1]
 
 
-def ranks() -> Iterator[tuple[int, int, int, int]]:
+def iterate_ranks() -> Iterator[tuple[int, int, int, int]]:
     """Rank, stage, replica and place in its tensor group."""
-    for rank in range(STAGES * REPLICAS * TENSOR):
-        yield rank, rank // (REPLICAS * TENSOR), rank // TENSOR % REPLICAS, rank % TENSOR
+    for rank in range(STAGES * REPLICAS * TENSOR_RANKS):
+        yield rank, rank // (REPLICAS * TENSOR_RANKS), rank // TENSOR_RANKS % REPLICAS, rank % TENSOR_RANKS
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Job().train()
+    RankJob().train()

@@ -23,8 +23,8 @@ from typing import Any
 
 from testcluster.settings import REPOSITORY
 
-from .faults import PLACES, Fault, catalogue
-from .hosts import Job, Usual, job
+from .faults import PLACES, InjectedFault, list_faults
+from .hosts import HostedJob, Usual, create_hosted_job
 
 HEALTHY = "healthy"
 WARM_SECONDS = 40.0
@@ -34,12 +34,12 @@ STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 6.0, 16.0
 """After which windows of steps, and of connections, hold nothing of the fault before. A hang's end is a new round, with
 new connections."""
 HEALTHY_SECONDS = 40.0
-CALM, CALM_SECONDS = 1.1, 300.0
+MAX_CALM_RELATIVE_TIME, CALM_TIMEOUT_SECONDS = 1.1, 300.0
 """Steps before a fault take so many times as long as the job's first ones at most. So long it is waited for that: on a
 machine that is busy otherwise a fault is not the one that is meant, and a healthy job is none."""
-PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
+PROFILE_DELAY_SECONDS, PROFILE_AHEAD_STEPS, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
 """Seconds after a fault's beginning, steps ahead of then, and what the operator would ask for."""
-PROBE_AFTER = 24.0
+PROBE_DELAY_SECONDS = 24.0
 """Late: its bytes would be in the windows."""
 
 
@@ -53,16 +53,16 @@ class Recording:
     began: float
     ended: float
     told: Sequence[Mapping[str, Any]]
-    patterns: Mapping[int, bytes]  # by rank, of the behaviour window that was asked for
+    patterns: Mapping[int, bytes]  # by rank, of the behavior window that was asked for
     profiled: float  # when the last of them came; 0: none did
     load: float  # of the machine when it began, by its one-minute average
 
     def save(self, path: Path) -> None:
         fields = {**vars(self), "patterns": {rank: data.decode() for rank, data in self.patterns.items()}}
-        new = path.with_suffix(".new")
-        with gzip.open(new, "wt", compresslevel=1) as file:
+        temporary = path.with_suffix(".new")
+        with gzip.open(temporary, "wt", compresslevel=1) as file:
             json.dump(fields, file)
-        new.rename(path)
+        temporary.rename(path)
 
     @classmethod
     def load_from(cls, path: Path) -> Recording:
@@ -72,155 +72,165 @@ class Recording:
         return cls(**{**fields, "patterns": patterns})
 
 
-def folder() -> Path:
+def get_recordings_folder() -> Path:
     """Where those that the present code makes are kept."""
-    return Path(os.environ.get("PACEKEEPER_CACHE") or Path.home() / ".cache/pacekeeper") / "diagnosis" / _hash()
+    return Path(os.environ.get("PACEKEEPER_CACHE") or Path.home() / ".cache/pacekeeper") / "diagnosis" / _hash_sources()
 
 
-def path_of(name: str, place: int) -> Path:
-    return folder() / f"{name.replace(' ', '-')}-{place}.json.gz"
+def get_recording_path(name: str, place: int) -> Path:
+    return get_recordings_folder() / f"{name.replace(' ', '-')}-{place}.json.gz"
 
 
-def recordings(faults: Sequence[str], places: int) -> Iterator[Path]:
+def iterate_recording_paths(faults: Sequence[str], places: int) -> Iterator[Path]:
     for place in range(places):
         for name in (*faults, HEALTHY):
-            yield path_of(name, place)
+            yield get_recording_path(name, place)
 
 
-def record(faults: Sequence[Fault], places: int = PLACES) -> None:
+def record_faults(faults: Sequence[InjectedFault], places: int = PLACES) -> None:
     """Makes what is missing, one place after the other, the faults of each in an order of their own."""
-    folder().mkdir(parents=True, exist_ok=True)
-    if all(path.exists() for path in recordings([fault.name for fault in faults], places)):
+    get_recordings_folder().mkdir(parents=True, exist_ok=True)
+    if all(path.exists() for path in iterate_recording_paths([fault.name for fault in faults], places)):
         return
-    with job() as running:
-        running.start()
+    with create_hosted_job() as hosted_job:
+        hosted_job.start()
         time.sleep(WARM_SECONDS)
         for place in range(places):
-            missing = [fault for fault in faults if not path_of(fault.name, place).exists()]
+            missing = [fault for fault in faults if not get_recording_path(fault.name, place).exists()]
             random.Random(place).shuffle(missing)
             missing.sort(key=lambda fault: fault.hangs)  # these begin new rounds, with new connections
-            if not path_of(HEALTHY, place).exists():
-                _healthy(running, place).save(path_of(HEALTHY, place))
+            if not get_recording_path(HEALTHY, place).exists():
+                _record_healthy(hosted_job, place).save(get_recording_path(HEALTHY, place))
             for fault in missing:
-                made = _struck(running, fault, place)
-                made.save(path_of(fault.name, place))
-                steps = "" if fault.hangs else f", steps {depth(made):.2f} × as long"
-                print(f"recorded {fault.name} ({place}), load {made.load:.1f}{steps}", file=sys.stderr, flush=True)
+                recording = _record_fault(hosted_job, fault, place)
+                recording.save(get_recording_path(fault.name, place))
+                steps = "" if fault.hangs else f", steps {compute_depth(recording):.2f} × as long"
+                print(f"recorded {fault.name} ({place}), load {recording.load:.1f}{steps}", file=sys.stderr, flush=True)
 
 
-def depth(made: Recording) -> float:
+def compute_depth(recording: Recording) -> float:
     """Of a fault: steps while it lasted over steps before it struck."""
-    before = [words for words in made.told if words["at"] < made.began]
-    return pace(made.told) / pace(before)
+    earlier_reports = [report for report in recording.told if report["at"] < recording.began]
+    return measure_relative_time(recording.told) / measure_relative_time(earlier_reports)
 
 
-def pace(told: Iterable[Mapping[str, Any]]) -> float:
+def measure_relative_time(reports: Iterable[Mapping[str, Any]]) -> float:
     """Steps now over the job's first ones, by the ranks' last windows; infinite where none has told of any."""
-    paces = [mean(window["step_seconds"]) / window["baseline_seconds"] for window in _last_windows(told)]
-    return median(paces) if paces else math.inf
+    relative_times = [
+        mean(window["step_seconds"]) / window["baseline_seconds"] for window in _find_last_windows(reports)
+    ]
+    return median(relative_times) if relative_times else math.inf
 
 
-def _last_windows(told: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+def _find_last_windows(reports: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
     """One of each rank."""
     return {
-        window["rank"]: window for words in told if "evidence" in words for window in words["evidence"]["windows"]
+        window["rank"]: window for report in reports if "evidence" in report for window in report["evidence"]["windows"]
     }.values()
 
 
-def _healthy(running: Job, place: int) -> Recording:
-    listening = _listen_to_calm(running)
+def _record_healthy(hosted_job: HostedJob, place: int) -> Recording:
+    listener = _wait_until_calm(hosted_job)
     time.sleep(HEALTHY_SECONDS)
-    return listening.recording(HEALTHY, place, 0.0)
+    return listener.build_recording(HEALTHY, place, 0.0)
 
 
-def _struck(running: Job, fault: Fault, place: int) -> Recording:
-    listening = _listen_to_calm(running)
-    began = time.time()
-    fault.strike(running, place)
-    name = f"profile-{running.plan.version + 1}"
+def _record_fault(hosted_job: HostedJob, fault: InjectedFault, place: int) -> Recording:
+    listener = _wait_until_calm(hosted_job)
+    began_at = time.time()
+    fault.strike(hosted_job, place)
+    name = f"profile-{hosted_job.plan.version + 1}"
     try:
         if fault.hangs:
             time.sleep(HANG_SECONDS)
         else:
-            time.sleep(PROFILE_AFTER)
-            running.ask_profile(name, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS)
-            time.sleep(PROBE_AFTER - PROFILE_AFTER)
-            running.ask_probe(f"probe-{running.plan.version + 1}")
-            time.sleep(SLOW_SECONDS - PROBE_AFTER)
+            time.sleep(PROFILE_DELAY_SECONDS)
+            hosted_job.request_profile(name, PROFILE_AHEAD_STEPS, PROFILE_STEPS, PROFILE_SECONDS)
+            time.sleep(PROBE_DELAY_SECONDS - PROFILE_DELAY_SECONDS)
+            hosted_job.request_probe(f"probe-{hosted_job.plan.version + 1}")
+            time.sleep(SLOW_SECONDS - PROBE_DELAY_SECONDS)
     finally:
-        fault.heal(running, place)
-    profiled, patterns = running.patterns(name)
-    made = listening.recording(fault.name, place, began, patterns, profiled)
+        fault.heal(hosted_job, place)
+    profiled, patterns = hosted_job.read_patterns(name)
+    recording = listener.build_recording(fault.name, place, began_at, patterns, profiled)
     if fault.hangs:
-        running.train()
-    running.give(profile=None, probe=None)
-    time.sleep(LINKS_FLUSH_SECONDS if fault.of_links and not fault.hangs else STEPS_FLUSH_SECONDS)
-    return made
+        hosted_job.train()
+    hosted_job.update_plan(profile=None, probe=None)
+    time.sleep(LINKS_FLUSH_SECONDS if fault.is_of_links and not fault.hangs else STEPS_FLUSH_SECONDS)
+    return recording
 
 
-def _listen_to_calm(running: Job) -> _Listening:
+def _wait_until_calm(hosted_job: HostedJob) -> _Listening:
     """Since BEFORE_SECONDS, in which steps were as fast as they should be; what the job usually needs is known then.
     Raises SystemExit where the machine stays busy."""
-    deadline = time.monotonic() + CALM_SECONDS
+    deadline = time.monotonic() + CALM_TIMEOUT_SECONDS
     while True:
-        listening, used = _Listening(running), running.cpu_seconds()
+        listener, used_before = _Listening(hosted_job), hosted_job.read_cpu_seconds()
         time.sleep(BEFORE_SECONDS)
-        told, after = listening.told(), running.cpu_seconds()
-        now = pace(told)
-        if now <= CALM:
-            cores = tuple((at - was) / BEFORE_SECONDS for at, was in zip(after, used, strict=True))
-            running.usual = Usual(median(mean(window["step_seconds"]) for window in _last_windows(told)), cores)
-            return listening
+        reports, used_after = listener.read_reports(), hosted_job.read_cpu_seconds()
+        relative_time = measure_relative_time(reports)
+        if relative_time <= MAX_CALM_RELATIVE_TIME:
+            cores = tuple(
+                (later - earlier) / BEFORE_SECONDS for later, earlier in zip(used_after, used_before, strict=True)
+            )
+            hosted_job.usual = Usual(
+                median(mean(window["step_seconds"]) for window in _find_last_windows(reports)), cores
+            )
+            return listener
         if time.monotonic() > deadline:
             sys.exit(
-                f"steps take {now:.2f} × as long as the first ones: stop what else the machine does, and try again"
+                f"steps take {relative_time:.2f} × as long as the first ones: "
+                "stop what else the machine does, and try again"
             )
 
 
 class _Listening:
     """To what the agents write from now on."""
 
-    def __init__(self, running: Job) -> None:
-        self._running = running
+    def __init__(self, hosted_job: HostedJob) -> None:
+        self._running = hosted_job
         self._load = os.getloadavg()[0]
-        self._from = {host.number: host.told.stat().st_size if host.told.exists() else 0 for host in running.hosts}
+        self._from = {
+            host.number: host.agent_report_path.stat().st_size if host.agent_report_path.exists() else 0
+            for host in hosted_job.hosts
+        }
 
-    def told(self) -> list[dict[str, Any]]:
+    def read_reports(self) -> list[dict[str, Any]]:
         """So far, oldest first."""
         lines: list[dict[str, Any]] = []
         for host in self._running.hosts:
-            with host.told.open() as file:
+            with host.agent_report_path.open() as file:
                 file.seek(self._from[host.number])
                 lines += [json.loads(line) for line in file if line.endswith("\n")]
         return sorted(lines, key=lambda line: line["at"])
 
-    def recording(
+    def build_recording(
         self,
         name: str,
         place: int,
-        began: float,
+        began_at: float,
         patterns: Mapping[int, bytes] | None = None,
         profiled: float = 0.0,
     ) -> Recording:
         """Ends it, and empties the files."""
-        told = self.told()
+        reports = self.read_reports()
         for host in self._running.hosts:
-            os.truncate(host.told, 0)
-        return Recording(name, place, began, time.time(), told, patterns or {}, profiled, self._load)
+            os.truncate(host.agent_report_path, 0)
+        return Recording(name, place, began_at, time.time(), reports, patterns or {}, profiled, self._load)
 
 
 @cache
-def _hash() -> str:
-    found = hashlib.sha256()
-    here = Path(__file__).parent
-    files = [here / f"{name}.py" for name in ("agent", "faults", "hosts", "job", "record")]
+def _hash_sources() -> str:
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    files = [folder / f"{name}.py" for name in ("agent", "faults", "hosts", "job", "record")]
     files += sorted((REPOSITORY / "trainer").rglob("*.py"))
     for path in files:
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 if __name__ == "__main__":
-    chosen = [fault for fault in catalogue() if not sys.argv[2:] or fault.name in sys.argv[2:]]
-    record(chosen, int(sys.argv[1]) if sys.argv[1:] else PLACES)
-    print(folder())
+    chosen = [fault for fault in list_faults() if not sys.argv[2:] or fault.name in sys.argv[2:]]
+    record_faults(chosen, int(sys.argv[1]) if sys.argv[1:] else PLACES)
+    print(get_recordings_folder())

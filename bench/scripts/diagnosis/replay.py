@@ -10,16 +10,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
+from pacekeeper_analysis.failures.finding import FaultClass, Finding
 
 from . import rules
-from .faults import Fault, Truth, catalogue
-from .judge import judge
-from .perturb import Beginning, perturbed
-from .record import HEALTHY, Recording, path_of
+from .faults import InjectedFault, Truth, list_faults
+from .operator_replay import replay_operator
+from .perturb import Beginning, perturb_recording
+from .record import HEALTHY, Recording, get_recording_path
 
-CONFIDENT = 0.9
-NAIVE_AFTER = 2.0
+MIN_CONFIDENCE = 0.9
+NAIVE_VERDICT_SECONDS = 2.0
 """Seconds that a naive rule is let look at the fault before its first answer counts."""
 
 Key = tuple[str, frozenset[str]]
@@ -27,7 +27,7 @@ Key = tuple[str, frozenset[str]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplayVerdict:
     """What a finding is worth: does it name the culprit, and the class?"""
 
     after: float  # seconds since the fault's beginning
@@ -55,8 +55,8 @@ class Outcome:
     place: int
     copy: int
     early: bool  # something was blamed before the fault began
-    first: Verdict | None  # that names somebody; None: nobody was
-    last: Verdict | None
+    first: ReplayVerdict | None  # that names somebody; None: nobody was
+    last: ReplayVerdict | None
     naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed somebody, and rightly
 
 
@@ -66,102 +66,115 @@ Case = tuple[str, int]
 """Fault and place."""
 
 
-def outcomes(places: int, copies: int) -> list[Outcome]:
+def replay_all_recordings(places: int, copies: int) -> list[Outcome]:
     """Of all recordings that there are, the faults in the catalogue's order."""
     with ProcessPoolExecutor() as pool:
-        found = list(pool.map(of_recording, cases(places), repeat(beginnings(places)), repeat(copies)))
-    return [outcome for of in found for outcome in of]
+        by_recording = list(
+            pool.map(replay_recording, list_cases(places), repeat(collect_beginnings(places)), repeat(copies))
+        )
+    return [outcome for outcomes in by_recording for outcome in outcomes]
 
 
-def cases(places: int) -> list[Case]:
-    return [(fault.name, place) for fault in catalogue() for place in range(places)]
+def list_cases(places: int) -> list[Case]:
+    return [(fault.name, place) for fault in list_faults() for place in range(places)]
 
 
-def of_recording(case: Case, beginnings: Beginnings, copies: int) -> list[Outcome]:
+def replay_recording(case: Case, beginnings: Beginnings, copies: int) -> list[Outcome]:
     logging.disable(logging.CRITICAL)
     name, place = case
-    fault = next(fault for fault in catalogue() if fault.name == name)
-    recording = Recording.load_from(path_of(name, place))
-    others = [beginning for other, of in beginnings.items() if other != name for beginning in of]
-    return [_outcome(fault, place, copy, recording, others) for copy in range(copies)]
+    fault = next(fault for fault in list_faults() if fault.name == name)
+    recording = Recording.load_from(get_recording_path(name, place))
+    other_beginnings = [
+        beginning
+        for other_name, fault_beginnings in beginnings.items()
+        if other_name != name
+        for beginning in fault_beginnings
+    ]
+    return [_replay_copy(fault, place, copy, recording, other_beginnings) for copy in range(copies)]
 
 
-def beginnings(places: int) -> Beginnings:
-    found: dict[str, list[Beginning]] = defaultdict(list)
-    for fault in catalogue():
+def collect_beginnings(places: int) -> Beginnings:
+    by_fault: dict[str, list[Beginning]] = defaultdict(list)
+    for fault in list_faults():
         for place in range(places):
-            beginning = None if fault.hangs else Beginning.of(Recording.load_from(path_of(fault.name, place)))
+            beginning = (
+                None
+                if fault.hangs
+                else Beginning.from_recording(Recording.load_from(get_recording_path(fault.name, place)))
+            )
             if beginning is not None:
-                found[fault.name].append(beginning)
-    return dict(found)
+                by_fault[fault.name].append(beginning)
+    return dict(by_fault)
 
 
-def _outcome(fault: Fault, place: int, copy: int, recording: Recording, others: Sequence[Beginning]) -> Outcome:
-    changed = recording if copy == 0 else perturbed(recording, others, seed=1000 * place + copy)
+def _replay_copy(
+    fault: InjectedFault, place: int, copy: int, recording: Recording, beginnings: Sequence[Beginning]
+) -> Outcome:
+    perturbed = recording if copy == 0 else perturb_recording(recording, beginnings, seed=1000 * place + copy)
     truths = fault.truths(place)
-    told = judge(changed)
+    versions = replay_operator(perturbed)
     verdicts = [
-        _verdict(each.finding, truths, each.at - recording.began)
-        for each in told
-        if each.finding is not None and each.finding.culprit and each.at > recording.began
+        _judge_finding(version.finding, truths, version.reported_at - recording.began)
+        for version in versions
+        if version.finding is not None and version.finding.culprit and version.reported_at > recording.began
     ]
     return Outcome(
         fault=fault.name,
         hangs=fault.hangs,
         place=place,
         copy=copy,
-        early=any(each.at <= recording.began for each in told),
+        early=any(version.reported_at <= recording.began for version in versions),
         first=verdicts[0] if verdicts else None,
         last=verdicts[-1] if verdicts else None,
-        naive={name: _naive(changed, rule, truths) for name, rule in rules.RULES.items()},
+        naive={name: _judge_naive_rule(perturbed, rule, truths) for name, rule in rules.RULES.items()},
     )
 
 
-def _verdict(finding: Finding, truths: Sequence[Truth], after: float) -> Verdict:
-    of = [truth for truth in truths if truth.is_named(finding)]
-    return Verdict(
+def _judge_finding(finding: Finding, truths: Sequence[Truth], after: float) -> ReplayVerdict:
+    named_truths = [truth for truth in truths if truth.is_named(finding)]
+    return ReplayVerdict(
         after=after,
         culprit=finding.culprit,
         fault=finding.fault.value,
-        kinds=frozenset(kind.value for kind in finding.kinds),
-        named=bool(of),
-        classed=any(truth.is_class(finding) for truth in of or truths),
+        kinds=frozenset(kind.value for kind in finding.signal_kinds),
+        named=bool(named_truths),
+        classed=any(truth.is_class(finding) for truth in named_truths or truths),
     )
 
 
-def _naive(recording: Recording, rule: rules.Rule, truths: Sequence[Truth]) -> tuple[bool, bool]:
-    found = rules.first_blamed(recording, rule, NAIVE_AFTER)
-    return found is not None, found is not None and any(truth.is_blamed(found[1]) for truth in truths)
+def _judge_naive_rule(recording: Recording, rule: rules.Rule, truths: Sequence[Truth]) -> tuple[bool, bool]:
+    blamed = rules.find_first_blamed(recording, rule, NAIVE_VERDICT_SECONDS)
+    return blamed is not None, blamed is not None and any(truth.is_blamed(blamed[1]) for truth in truths)
 
 
-def measured(found: Iterable[Outcome]) -> dict[Key, tuple[int, int]]:
+def count_right_verdicts(outcomes: Iterable[Outcome]) -> dict[Key, tuple[int, int]]:
     """By class and witnesses of a last verdict: how many there were, and how many were right."""
     counts: dict[Key, list[int]] = defaultdict(lambda: [0, 0])
-    for outcome in found:
+    for outcome in outcomes:
         if outcome.last is not None and outcome.last.fault != FaultClass.UNKNOWN:
             counts[outcome.last.key][0] += 1
             counts[outcome.last.key][1] += outcome.last.right
-    return {key: (tried, right) for key, (tried, right) in counts.items()}
+    return {key: (total, correct) for key, (total, correct) in counts.items()}
 
 
-def succession(tried: int, right: int) -> float:
+def apply_succession_rule(total: int, correct: int) -> float:
     """Laplace's rule."""
-    return (right + 1) / (tried + 2)
+    return (correct + 1) / (total + 2)
 
 
-def confident_and_wrong(found: Sequence[Outcome]) -> int:
-    """Last verdicts that are wrong, and of a kind that was right in CONFIDENT of all *other* faults' copies."""
+def count_confident_and_wrong(outcomes: Sequence[Outcome]) -> int:
+    """Last verdicts that are wrong, and of a kind that was right in MIN_CONFIDENCE of all *other* faults' copies."""
     count = 0
-    for name in {outcome.fault for outcome in found}:
-        shares = measured(outcome for outcome in found if outcome.fault != name)
-        for outcome in found:
+    for name in {outcome.fault for outcome in outcomes}:
+        shares = count_right_verdicts(outcome for outcome in outcomes if outcome.fault != name)
+        for outcome in outcomes:
             if outcome.fault == name and outcome.last is not None and not outcome.last.right:
-                tried = [
-                    succession(*share)
+                confidences = [
+                    apply_succession_rule(*share)
                     for (fault, kinds), share in shares.items()
                     if fault == outcome.last.fault and kinds <= outcome.last.kinds
                 ]
-                count += max(tried, default=0.0) >= CONFIDENT
+                count += max(confidences, default=0.0) >= MIN_CONFIDENCE
     return count
 
 
@@ -175,37 +188,45 @@ class Row:
     classed: float  # and named
     silent: float
     seconds: float  # median to the first answer
-    said: str  # the commonest last verdicts
+    last_verdicts: str  # the commonest last verdicts
 
 
-def table(found: Sequence[Outcome]) -> list[Row]:
+def build_table(outcomes: Sequence[Outcome]) -> list[Row]:
     rows = []
-    for name in dict.fromkeys(outcome.fault for outcome in found):
-        of = [outcome for outcome in found if outcome.fault == name]
-        said = Counter("nothing" if o.last is None else f"{o.last.fault}: {_kind(o.last)}" for o in of)
+    for name in dict.fromkeys(outcome.fault for outcome in outcomes):
+        fault_outcomes = [outcome for outcome in outcomes if outcome.fault == name]
+        verdict_counts = Counter(
+            "nothing" if replayed.last is None else f"{replayed.last.fault}: {_describe_verdict(replayed.last)}"
+            for replayed in fault_outcomes
+        )
         rows.append(
             Row(
                 fault=name,
-                first_named=sum(o.first is not None and o.first.named for o in of) / len(of),
-                last_named=sum(o.last is not None and o.last.named for o in of) / len(of),
-                classed=sum(o.last is not None and o.last.right for o in of) / len(of),
-                silent=sum(o.last is None for o in of) / len(of),
-                seconds=quantile([math.inf if o.first is None else o.first.after for o in of], 0.5),
-                said=", ".join(f"{words} ({count})" for words, count in said.most_common(3)),
+                first_named=sum(replayed.first is not None and replayed.first.named for replayed in fault_outcomes)
+                / len(fault_outcomes),
+                last_named=sum(replayed.last is not None and replayed.last.named for replayed in fault_outcomes)
+                / len(fault_outcomes),
+                classed=sum(replayed.last is not None and replayed.last.right for replayed in fault_outcomes)
+                / len(fault_outcomes),
+                silent=sum(replayed.last is None for replayed in fault_outcomes) / len(fault_outcomes),
+                seconds=compute_quantile(
+                    [math.inf if replayed.first is None else replayed.first.after for replayed in fault_outcomes], 0.5
+                ),
+                last_verdicts=", ".join(f"{verdict} ({count})" for verdict, count in verdict_counts.most_common(3)),
             )
         )
     return rows
 
 
-def _kind(verdict: Verdict) -> str:
+def _describe_verdict(verdict: ReplayVerdict) -> str:
     return "right" if verdict.named else verdict.culprit
 
 
-def quantile(values: Sequence[float], part: float) -> float:
+def compute_quantile(values: Sequence[float], part: float) -> float:
     """Of values that may be infinite; infinity where there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else math.inf
 
 
-def healthy(places: int) -> list[Recording]:
-    return [Recording.load_from(path_of(HEALTHY, place)) for place in range(places)]
+def load_healthy_recordings(places: int) -> list[Recording]:
+    return [Recording.load_from(get_recording_path(HEALTHY, place)) for place in range(places)]

@@ -13,59 +13,59 @@ from numpy.typing import NDArray
 from .hosts import RANKS
 from .record import Recording
 
-DEVIATIONS = 5.0
-RELATIVE, INDIVIDUAL = 0.75, 0.75
+MAX_DEVIATIONS = 5.0
+MIN_RELATIVE_SCORE, MIN_INDIVIDUAL_SCORE = 0.75, 0.75
 """NVRx's thresholds: a score below is a straggler (NVIDIA Resiliency Extension, straggler detection)."""
-LEAST_STEPS = 8
+MIN_STEPS = 8
 
 Floats = NDArray[np.float64]
 Rule = Callable[[Floats, Floats], frozenset[int]]
 """Ranks that it blames, by their median own work and that of their early steps, seconds."""
 
 
-def far_from_median(now: Floats, _early: Floats) -> frozenset[int]:
+def blame_far_from_median(now: Floats, _early: Floats) -> frozenset[int]:
     """Median + 5 median absolute deviations."""
     middle = np.median(now)
-    return _ranks(now > middle + DEVIATIONS * np.median(np.abs(now - middle)))
+    return _list_ranks(now > middle + MAX_DEVIATIONS * np.median(np.abs(now - middle)))
 
 
-def relative_score(now: Floats, _early: Floats) -> frozenset[int]:
+def blame_by_relative_score(now: Floats, _early: Floats) -> frozenset[int]:
     """The fastest rank's time over one's own."""
-    return _ranks(now.min() / now < RELATIVE)
+    return _list_ranks(now.min() / now < MIN_RELATIVE_SCORE)
 
 
-def individual_score(now: Floats, early: Floats) -> frozenset[int]:
+def blame_by_individual_score(now: Floats, early: Floats) -> frozenset[int]:
     """One's own early time over that of now."""
-    return _ranks((early / now < INDIVIDUAL) & (early > 0))
+    return _list_ranks((early / now < MIN_INDIVIDUAL_SCORE) & (early > 0))
 
 
 RULES: Mapping[str, Rule] = {
-    "median + 5 MAD": far_from_median,
-    "NVRx relative": relative_score,
-    "NVRx individual": individual_score,
+    "median + 5 MAD": blame_far_from_median,
+    "NVRx relative": blame_by_relative_score,
+    "NVRx individual": blame_by_individual_score,
 }
 
 
-def first_blamed(recording: Recording, rule: Rule, after: float) -> tuple[float, frozenset[int]] | None:
+def find_first_blamed(recording: Recording, rule: Rule, after: float) -> tuple[float, frozenset[int]] | None:
     """When (seconds after its beginning) a rule first blames somebody from `after` seconds on, and whom."""
     windows: dict[int, tuple[float, float]] = {}
-    for words in recording.told:
-        for window in words.get("evidence", {}).get("windows", ()):
-            if len(window["steps"]) >= LEAST_STEPS:
+    for report in recording.told:
+        for window in report.get("evidence", {}).get("windows", ()):
+            if len(window["steps"]) >= MIN_STEPS:
                 windows[window["rank"]] = float(np.median(window["compute_seconds"])), window["baseline_own_seconds"]
-        since = words["at"] - (recording.began or recording.told[0]["at"])
-        if "evidence" in words and since >= after and len(windows) == RANKS:
+        since = report["at"] - (recording.began or recording.told[0]["at"])
+        if "evidence" in report and since >= after and len(windows) == RANKS:
             now, early = (np.array(column) for column in zip(*(windows[rank] for rank in range(RANKS)), strict=True))
             if blamed := rule(now, early):
                 return since, blamed
     return None
 
 
-def alarms(now: Floats, early: Floats, rule: Rule) -> int:
+def count_alarms(now: Floats, early: Floats, rule: Rule) -> int:
     """Times that a rule begins to blame somebody. now: (windows, ranks), in order."""
     blames = [bool(rule(row, early)) for row in now]
-    return sum(blame and not before for before, blame in zip([False, *blames], blames, strict=False))
+    return sum(blame and not was_blamed for was_blamed, blame in zip([False, *blames], blames, strict=False))
 
 
-def _ranks(slow: Sequence[bool] | NDArray[np.bool_]) -> frozenset[int]:
+def _list_ranks(slow: Sequence[bool] | NDArray[np.bool_]) -> frozenset[int]:
     return frozenset(int(rank) for rank in np.flatnonzero(np.asarray(slow)))

@@ -1,4 +1,4 @@
-"""How much the workers tell: of a behaviour window, and of a connection."""
+"""How much the workers tell: of a behavior window, and of a connection."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .faults import catalogue
-from .record import Recording, path_of
+from .faults import list_faults
+from .record import Recording, get_recording_path
 
 WINDOW_SECONDS = 5.0
 """One of a connection's windows; three of them are told in an answer that is asked for once."""
@@ -20,23 +20,23 @@ class Sizes:
     connection_bytes: float  # a second of one end, in the mean
 
 
-def sizes(places: int) -> Sizes:
-    patterns, links, seconds = 0, 0, 0.0
-    for recording in _recordings(places):
-        patterns = max(
-            patterns, *(len(json.loads(data)["pattern"] and data) for data in recording.patterns.values()), 0
+def measure_sizes(places: int) -> Sizes:
+    pattern_bytes, link_bytes, seconds = 0, 0, 0.0
+    for recording in _iterate_recordings(places):
+        pattern_bytes = max(
+            pattern_bytes, *(len(json.loads(data)["pattern"] and data) for data in recording.patterns.values()), 0
         )
-        told = [link for words in recording.told for link in words.get("evidence", {}).get("links", ())]
-        links += sum(map(_size, told))
-        seconds += sum(link["seconds"] for link in told)
-    return Sizes(patterns, links / max(seconds, 1.0))
+        link_windows = [link for report in recording.told for link in report.get("evidence", {}).get("links", ())]
+        link_bytes += sum(map(_count_bytes, link_windows))
+        seconds += sum(link["seconds"] for link in link_windows)
+    return Sizes(pattern_bytes, link_bytes / max(seconds, 1.0))
 
 
-def _size(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     return len(json.dumps(value, separators=(",", ":")))
 
 
-def _recordings(places: int) -> Iterator[Recording]:
-    for fault in catalogue():
+def _iterate_recordings(places: int) -> Iterator[Recording]:
+    for fault in list_faults():
         if not fault.hangs:
-            yield from (Recording.load_from(path_of(fault.name, place)) for place in range(places))
+            yield from (Recording.load_from(get_recording_path(fault.name, place)) for place in range(places))

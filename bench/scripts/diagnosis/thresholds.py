@@ -19,7 +19,7 @@ from . import replay
 from .replay import Beginnings, Case, Outcome
 
 COPIES = 1
-WRONG = -1.0
+WRONG_SCORE = -1.0
 """Score of a last verdict that is wrong; one that is right has 1, silence 0."""
 
 
@@ -33,24 +33,24 @@ class Threshold:
         return f"{self.name} × {self.factor:g}"
 
 
-AS_IT_IS = Threshold("", "", 1.0)
-DIAGNOSE, BEHAVIOUR = "pacekeeper_analysis.diagnose", "pacekeeper_analysis.behaviour"
-TRIED = (
-    AS_IT_IS,
+UNCHANGED_THRESHOLD = Threshold("", "", 1.0)
+PROFILING = "pacekeeper_analysis.profiling"
+TRIED_THRESHOLDS = (
+    UNCHANGED_THRESHOLD,
     *(
         Threshold(module, name, factor)
         for (module, name), factor in product(
             (
-                (f"{DIAGNOSE}.blame", "LEAST_SHARE"),
-                (f"{DIAGNOSE}.links", "HOT"),
-                (f"{BEHAVIOUR}.localise", "SUSPECT"),
-                (f"{BEHAVIOUR}.localise", "WEIGHT"),
+                ("pacekeeper_analysis.stragglers.wait_attribution", "MIN_BLAMED_STEP_SHARE"),
+                ("pacekeeper_analysis.network.delay_matrix", "MIN_HOT_RATIO"),
+                (f"{PROFILING}.localize", "MIN_SUSPECT_SPREADS"),
+                (f"{PROFILING}.localize", "MIN_NAMED_EXCESS_SHARE"),
             ),
             (0.5, 2.0),
         )
     ),
 )
-RATIOS = frozenset({"HOT"})
+RATIO_THRESHOLDS = frozenset({"MIN_HOT_RATIO"})
 
 
 @dataclass(frozen=True)
@@ -62,56 +62,62 @@ class LeftOut:
     chosen: Mapping[str, int]  # by how many of the choices
 
 
-def left_out(places: int) -> LeftOut:
-    tries = list(product(TRIED, replay.cases(places)))
+def evaluate_left_out(places: int) -> LeftOut:
+    tries = list(product(TRIED_THRESHOLDS, replay.list_cases(places)))
     with ProcessPoolExecutor() as pool:
-        found = list(pool.map(_under, *zip(*tries, strict=True), repeat(replay.beginnings(places))))
+        results = list(
+            pool.map(_replay_under_threshold, *zip(*tries, strict=True), repeat(replay.collect_beginnings(places)))
+        )
     scores: dict[Threshold, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for (threshold, (fault, _)), outcomes in zip(tries, found, strict=True):
-        scores[threshold][fault] += [_score(outcome) for outcome in outcomes]
-    return choose(scores)
+    for (threshold, (fault, _)), outcomes in zip(tries, results, strict=True):
+        scores[threshold][fault] += [_score_outcome(outcome) for outcome in outcomes]
+    return choose_thresholds(scores)
 
 
-def choose(scores: Mapping[Threshold, Mapping[str, Sequence[float]]]) -> LeftOut:
+def choose_thresholds(scores: Mapping[Threshold, Mapping[str, Sequence[float]]]) -> LeftOut:
     """`scores`: threshold → fault → of its copies. Where others score no better, the product's own is chosen."""
 
     def best_without(fault: str) -> Threshold:
         def score(threshold: Threshold) -> tuple[float, bool]:
-            others = (mean(of) for name, of in scores[threshold].items() if name != fault)
-            return round(mean(others), 6), threshold == AS_IT_IS
+            means = (mean(fault_scores) for name, fault_scores in scores[threshold].items() if name != fault)
+            return round(mean(means), 6), threshold == UNCHANGED_THRESHOLD
 
         return max(scores, key=score)
 
-    best = {fault: best_without(fault) for fault in scores[AS_IT_IS]}
+    best = {fault: best_without(fault) for fault in scores[UNCHANGED_THRESHOLD]}
     return LeftOut(
-        as_it_is=_right(score for of in scores[AS_IT_IS].values() for score in of),
-        left_out=_right(score for fault, threshold in best.items() for score in scores[threshold][fault]),
-        chosen=Counter(str(threshold) if threshold != AS_IT_IS else "as they are" for threshold in best.values()),
+        as_it_is=_compute_right_share(
+            score for fault_scores in scores[UNCHANGED_THRESHOLD].values() for score in fault_scores
+        ),
+        left_out=_compute_right_share(score for fault, threshold in best.items() for score in scores[threshold][fault]),
+        chosen=Counter(
+            str(threshold) if threshold != UNCHANGED_THRESHOLD else "as they are" for threshold in best.values()
+        ),
     )
 
 
-def _right(scores: Iterable[float]) -> float:
+def _compute_right_share(scores: Iterable[float]) -> float:
     return mean(score == 1.0 for score in scores)
 
 
-def _score(outcome: Outcome) -> float:
-    return 0.0 if outcome.last is None else 1.0 if outcome.last.right else WRONG
+def _score_outcome(outcome: Outcome) -> float:
+    return 0.0 if outcome.last is None else 1.0 if outcome.last.right else WRONG_SCORE
 
 
-def _under(threshold: Threshold, case: Case, beginnings: Beginnings) -> list[Outcome]:
-    with _in_force(threshold):
-        return replay.of_recording(case, beginnings, COPIES)
+def _replay_under_threshold(threshold: Threshold, case: Case, beginnings: Beginnings) -> list[Outcome]:
+    with _apply_threshold(threshold):
+        return replay.replay_recording(case, beginnings, COPIES)
 
 
 @contextmanager
-def _in_force(threshold: Threshold) -> Iterator[None]:
-    if threshold == AS_IT_IS:
+def _apply_threshold(threshold: Threshold) -> Iterator[None]:
+    if threshold == UNCHANGED_THRESHOLD:
         yield
         return
-    module, base = import_module(threshold.module), 1.0 if threshold.name in RATIOS else 0.0
-    usual = getattr(module, threshold.name)
-    setattr(module, threshold.name, base + threshold.factor * (usual - base))
+    module, base = import_module(threshold.module), 1.0 if threshold.name in RATIO_THRESHOLDS else 0.0
+    original = getattr(module, threshold.name)
+    setattr(module, threshold.name, base + threshold.factor * (original - base))
     try:
         yield
     finally:
-        setattr(module, threshold.name, usual)
+        setattr(module, threshold.name, original)

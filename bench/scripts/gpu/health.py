@@ -6,23 +6,23 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from pacekeeper.launcher.gpu import open_gpus
+from pacekeeper.launcher.health.gpu_monitor import open_gpu_monitor
 
 from .machine import Busy, wait_until_done
 
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 
 
-def look(seconds: float) -> dict[str, Any]:
+def watch_health(seconds: float) -> dict[str, Any]:
     """While the GPU works for so long: its `health`, and the `events` that there were."""
-    gpus, busy = open_gpus(), Busy()
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    monitor, busy = open_gpu_monitor(), Busy()
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     events: list[Any] = []
     end = time.monotonic() + seconds
-    while time.monotonic() < end or not gpus.health:
+    while time.monotonic() < end or not monitor.health:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"NVML has told nothing in {PATIENCE_SECONDS:g} s")
+            raise TimeoutError(f"NVML has told nothing in {TIMEOUT_SECONDS:g} s")
         busy(0.2)
         wait_until_done()
-        events += gpus.poll(time.monotonic())
-    return {"health": [asdict(each) for each in gpus.health], "events": [asdict(each) for each in events]}
+        events += monitor.poll(time.monotonic())
+    return {"health": [asdict(health) for health in monitor.health], "events": [asdict(event) for event in events]}

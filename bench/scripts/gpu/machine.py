@@ -25,7 +25,7 @@ ON_GPU = DEVICE.type == "cuda"
 NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 """The backend of ranks that talk over NCCL where there is a GPU."""
 
-_FACTS = """
+_FACTS_PROGRAM = """
 import json, torch
 found = {"available": torch.cuda.is_available(), "torch": torch.__version__, "cuda": torch.version.cuda}
 if found["available"]:
@@ -38,27 +38,29 @@ print(json.dumps(found))
 
 
 @cache
-def facts() -> dict[str, Any]:
+def read_machine_facts() -> dict[str, Any]:
     """Card, driver, and versions of torch, CUDA and NCCL.
 
     Asked in a process of its own: one that has touched CUDA cannot fork ranks any more.
     """
-    done = subprocess.run([sys.executable, "-c", _FACTS], capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode != 0:
-        return {"available": False, "torch": torch.__version__, "error": done.stderr[-2000:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found | {"python": sys.version.split()[0], "driver": _driver(), "cores": os.cpu_count()}
+    process = subprocess.run(
+        [sys.executable, "-c", _FACTS_PROGRAM], capture_output=True, text=True, timeout=300, check=False
+    )
+    if process.returncode != 0:
+        return {"available": False, "torch": torch.__version__, "error": process.stderr[-2000:]}
+    facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return facts | {"python": sys.version.split()[0], "driver": _read_driver_version(), "cores": os.cpu_count()}
 
 
-def why_not() -> str:
+def explain_missing_gpu() -> str:
     """Why GPU tests cannot run here; empty: they can."""
     if not ON_GPU:
         return ""
-    found = facts()
-    if found["available"]:
+    facts = read_machine_facts()
+    if facts["available"]:
         return ""
-    reason = f"no GPU here that torch {found['torch']} (CUDA {found.get('cuda')}) can use"
-    return f"{reason}: {found['error']}" if "error" in found else reason
+    reason = f"no GPU here that torch {facts['torch']} (CUDA {facts.get('cuda')}) can use"
+    return f"{reason}: {facts['error']}" if "error" in facts else reason
 
 
 def wait_until_done() -> None:
@@ -74,7 +76,7 @@ class Busy:
     """
 
     def __init__(self) -> None:
-        self._cycles_a_second = _cycles_a_second() if ON_GPU else 0.0
+        self._cycles_a_second = _measure_cycles_per_second() if ON_GPU else 0.0
 
     def __call__(self, seconds: float) -> None:
         if ON_GPU:
@@ -82,19 +84,19 @@ class Busy:
         else:
             time.sleep(seconds)
 
-    def for_ever(self) -> None:
+    def run_forever(self) -> None:
         if ON_GPU:
             torch.cuda._sleep(2**62)  # a century
         else:
             time.sleep(1e6)
 
 
-def _cycles_a_second() -> float:
+def _measure_cycles_per_second() -> float:
     """Median of a few kernels, once the clock has come to its speed. Processes that share the GPU take turns."""
     cycles = 100_000_000
     rates: list[float] = []
-    with Path(tempfile.gettempdir(), "pacekeeper-gpu-clock.lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    with Path(tempfile.gettempdir(), "pacekeeper-gpu-clock.lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         for _ in range(8):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -105,14 +107,14 @@ def _cycles_a_second() -> float:
     return statistics.median(rates[3:])
 
 
-def _driver() -> str:
+def _read_driver_version() -> str:
     try:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
-        return _driver_by_command()
+        return _query_driver_version()
 
 
-def _driver_by_command() -> str:
+def _query_driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()

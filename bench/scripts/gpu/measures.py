@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pacekeeper as pk
-from pacekeeper.observe.ring import RingReader
-from pacekeeper.observe.windows import RankHistory
+from pacekeeper.observe.rank_history import RankHistory
+from pacekeeper.observe.record_ring import RingReader
 from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime_folder import RuntimeFolder
 
 from .machine import DEVICE, Busy, wait_until_done
 
@@ -41,7 +41,7 @@ class Slow(nn.Module):
         return x
 
 
-def steps(
+def measure_steps(
     own_seconds: Sequence[float], count: int, backend: str = "gloo", layers: int = 2, width: int = 64
 ) -> dict[str, Any]:
     """A steered job in Sync whose ranks have a kernel of `own_seconds[rank]` a step.
@@ -59,39 +59,39 @@ def steps(
     sgd.register_step_post_hook(lambda *_: launched.append(time.perf_counter()))
     optimizer = job.optimizer(sgd)  # its hook comes behind ours: in it, the host waits for a device two steps behind
     loader = job.dataloader(torch.utils.data.TensorDataset(torch.randn(BATCH * 4, width)), BATCH, max_microbatch=BATCH)
-    host: list[float] = []
-    began = 0.0
+    host_seconds: list[float] = []
+    measured_from = 0.0
     for step in job.steps(loader, until=FIRST_STEPS + count):
         start = time.perf_counter()
         if step.number == FIRST_STEPS + 1:
             wait_until_done()
-            began = start = time.perf_counter()
+            measured_from = start = time.perf_counter()
         for (x,) in step.microbatches():
             loss = model(x.to(DEVICE, non_blocking=True)).square().sum()
             step.add_loss(loss.detach())
             (loss / step.total_weight).backward()
         optimizer.step()
         optimizer.zero_grad()
-        host.append(launched[-1] - start)
+        host_seconds.append(launched[-1] - start)
     wait_until_done()
-    found: dict[str, Any] = {"host": host[FIRST_STEPS:], "mean": (time.perf_counter() - began) / count}
-    step_seconds, own, records = _recorded(rank, count)
+    result: dict[str, Any] = {"host": host_seconds[FIRST_STEPS:], "mean": (time.perf_counter() - measured_from) / count}
+    step_seconds, own_work, records = _read_recorded_steps(rank, count)
     dist.barrier()
-    return found | {"step": step_seconds, "own": own, "records": records}
+    return result | {"step": step_seconds, "own": own_work, "records": records}
 
 
-def _recorded(rank: int, count: int) -> tuple[list[float], list[float], float]:
+def _read_recorded_steps(rank: int, count: int) -> tuple[list[float], list[float], float]:
     if "PACEKEEPER_RUNTIME" not in os.environ:
         return [], [], 0.0
-    records = RingReader(Runtime.from_environment().ring(0)).records()
+    records = RingReader(RuntimeFolder.from_environment().ring(0)).records()
     history = RankHistory(window_steps=count)
     history.add(records)
-    window = history.window(rank)
+    window = history.build_window(rank)
     return list(window.step_seconds), list(window.compute_seconds), len(records) / (count + FIRST_STEPS)
 
 
-def overlap(blocks: int, width: int, repeats: int) -> dict[str, float]:
-    """Seconds of a forward pass without a synchronisation, and with one whose all-reduces it overlaps, or not.
+def measure_overlap(blocks: int, width: int, repeats: int) -> dict[str, float]:
+    """Seconds of a forward pass without a synchronization, and with one whose all-reduces it overlaps, or not.
 
     Each block keeps the device as busy as the all-reduce of one block takes.
     """
@@ -99,33 +99,33 @@ def overlap(blocks: int, width: int, repeats: int) -> dict[str, float]:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    block_seconds = _all_reduce_seconds(width)
+    block_seconds = _measure_all_reduce_seconds(width)
 
-    def make() -> nn.Sequential:
+    def make_model() -> nn.Sequential:
         layers = [nn.Linear(width, width, bias=False) for _ in range(blocks + 2)]
         return nn.Sequential(*[_Block(busy, block_seconds, layer) for layer in layers]).to(DEVICE)
 
-    sides: dict[str, tuple[nn.Sequential, Replicas | None]] = {"alone": (make(), None)}
+    sides: dict[str, tuple[nn.Sequential, Replicas | None]] = {"alone": (make_model(), None)}
     for name, settings in {"off": OuterSGD(prefetch=0), "on": OuterSGD()}.items():
-        model = make()
+        model = make_model()
         replicas = Replicas(ForwardPass(model, list(model)[1:-1]), group, None, settings)
         replicas.start()
         sides[name] = model, replicas
-    took: dict[str, list[float]] = {name: [] for name in sides}
+    timings: dict[str, list[float]] = {name: [] for name in sides}
     batch = torch.ones(4, width, device=DEVICE)
     for repeat in range(1 + repeats):
-        for name, (model, its) in sides.items():
+        for name, (model, side_replicas) in sides.items():
             wait_until_done()
             dist.barrier()
             start = time.perf_counter()
-            if its is not None:
-                its.begin(steps=1)
+            if side_replicas is not None:
+                side_replicas.begin(steps=1)
             model(batch)
             wait_until_done()
             if repeat:  # the first one warms up
-                took[name].append(time.perf_counter() - start)
+                timings[name].append(time.perf_counter() - start)
     dist.barrier()
-    return {name: statistics.median(values) for name, values in took.items()} | {"block": block_seconds}
+    return {name: statistics.median(values) for name, values in timings.items()} | {"block": block_seconds}
 
 
 class _Block(nn.Module):
@@ -140,17 +140,17 @@ class _Block(nn.Module):
         return out
 
 
-def _all_reduce_seconds(width: int) -> float:
+def _measure_all_reduce_seconds(width: int) -> float:
     """Of one block's parameters, the same on all ranks: the first one's median."""
     tensor = torch.ones(width, width, device=DEVICE)
-    took = []
+    durations = []
     for _ in range(5):
         wait_until_done()
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(tensor)
         wait_until_done()
-        took.append(time.perf_counter() - start)
-    seconds = torch.tensor([statistics.median(took[1:])], dtype=torch.float64)
+        durations.append(time.perf_counter() - start)
+    seconds = torch.tensor([statistics.median(durations[1:])], dtype=torch.float64)
     dist.broadcast(seconds, 0)
     return float(seconds)

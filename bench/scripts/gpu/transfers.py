@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pacekeeper.observe.transport import TransportReader
-from pacekeeper_analysis.transport import Flag, flows
+from pacekeeper.observe.collectives.nccl_transport import TransportReader
+from pacekeeper_analysis.protocol.transport import OperationFlag, collect_flow_windows
 
 from .machine import DEVICE, NCCL, wait_until_done
 
 MEASURE_NS = 60 * 10**9
-PATIENCE_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 
 
-def all_reduces(nbytes: int, count: int) -> dict[str, Any]:
+def trace_all_reduces(nbytes: int, count: int) -> dict[str, Any]:
     """What the plugin has told of `count` all-reduces of so many bytes, its steps measured.
 
     `communicators`: their ids, sizes, places. `collectives`: what was told of. `waits`: seconds of all sends by
@@ -37,26 +37,30 @@ def all_reduces(nbytes: int, count: int) -> dict[str, Any]:
     for _ in range(count):
         dist.all_reduce(tensor)
     wait_until_done()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not len(told := reader.operations()[before:]) or not told["end_ns"].all():  # proxy threads are behind the GPU
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while (
+        not len(operations := reader.operations()[before:]) or not operations["end_ns"].all()
+    ):  # proxy threads are behind the GPU
         if time.monotonic() > deadline:
-            raise TimeoutError(f"transfers have not ended within {PATIENCE_SECONDS:g} s")
+            raise TimeoutError(f"transfers have not ended within {TIMEOUT_SECONDS:g} s")
         time.sleep(0.01)
     communicators = reader.communicators()
-    sends = told["flags"] & Flag.SEND != 0
-    sent: dict[int, int] = {}
-    for flow in flows(told, communicators, dist.get_rank(), time.monotonic_ns()):
-        sent[flow.peer] = sent.get(flow.peer, 0) + flow.sent_bytes
+    sends = operations["flags"] & OperationFlag.SEND != 0
+    sent_bytes: dict[int, int] = {}
+    for flow in collect_flow_windows(operations, communicators, dist.get_rank(), time.monotonic_ns()):
+        sent_bytes[flow.peer] = sent_bytes.get(flow.peer, 0) + flow.sent_bytes
     return {
-        "communicators": [[int(each[name]) for name in ("id", "size", "rank")] for each in communicators],
-        "collectives": sorted({int(each) for each in told["collective"]}),
-        "waits": {name: float(told[sends][f"{name}_us"].sum()) * 1e-6 for name in ("network", "gpu", "credit")},
-        "seconds": float((told["end_ns"] - told["start_ns"]).sum()) * 1e-9,
-        "flows": {str(peer): nbytes for peer, nbytes in sent.items()},
+        "communicators": [
+            [int(communicator[name]) for name in ("id", "size", "rank")] for communicator in communicators
+        ],
+        "collectives": sorted({int(collective) for collective in operations["collective"]}),
+        "waits": {name: float(operations[sends][f"{name}_us"].sum()) * 1e-6 for name in ("network", "gpu", "credit")},
+        "seconds": float((operations["end_ns"] - operations["start_ns"]).sum()) * 1e-9,
+        "flows": {str(peer): nbytes for peer, nbytes in sent_bytes.items()},
     }
 
 
-def timed(nbytes: int, count: int) -> float:
+def time_all_reduces(nbytes: int, count: int) -> float:
     """Seconds of one all-reduce: the mean of `count`, behind some that warm up."""
     dist.init_process_group(NCCL)
     tensor = torch.ones(nbytes // 4, device=DEVICE)

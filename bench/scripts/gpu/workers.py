@@ -20,17 +20,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.launcher.nccl import plugin_environment, usable_plugin
-from pacekeeper.observe.ring import create_ring
-from pacekeeper.runtime import Runtime
+from pacekeeper.launcher.network.nccl_plugin import build_plugin_environment, find_usable_plugin
+from pacekeeper.observe.record_ring import create_ring
+from pacekeeper.runtime_folder import RuntimeFolder
 
 from .machine import ON_GPU
 
 PROJECT = Path(__file__).parents[3]
-PATIENCE_SECONDS = 240.0
+TIMEOUT_SECONDS = 240.0
 
 
-def on_a_host_of_its_own(rank: int) -> dict[str, str]:
+def build_host_environment(rank: int) -> dict[str, str]:
     """The environment in which NCCL takes the rank for one on another host than all others."""
     sockets = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     return {"NCCL_HOSTID": f"host-{rank}", **sockets}
@@ -42,7 +42,7 @@ def run_workers(
     *,
     watched: bool = True,
     environment: Mapping[str, str] | None = None,
-    patience: float = PATIENCE_SECONDS,
+    timeout: float = TIMEOUT_SECONDS,
     **arguments: Any,
 ) -> list[Any]:
     """What `function` ("module:name"), called with these arguments, returns in each rank; all of it JSON.
@@ -50,28 +50,29 @@ def run_workers(
     watched: whether each has a ring, so that it records, and NCCL's plugin.
     Raises RuntimeError with the last words of ranks that failed, or that did not end in time.
     """
-    with tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as place:
-        folder, port = Path(place), str(_free_port())
+    with tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as path:
+        folder, port = Path(path), str(_find_free_port())
         started = [
-            _start(function, rank, ranks, port, folder, watched, environment or {}, arguments) for rank in range(ranks)
+            _start_rank(function, rank, ranks, port, folder, watched, environment or {}, arguments)
+            for rank in range(ranks)
         ]
         try:
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + timeout
             for process in started:
-                _wait(process, deadline)
+                _wait_for_rank(process, deadline)
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        answers = [_answer(folder, rank) for rank in range(ranks)]
+        answers = [_read_answer(folder, rank) for rank in range(ranks)]
         failed = [rank for rank, answer in enumerate(answers) if answer is None]
         if failed:
-            words = [f"rank {rank}: {(folder / f'log-{rank}').read_text()[-4000:]}" for rank in failed]
-            raise RuntimeError(f"{function}: failed, or not done in {patience:.0f} s\n" + "\n".join(words))
+            logs = [f"rank {rank}: {(folder / f'log-{rank}').read_text()[-4000:]}" for rank in failed]
+            raise RuntimeError(f"{function}: failed, or not done in {timeout:.0f} s\n" + "\n".join(logs))
         return [answer["value"] for answer in answers if answer is not None]
 
 
-def _start(
+def _start_rank(
     function: str,
     rank: int,
     ranks: int,
@@ -81,7 +82,7 @@ def _start(
     environment: Mapping[str, str],
     arguments: Mapping[str, Any],
 ) -> subprocess.Popen[bytes]:
-    runtime = Runtime(folder / f"worker-{rank}").make()
+    runtime = RuntimeFolder(folder / f"worker-{rank}").create()
     variables = {
         **os.environ,
         "RANK": str(rank),
@@ -93,42 +94,49 @@ def _start(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PACEKEEPER_ROUND": "1",
-        **on_a_host_of_its_own(rank),
+        **build_host_environment(rank),
         **environment,
     }
     if watched:
         create_ring(runtime.ring(0), rank, round_=1)
         variables["PACEKEEPER_RUNTIME"] = str(runtime.root)
-        variables |= plugin_environment(variables, usable_plugin() if ON_GPU else None, runtime.transport(0))
-    command = [sys.executable, "-m", __spec__.name, function, json.dumps(arguments), str(_answer_file(folder, rank))]
+        variables |= build_plugin_environment(variables, find_usable_plugin() if ON_GPU else None, runtime.transport(0))
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        function,
+        json.dumps(arguments),
+        str(_get_answer_path(folder, rank)),
+    ]
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=log, stderr=log)
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
+def _wait_for_rank(process: subprocess.Popen[bytes], deadline: float) -> None:
     try:
         process.wait(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return
 
 
-def _answer_file(folder: Path, rank: int) -> Path:
+def _get_answer_path(folder: Path, rank: int) -> Path:
     return folder / f"answer-{rank}.json"
 
 
-def _answer(folder: Path, rank: int) -> dict[str, Any] | None:
-    path = _answer_file(folder, rank)
+def _read_answer(folder: Path, rank: int) -> dict[str, Any] | None:
+    path = _get_answer_path(folder, rank)
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _main(function: str, arguments: str, answer: str) -> None:
+def _run_function(function: str, arguments: str, answer: str) -> None:
     """In the rank."""
     module, name = function.split(":")
     try:
@@ -145,4 +153,4 @@ def _main(function: str, arguments: str, answer: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _run_function(*sys.argv[1:])

@@ -34,8 +34,8 @@ class Server:
         self.objects: dict[str, dict[tuple[str, str], Body]] = {}  # by group and plural
         self.watches: dict[str, set[asyncio.Queue[bytes]]] = {}
 
-    def put(self, kind: str, body: Body, told: str = "") -> Body:
-        """`told`: the type of event that watches are told."""
+    def put(self, kind: str, body: Body, event_type: str = "") -> Body:
+        """`event_type`: the type of event that watches receive."""
         self.now = next(self.version)
         metadata = body.setdefault("metadata", {})
         metadata.setdefault("uid", f"uid-{self.now}")
@@ -43,22 +43,22 @@ class Server:
         metadata["resourceVersion"] = str(self.now)
         key = metadata.get("namespace") or "", metadata["name"]
         self.objects.setdefault(kind, {})[key] = body
-        if told:
-            self.tell(kind, told, body)
+        if event_type:
+            self.publish_event(kind, event_type, body)
         return body
 
-    def tell(self, kind: str, told: str, body: Body) -> None:
+    def publish_event(self, kind: str, event_type: str, body: Body) -> None:
         for queue in self.watches.get(kind, ()):
-            queue.put_nowait(json.dumps({"type": told, "object": body}).encode() + b"\n")
+            queue.put_nowait(json.dumps({"type": event_type, "object": body}).encode() + b"\n")
 
     async def count(self, request: web.Request) -> web.Response:
         """Objects of the list at `?of=` that have a phase: for the bench."""
-        found = self.objects.get(request.query["of"], {}).values()
-        return web.json_response(sum("phase" in body.get("status", {}) for body in found))
+        objects = self.objects.get(request.query["of"], {}).values()
+        return web.json_response(sum("phase" in body.get("status", {}) for body in objects))
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if (found := self.discover(request.path)) is not None:
-            return web.json_response(found)
+    async def handle_request(self, request: web.Request) -> web.StreamResponse:
+        if (discovery := self.discover(request.path)) is not None:
+            return web.json_response(discovery)
         match = _PATH.fullmatch(request.path)
         if match is None:
             return self.refuse(404, "NotFound")
@@ -68,10 +68,10 @@ class Server:
             return await (
                 self.watch(request, kind) if "watch" in request.query else self.list(request, kind, namespace)
             )
-        sent = json.loads(await request.text() or "{}")
+        body = json.loads(await request.text() or "{}")
         if name is None:
-            return self.create(request, kind, namespace, sent)
-        return self.one(request, kind, (namespace, name), sent)
+            return self.create(request, kind, namespace, body)
+        return self.handle_object(request, kind, (namespace, name), body)
 
     def create(self, request: web.Request, kind: str, namespace: str, body: Body) -> web.Response:
         if namespace:
@@ -81,33 +81,33 @@ class Server:
         body["metadata"].setdefault("name", f"made-{self.now}")
         return web.json_response(body if "dryRun" in request.query else self.put(kind, body, "ADDED"), status=201)
 
-    def one(self, request: web.Request, kind: str, key: tuple[str, str], sent: Any) -> web.Response:
-        found = self.objects.get(kind, {}).get(key)
-        if found is None:
+    def handle_object(self, request: web.Request, kind: str, key: tuple[str, str], body: Any) -> web.Response:
+        stored = self.objects.get(kind, {}).get(key)
+        if stored is None:
             return self.refuse(404, "NotFound")
         match request.method:
             case "PUT":
-                found = self.put(kind, sent, "MODIFIED")
+                stored = self.put(kind, body, "MODIFIED")
             case "PATCH":
-                found = self.put(kind, patched(found, sent), "MODIFIED")
+                stored = self.put(kind, apply_patch(stored, body), "MODIFIED")
             case "DELETE":
                 del self.objects[kind][key]
-                self.tell(kind, "DELETED", found)
-        return web.json_response(found)
+                self.publish_event(kind, "DELETED", stored)
+        return web.json_response(stored)
 
     async def list(self, request: web.Request, kind: str, namespace: str) -> web.Response:
         label = request.query.get("labelSelector", "").split("=")[0]
         items = [
             body
-            for (place, _), body in sorted(self.objects.get(kind, {}).items())
-            if namespace in ("", place) and (not label or label in body["metadata"].get("labels", {}))
+            for (object_namespace, _), body in sorted(self.objects.get(kind, {}).items())
+            if namespace in ("", object_namespace) and (not label or label in body["metadata"].get("labels", {}))
         ]
         first, limit = int(request.query.get("continue") or 0), int(request.query.get("limit") or 10**9)
-        rest = {"continue": str(first + limit)} if first + limit < len(items) else {}
+        continuation = {"continue": str(first + limit)} if first + limit < len(items) else {}
         plural = kind.rsplit("/", 1)[1]
         body = {
             "kind": f"{_KINDS.get(plural, plural)}List",
-            "metadata": {"resourceVersion": str(self.now), **rest},
+            "metadata": {"resourceVersion": str(self.now), **continuation},
             "items": items[first : first + limit],
         }
         return web.json_response(body)
@@ -153,33 +153,39 @@ class Server:
             return None
         plural, kind, namespaced = kinds[path]
         verbs = ["get", "list", "watch", "patch", "delete", "create", "update"]
-        found = {"name": plural, "singularName": kind.lower(), "kind": kind, "namespaced": namespaced, "verbs": verbs}
-        return {"resources": [found, {**found, "name": f"{plural}/status"}]}
+        resource = {
+            "name": plural,
+            "singularName": kind.lower(),
+            "kind": kind,
+            "namespaced": namespaced,
+            "verbs": verbs,
+        }
+        return {"resources": [resource, {**resource, "name": f"{plural}/status"}]}
 
     def refuse(self, status: int, reason: str) -> web.Response:
         body = {"kind": "Status", "status": "Failure", "reason": reason, "code": status, "message": reason}
         return web.json_response(body, status=status)
 
 
-def patched(before: Body, patch: Any) -> Body:
-    found: Body = merged(before, patch) if isinstance(patch, dict) else jsonpatch.apply_patch(before, patch)
-    return found
+def apply_patch(before: Body, patch: Any) -> Body:
+    patched: Body = merge_patch(before, patch) if isinstance(patch, dict) else jsonpatch.apply_patch(before, patch)
+    return patched
 
 
-def merged(before: Any, patch: Any) -> Any:
+def merge_patch(before: Any, patch: Any) -> Any:
     """RFC 7396."""
     if not isinstance(patch, dict):
         return patch
-    found = dict(before) if isinstance(before, dict) else {}
+    merged = dict(before) if isinstance(before, dict) else {}
     for name, value in patch.items():
         if value is None:
-            found.pop(name, None)
+            merged.pop(name, None)
         else:
-            found[name] = merged(found.get(name), value)
-    return found
+            merged[name] = merge_patch(merged.get(name), value)
+    return merged
 
 
-def read(path: Path) -> Iterator[tuple[str, Body]]:
+def read_objects(path: Path) -> Iterator[tuple[str, Body]]:
     with path.open() as lines:
         for line in lines:
             kind, body = json.loads(line)
@@ -188,11 +194,11 @@ def read(path: Path) -> Iterator[tuple[str, Body]]:
 
 async def main(path: Path) -> None:
     server = Server()
-    for kind, body in read(path):
+    for kind, body in read_objects(path):
         server.put(kind, body)
     app = web.Application(client_max_size=2**24)
     app.router.add_get("/count", server.count)
-    app.router.add_route("*", "/{path:.*}", server.answer)
+    app.router.add_route("*", "/{path:.*}", server.handle_request)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -12,30 +12,39 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.records import Collective, Phase
-from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankFigures, RankState
-from pacekeeper_operator.api import TRAINER, Job, JobPhase, format_time
-from pacekeeper_operator.cluster import JOBS, Answer, Cluster, Object, Objects
-from pacekeeper_operator.manifests import Installation
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.desk import Desk
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.records import Collective, Phase
+from pacekeeper_analysis.protocol.reports import (
+    FaultKind,
+    FaultReport,
+    Heartbeat,
+    LauncherState,
+    RankMetrics,
+    RankState,
+)
+from pacekeeper_operator.api.formats import format_time
+from pacekeeper_operator.api.names import TRAINER_CONTAINER
+from pacekeeper_operator.api.training_job import JobPhase, TrainingJob
+from pacekeeper_operator.async_runtime import OperatorRuntime
+from pacekeeper_operator.endpoint.sidecars import Caller, RetryLater, SidecarService
+from pacekeeper_operator.kube.client import TRAINING_JOBS, ApiResponse, Cluster, Object, Objects
+from pacekeeper_operator.observe.job_cache import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.pods.manifests import Installation
+from pacekeeper_operator.runtime.job_context import JobContext
+from pacekeeper_operator.runtime.reconcile import create_job_context, reconcile_job
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import desk_for, reconcile
-from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
 from pacekeeper_operator.settings import Settings
 
 EPOCH = 1_800_000_000.0
 """Seconds since the epoch at which all of it begins."""
 NAMESPACE = "team"
 STEP_SECONDS = 0.5
-MOST_PASSES = 40
+MAX_PASSES = 40
 """Until a job trains, or trains again."""
 
 
-class Clock(Runtime):
+class BenchClock(OperatorRuntime):
     """Time passes where the bench lets it pass."""
 
     def __init__(self) -> None:
@@ -48,18 +57,18 @@ class Clock(Runtime):
     def monotonic(self) -> float:
         return self.passed
 
-    async def within(self, seconds: float, work: Any) -> Any:
+    async def run_with_timeout(self, seconds: float, work: Any) -> Any:
         """Nobody waits here for what has not come yet."""
-        return await super().within(min(seconds, 0.0), work)
+        return await super().run_with_timeout(min(seconds, 0.0), work)
 
 
-class ApiServer:
+class BareApiServer:
     """Objects by their path. Pods run as soon as they are made, each on a node of its own; `heard` is told of them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: BenchClock) -> None:
         self.clock = clock
         self.objects: dict[str, Object] = {}
-        self.heard: Callable[[Object, bool], None] = lambda _body, _deleted: None
+        self.on_pod_event: Callable[[Object, bool], None] = lambda _body, _deleted: None
         self.version = 0
         self.nodes = 0
 
@@ -70,59 +79,59 @@ class ApiServer:
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, _style: str
-    ) -> Answer:
+    ) -> ApiResponse:
         """As `cluster.Connection`. Bodies go through JSON, as on a wire."""
-        sent: Any = json.loads(json.dumps(body))
+        document: Any = json.loads(json.dumps(body))
         match method:
             case "GET":
-                return self._found(path)
+                return self._handle_get(path)
             case "POST":
-                name = sent["metadata"]["name"]
-                return Answer(201, sent if "dryRun" in query else self.put(f"{path}/{name}", sent))
+                name = document["metadata"]["name"]
+                return ApiResponse(201, document if "dryRun" in query else self.put(f"{path}/{name}", document))
             case "PUT":
-                known = self.objects[path]["metadata"]["resourceVersion"]
-                stale = sent["metadata"].get("resourceVersion", known) != known
-                return Answer(409, {"message": "stale"}) if stale else Answer(200, self.put(path, sent))
+                current_version = self.objects[path]["metadata"]["resourceVersion"]
+                stale = document["metadata"].get("resourceVersion", current_version) != current_version
+                return ApiResponse(409, {"message": "stale"}) if stale else ApiResponse(200, self.put(path, document))
             case "PATCH":
                 path = path.removesuffix("/status")
-                return Answer(200, self.put(path, _merged(self.objects[path], sent)))
+                return ApiResponse(200, self.put(path, _merge_patch(self.objects[path], document)))
             case _:
-                gone = self.objects.pop(path, None)
-                if gone is not None and "/pods/" in path:
-                    self.heard(gone, True)
-                return Answer(200, {})
+                deleted = self.objects.pop(path, None)
+                if deleted is not None and "/pods/" in path:
+                    self.on_pod_event(deleted, True)
+                return ApiResponse(200, {})
 
     def put(self, path: str, body: Object) -> Object:
         self.version += 1
-        before = self.objects.get(path, {"metadata": {}})
+        previous = self.objects.get(path, {"metadata": {}})
         metadata = {
             "uid": f"uid-{self.version}",
             "creationTimestamp": format_time(self.clock.now()),
-            **before["metadata"],
+            **previous["metadata"],
             **body["metadata"],
             "resourceVersion": str(self.version),
         }
         body = self.objects[path] = {**body, "metadata": metadata}
         if "/pods/" in path:
             if "nodeName" not in body["spec"]:
-                self._run(body)
-            self.heard(body, False)
+                self._start_pod(body)
+            self.on_pod_event(body, False)
         return body
 
-    def _found(self, path: str) -> Answer:
+    def _handle_get(self, path: str) -> ApiResponse:
         if path in self.objects:
-            return Answer(200, self.objects[path])
+            return ApiResponse(200, self.objects[path])
         if path.rpartition("/")[2] in ("incidents", "pods", "trainingjobs"):
-            items = [body for known, body in self.objects.items() if known.startswith(f"{path}/")]
-            return Answer(200, {"items": items, "metadata": {"resourceVersion": str(self.version)}})
-        return Answer(404, {"message": f"{path} is not there"})
+            items = [body for known_path, body in self.objects.items() if known_path.startswith(f"{path}/")]
+            return ApiResponse(200, {"items": items, "metadata": {"resourceVersion": str(self.version)}})
+        return ApiResponse(404, {"message": f"{path} is not there"})
 
-    def _run(self, pod: Object) -> None:
+    def _start_pod(self, pod: Object) -> None:
         """By scheduler and kubelet."""
         self.nodes += 1
         pod["spec"]["nodeName"] = f"node-{self.nodes}"
-        running = [{"name": TRAINER, "state": {"running": {}}}]
-        address = _address(1, self.nodes)
+        running = [{"name": TRAINER_CONTAINER, "state": {"running": {}}}]
+        address = _build_address(1, self.nodes)
         pod["status"] = {"phase": "Running", "podIP": address, "containerStatuses": running}
 
 
@@ -130,134 +139,146 @@ class Jobs:
     """One operator, and jobs that it keeps."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.server = ApiServer(self.clock)
+        self.clock = BenchClock()
+        self.server = BareApiServer(self.clock)
         cluster, settings = Cluster(self.server), Settings(sample_seconds=2.0)
         installation = Installation("https://operator", "")
-        memory = Memory(EPOCH)
-        self.operator = Operator(settings, cluster, memory, installation, Prometheus("", "", ""), self.clock, paused="")
-        self.server.heard = self._hear
-        self.sidecars = Sidecars(cluster, memory, self.clock)
+        registry = JobRegistry(EPOCH)
+        self.operator = Operator(
+            settings, cluster, registry, installation, PrometheusClient("", "", ""), self.clock, paused=""
+        )
+        self.server.on_pod_event = self._on_pod_event
+        self.sidecars = SidecarService(cluster, registry, self.clock)
         self._rounds: dict[str, int] = {}  # that launchers began by themselves, by job
 
-    async def start(self, name: str, workers: int, ranks: int = 1) -> Desk:
+    async def start(self, name: str, workers: int, ranks: int = 1) -> JobContext:
         """A job that trains, from its manifest on."""
         body = self.server.put(
-            f"{JOBS.path}/namespaces/{NAMESPACE}/trainingjobs/{name}", manifest(name, workers, ranks)
+            f"{TRAINING_JOBS.path}/namespaces/{NAMESPACE}/trainingjobs/{name}", build_manifest(name, workers, ranks)
         )
         body["metadata"]["generation"] = 1
-        job = Job.parse(body)
-        desk = desk_for(self.operator, job, body)
-        await self.until(desk, lambda: desk.memory.phase is JobPhase.RUNNING)
-        return desk
+        job = TrainingJob.parse(body)
+        context = create_job_context(self.operator, job, body)
+        await self.run_until(context, lambda: context.cache.phase is JobPhase.RUNNING)
+        return context
 
-    async def until(self, desk: Desk, holds: Callable[[], bool]) -> None:
+    async def run_until(self, context: JobContext, condition: Callable[[], bool]) -> None:
         """Passes and polls, until it does. Raises RuntimeError where it never does."""
-        for _ in range(MOST_PASSES):
-            await self.turn(desk)
-            if holds():
+        for _ in range(MAX_PASSES):
+            await self.run_turn(context)
+            if condition():
                 return
-        raise RuntimeError(f"job {desk.job.name} is {desk.memory.phase}, and does not go on")
+        raise RuntimeError(f"job {context.job.name} is {context.cache.phase}, and does not go on")
 
-    async def turn(self, desk: Desk) -> float:
+    async def run_turn(self, context: JobContext) -> float:
         """Its workers say how they are, then a pass looks at it; seconds of the processor that the pass has taken."""
         self.clock.passed += 2.0
-        await self.poll(desk)
-        return await self.look(desk)
+        await self.poll(context)
+        return await self.run_pass(context)
 
-    async def look(self, desk: Desk) -> float:
+    async def run_pass(self, context: JobContext) -> float:
         """One pass; seconds of the processor that it has taken, without what it has sent off."""
-        began = time.process_time()
-        await reconcile(self.operator, desk)
-        took = time.process_time() - began
-        await desk.errands.settled()
-        return took
+        start = time.process_time()
+        await reconcile_job(self.operator, context)
+        seconds = time.process_time() - start
+        await context.effect_runner.wait_until_idle()
+        return seconds
 
-    async def poll(self, desk: Desk) -> None:
+    async def poll(self, context: JobContext) -> None:
         """Every worker of the job polls once."""
-        placement = desk.memory.draft.state.placement if desk.memory.draft is not None else None
+        placement = context.cache.desired.state.placement if context.cache.desired is not None else None
         for worker in placement.workers if placement is not None else ():
             if worker.uid:
-                contact = desk.memory.contacts.get(worker.name)
-                before = None if contact is None else contact.said
-                plan = desk.memory.plan
+                contact = context.cache.contacts.get(worker.name)
+                previous = None if contact is None else contact.raw_heartbeat
+                plan = context.cache.plan
                 assert plan is not None
-                round_ = self._rounds.get(desk.job.name, 0)
-                heartbeat = self._heartbeat(plan.part(worker.name), worker.name, before, round_)
-                await self.sidecars.poll(self._caller(desk, worker.name), heartbeat, plan.version, 0.0)
+                round_ = self._rounds.get(context.job.name, 0)
+                heartbeat = self._build_heartbeat(plan.build_worker_plan(worker.name), worker.name, previous, round_)
+                await self.sidecars.poll(self._build_caller(context, worker.name), heartbeat, plan.version, 0.0)
 
-    async def stall(self, desk: Desk) -> None:
+    async def stall(self, context: JobContext) -> None:
         """All workers say that their ranks stand still; rank 0 holds them up. What is not dealt with waits."""
-        plan = desk.memory.plan
+        plan = context.cache.plan
         assert plan is not None
         faults = [
-            stalled(member.worker, member.ranks, plan.membership, plan.round, self.clock.now())
+            build_stall(member.worker, member.ranks, plan.membership, plan.round, self.clock.now())
             for member in plan.members
         ]
-        await asyncio.gather(*(self.tell(desk, fault) for fault in faults))
+        await asyncio.gather(*(self.report_fault(context, fault) for fault in faults))
 
-    async def crash(self, desk: Desk) -> None:
+    async def crash(self, context: JobContext) -> None:
         """A rank ends; the launchers begin another round, and passes go on until the incident is over."""
-        plan, incidents = desk.memory.plan, desk.memory.draft
+        plan, incidents = context.cache.plan, context.cache.desired
         assert plan is not None
         assert incidents is not None
-        worker, round_ = plan.members[0].worker, max(plan.round, self._rounds.get(desk.job.name, 0))
-        step, over = desk.memory.contacts[worker].said.step, len(incidents.state.incidents.past) + 1
-        self._rounds[desk.job.name] = round_ + 1
-        await self.tell(desk, crashed(worker, plan.membership, round_, step, self.clock.now()))
-        await self.until(desk, lambda: _past(desk) == over)
+        worker, round_ = plan.members[0].worker, max(plan.round, self._rounds.get(context.job.name, 0))
+        step, past_count = context.cache.contacts[worker].raw_heartbeat.step, len(incidents.state.incidents.past) + 1
+        self._rounds[context.job.name] = round_ + 1
+        await self.report_fault(context, build_crash(worker, plan.membership, round_, step, self.clock.now()))
+        await self.run_until(context, lambda: _count_past_incidents(context) == past_count)
 
-    async def tell(self, desk: Desk, fault: Fault) -> bool:
+    async def report_fault(self, context: JobContext, fault: FaultReport) -> bool:
         """Whether it was dealt with by now."""
         try:
-            await self.sidecars.take_fault(self._caller(desk, fault.worker), fault)
-        except NotYet:
+            await self.sidecars.receive_fault(self._build_caller(context, fault.worker), fault)
+        except RetryLater:
             return False
         return True
 
-    def _caller(self, desk: Desk, worker: str) -> Caller:
-        return Caller(NAMESPACE, desk.job.name, worker)
+    def _build_caller(self, context: JobContext, worker: str) -> Caller:
+        return Caller(NAMESPACE, context.job.name, worker)
 
-    def _heartbeat(self, part: WorkerPlan, worker: str, before: Heartbeat | None, round_: int) -> Heartbeat:
+    def _build_heartbeat(
+        self, worker_plan: WorkerPlan, worker: str, previous: Heartbeat | None, round_: int
+    ) -> Heartbeat:
         """Warm until it has ranks; then each poll finds them some steps further. `round_`: the least there is."""
         now = self.clock.now()
-        if part.role is not Role.MEMBER:
-            return Heartbeat(worker, LauncherState.WARM, part.version, meeting_port=31000, sent_at=now)
-        assert before is not None
-        round_ = max(part.round, round_)
-        same = before.membership == part.membership and before.round == round_
-        figures = tuple(RankFigures(rank, 8, STEP_SECONDS, 0.4, 0.0125, 0.01, 32, STEP_SECONDS) for rank in part.ranks)
+        if worker_plan.role is not WorkerRole.MEMBER:
+            return Heartbeat(worker, LauncherState.WARM, worker_plan.version, rendezvous_port=31000, sent_at=now)
+        assert previous is not None
+        round_ = max(worker_plan.round, round_)
+        is_same_round = previous.membership == worker_plan.membership and previous.round == round_
+        metrics = tuple(
+            RankMetrics(rank, 8, STEP_SECONDS, 0.4, 0.0125, 0.01, 32, STEP_SECONDS) for rank in worker_plan.ranks
+        )
         return Heartbeat(
             worker=worker,
             state=LauncherState.RUNNING,
-            plan_version=part.version,
-            membership=part.membership,
+            plan_version=worker_plan.version,
+            membership=worker_plan.membership,
             round=round_,
-            step=before.step + 4 if before.step > 0 else 4,
-            steps_in_round=before.steps_in_round + 4 if same else 4,
+            step=previous.step + 4 if previous.step > 0 else 4,
+            steps_in_round=previous.steps_in_round + 4 if is_same_round else 4,
             total_steps=1_000_000,
             checkpoint_step=0,
             restored_step=0,
-            global_batch=32 * part.world_size,
-            round_started_at=before.round_started_at if same else now,
-            first_step_at=before.first_step_at if same else now,
-            steered=True,
-            meeting_port=31000,
-            figures=figures,
+            global_batch=32 * worker_plan.world_size,
+            round_started_at=previous.round_started_at if is_same_round else now,
+            first_step_at=previous.first_step_at if is_same_round else now,
+            managed=True,
+            rendezvous_port=31000,
+            rank_metrics=metrics,
             sent_at=now,
         )
 
-    def _hear(self, body: Object, deleted: bool) -> None:
+    def _on_pod_event(self, body: Object, deleted: bool) -> None:
         """The watches' word on a pod, and on the node that it has."""
         if not deleted:
             name = body["spec"]["nodeName"]
-            if self.operator.nodes.get(("", name)) is None:
-                self.operator.nodes.hear(node(name, body["metadata"]["resourceVersion"]), deleted=False)
-        self.operator.pods.hear(body, deleted=deleted)
+            if self.operator.stores.nodes.get(("", name)) is None:
+                self.operator.stores.nodes.apply_event(
+                    build_node(name, body["metadata"]["resourceVersion"]), deleted=False
+                )
+        self.operator.stores.pods.apply_event(body, deleted=deleted)
 
 
-def manifest(name: str, workers: int, ranks: int) -> Object:
-    container = {"name": TRAINER, "image": "registry.example/image", "command": ["pacekeeper", "run", "train.py"]}
+def build_manifest(name: str, workers: int, ranks: int) -> Object:
+    container = {
+        "name": TRAINER_CONTAINER,
+        "image": "registry.example/image",
+        "command": ["pacekeeper", "run", "train.py"],
+    }
     return {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -272,19 +293,19 @@ def manifest(name: str, workers: int, ranks: int) -> Object:
     }
 
 
-def node(name: str, version: str) -> Object:
+def build_node(name: str, version: str) -> Object:
     number = int(name.rpartition("-")[2])
     return {
         "metadata": {"name": name, "uid": f"node-uid-{number}", "resourceVersion": version},
         "spec": {},
         "status": {
             "conditions": [{"type": "Ready", "status": "True"}],
-            "addresses": [{"type": "InternalIP", "address": _address(2, number)}],
+            "addresses": [{"type": "InternalIP", "address": _build_address(2, number)}],
         },
     }
 
 
-def stalled(worker: str, ranks: tuple[int, ...], membership: int, round_: int, now: float) -> Fault:
+def build_stall(worker: str, ranks: tuple[int, ...], membership: int, round_: int, now: float) -> FaultReport:
     """What its launcher says; rank 0 has never come to the collective that the others are in."""
     states = tuple(
         RankState(
@@ -304,12 +325,12 @@ def stalled(worker: str, ranks: tuple[int, ...], membership: int, round_: int, n
         for rank in ranks
     )
     name = f"{worker}-0f3a9c-r{round_}-stalled-1"
-    return Fault(name, FaultKind.STALLED, worker, round_, now, membership, step=500, ranks=states, sent_at=now)
+    return FaultReport(name, FaultKind.STALLED, worker, round_, now, membership, step=500, ranks=states, sent_at=now)
 
 
-def crashed(worker: str, membership: int, round_: int, step: int, now: float) -> Fault:
+def build_crash(worker: str, membership: int, round_: int, step: int, now: float) -> FaultReport:
     """What a launcher says of a rank that was killed."""
-    return Fault(
+    return FaultReport(
         f"{worker}-0f3a9c-r{round_}-rank-0",
         FaultKind.RANK_FAILED,
         worker,
@@ -324,23 +345,23 @@ def crashed(worker: str, membership: int, round_: int, step: int, now: float) ->
     )
 
 
-def _past(desk: Desk) -> int:
+def _count_past_incidents(context: JobContext) -> int:
     """Incidents of the job that are over."""
-    return 0 if desk.memory.draft is None else len(desk.memory.draft.state.incidents.past)
+    return 0 if context.cache.desired is None else len(context.cache.desired.state.incidents.past)
 
 
-def _address(of: int, number: int) -> str:
+def _build_address(block: int, number: int) -> str:
     """Of this machine itself, which answers at each of them: who is probed is reached."""
-    return f"127.{of << 2 | number >> 16}.{number >> 8 & 255}.{number & 255}"
+    return f"127.{block << 2 | number >> 16}.{number >> 8 & 255}.{number & 255}"
 
 
-def _merged(before: Any, patch: Any) -> Any:
+def _merge_patch(before: Any, patch: Any) -> Any:
     """RFC 7396."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(before) if isinstance(before, dict) else {}
     for name, value in patch.items():
-        merged[name] = _merged(merged.get(name), value)
+        merged[name] = _merge_patch(merged.get(name), value)
         if value is None:
             del merged[name]
     return merged

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .figure import Figure
+from .measurement import Measurement
 
 WORKERS, RANKS = 5_000, 8
 QUICK_WORKERS = 300
@@ -28,42 +28,46 @@ POLLS_A_SECOND, IDLE_CORES = 180, 0.25
 half core that a job of 5,000 idle workers may."""
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def run_measurements(quick: bool) -> Sequence[Measurement]:
     workers = QUICK_WORKERS if quick else WORKERS
-    with _endpoint(0, workers) as (first, look):
-        empty = first["resident"]
-        with _crowd(first["port"], workers):
-            _until_all_poll(look, workers)
-            _settle(look, workers)
-            before = look()
+    with _run_endpoint(0, workers) as (startup, query_usage):
+        empty_bytes = startup["resident"]
+        with _run_crowd(startup["port"], workers):
+            _wait_until_all_poll(query_usage, workers)
+            _wait_until_settled(query_usage, workers)
+            before = query_usage()
             time.sleep(10 if quick else 45)
-            after = look()
-            yielded = _idle_figures(workers, empty, before, after)
-            first["process"].kill()  # as a pod that is gone; the crowd goes on
-            first["process"].wait()
-            began = time.monotonic()
-            with _endpoint(first["port"], workers) as (_, look_again):
-                _until_all_poll(look_again, workers)
-                back = time.monotonic() - began
-                spent = look_again()["seconds"]
+            after = query_usage()
+            idle_measurements = _measure_idle(workers, empty_bytes, before, after)
+            startup["process"].kill()  # as a pod that is gone; the crowd goes on
+            startup["process"].wait()
+            start = time.monotonic()
+            with _run_endpoint(startup["port"], workers) as (_, query_again):
+                _wait_until_all_poll(query_again, workers)
+                reconnect_seconds = time.monotonic() - start
+                processor_seconds = query_again()["seconds"]
     return (
-        *yielded,
-        Figure(f"all of {workers} connected again after a restart", back, LIMIT_SECONDS, "s"),
-        Figure("processor time of that, a worker", 1e3 * spent / workers, 4.0, "ms"),
+        *idle_measurements,
+        Measurement(f"all of {workers} connected again after a restart", reconnect_seconds, LIMIT_SECONDS, "s"),
+        Measurement("processor time of that, a worker", 1e3 * processor_seconds / workers, 4.0, "ms"),
     )
 
 
-def _idle_figures(workers: int, empty: float, before: dict[str, float], after: dict[str, float]) -> tuple[Figure, ...]:
+def _measure_idle(
+    workers: int, empty_bytes: float, before: dict[str, float], after: dict[str, float]
+) -> tuple[Measurement, ...]:
     seconds, polls = after["at"] - before["at"], after["polls"] - before["polls"]
-    used = after["seconds"] - before["seconds"]
-    each = (after["resident"] - empty) / workers
+    processor_seconds = after["seconds"] - before["seconds"]
+    worker_bytes = (after["resident"] - empty_bytes) / workers
     return (
-        Figure("memory of a worker, with its connection", each / 2**10, 70, "KiB", "322 KiB with asyncio as it is"),
-        Figure(f"memory of the endpoint, {workers} connected", after["resident"] / 1e6, 450, "MB"),
-        Figure(f"processor, {workers} connected and idle", used / seconds, IDLE_CORES, "cores"),
-        Figure(
+        Measurement(
+            "memory of a worker, with its connection", worker_bytes / 2**10, 70, "KiB", "322 KiB with asyncio as it is"
+        ),
+        Measurement(f"memory of the endpoint, {workers} connected", after["resident"] / 1e6, 450, "MB"),
+        Measurement(f"processor, {workers} connected and idle", processor_seconds / seconds, IDLE_CORES, "cores"),
+        Measurement(
             "processor time of a poll",
-            1e3 * used / polls,
+            1e3 * processor_seconds / polls,
             1e3 * IDLE_CORES / POLLS_A_SECOND,
             "ms",
             f"{polls / seconds:.0f} polls a second",
@@ -71,44 +75,44 @@ def _idle_figures(workers: int, empty: float, before: dict[str, float], after: d
     )
 
 
-def _until_all_poll(look: Callable[[], dict[str, float]], workers: int) -> None:
+def _wait_until_all_poll(query_usage: Callable[[], dict[str, float]], workers: int) -> None:
     """Raises TimeoutError."""
-    until = time.monotonic() + CONNECT_SECONDS
-    while (held := look()["held"]) < workers:
-        if time.monotonic() > until:
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while (held := query_usage()["held"]) < workers:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"only {held} of {workers} sidecars' polls are held after {CONNECT_SECONDS:.0f} s")
         time.sleep(0.2)
 
 
-def _settle(look: Callable[[], dict[str, float]], workers: int) -> None:
+def _wait_until_settled(query_usage: Callable[[], dict[str, float]], workers: int) -> None:
     """Until everyone's first poll has ended and the next one is held: then each costs what it will."""
-    while look()["polls"] < 2 * workers:
+    while query_usage()["polls"] < 2 * workers:
         time.sleep(0.5)
 
 
 @contextmanager
-def _endpoint(port: int, workers: int) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
+def _run_endpoint(port: int, workers: int) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
     """What it has said first, with its process; and how to ask it how it fares."""
     command = [sys.executable, "-m", "bench.scripts.scale.endpoint", str(port), str(workers), str(RANKS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        asked, told = process.stdin, process.stdout
+        stdin, stdout = process.stdin, process.stdout
 
-        def look() -> dict[str, float]:
-            asked.write("look\n")
-            asked.flush()
-            answer: dict[str, float] = json.loads(told.readline())
+        def query_usage() -> dict[str, float]:
+            stdin.write("look\n")
+            stdin.flush()
+            answer: dict[str, float] = json.loads(stdout.readline())
             return answer
 
         try:
-            yield json.loads(told.readline()) | {"process": process}, look
+            yield json.loads(stdout.readline()) | {"process": process}, query_usage
         finally:
             process.kill()
 
 
 @contextmanager
-def _crowd(port: int, workers: int) -> Iterator[None]:
+def _run_crowd(port: int, workers: int) -> Iterator[None]:
     command = [
         sys.executable,
         "-m",

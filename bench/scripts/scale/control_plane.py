@@ -28,13 +28,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from testcluster import programs
 
-START_SECONDS = 60.0
-END_SECONDS = 10.0
+START_TIMEOUT_SECONDS = 60.0
+END_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass
 class ControlPlane:
-    """Use `running()`."""
+    """Use `run_control_plane()`."""
 
     folder: Path
     api_port: int
@@ -50,10 +50,10 @@ class ControlPlane:
         """The certificate that the API server has made itself."""
         return self.folder / "certificates" / "apiserver.crt"
 
-    def context(self) -> ssl.SSLContext:
+    def build_ssl_context(self) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(self.authority))
 
-    def kubeconfig(self, name: str, token: str) -> Path:
+    def write_kubeconfig(self, name: str, token: str) -> Path:
         """For a program that calls the API server by this token."""
         config = {
             "apiVersion": "v1",
@@ -72,7 +72,7 @@ class ControlPlane:
 
     def start(self, name: str, *command: str | Path, environment: dict[str, str] | None = None) -> int:
         """Its process id. It ends with this control plane, if not before."""
-        with self.log(name).open("ab") as log:
+        with self.get_log_path(name).open("ab") as log:
             self._running[name] = subprocess.Popen(
                 [str(part) for part in command],
                 stdin=subprocess.DEVNULL,
@@ -90,7 +90,7 @@ class ControlPlane:
             return
         process.terminate()
         try:
-            process.wait(END_SECONDS)
+            process.wait(END_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -108,36 +108,36 @@ class ControlPlane:
         """Raises RuntimeError, with its last words, where one has ended by itself."""
         for name, process in self._running.items():
             if process.poll() is not None:
-                words = self.log(name).read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"{name} has ended ({process.returncode}): {words}")
+                log_tail = self.get_log_path(name).read_text(errors="replace")[-3000:]
+                raise RuntimeError(f"{name} has ended ({process.returncode}): {log_tail}")
 
-    def log(self, name: str) -> Path:
+    def get_log_path(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def wait_for(self, what: str, url: str, context: ssl.SSLContext | None = None) -> None:
-        deadline = time.monotonic() + START_SECONDS
+    def wait_for(self, name: str, url: str, context: ssl.SSLContext | None = None) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while True:
             self.check()
-            with suppress(OSError), urllib.request.urlopen(url, timeout=2, context=context) as answer:
-                if answer.status == 200:
+            with suppress(OSError), urllib.request.urlopen(url, timeout=2, context=context) as response:
+                if response.status == 200:
                     return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{what} does not answer within {START_SECONDS:.0f} s; see {self.folder}")
+                raise RuntimeError(f"{name} does not answer within {START_TIMEOUT_SECONDS:.0f} s; see {self.folder}")
             time.sleep(0.1)
 
 
 @contextmanager
-def running() -> Iterator[ControlPlane]:
+def run_control_plane() -> Iterator[ControlPlane]:
     """API server, etcd, scheduler and kwok, until left."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pacekeeper-scale-")))
-        plane = ControlPlane(folder, free_port(), secrets.token_hex(16))
-        stack.callback(_end, plane)
-        _begin(plane)
+        plane = ControlPlane(folder, find_free_port(), secrets.token_hex(16))
+        stack.callback(_stop_control_plane, plane)
+        _start_control_plane(plane)
         yield plane
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Below those that the kernel gives to connections, so that none of them takes it meanwhile."""
     while True:
         port = random.randrange(20_000, 30_000)
@@ -145,10 +145,10 @@ def free_port() -> int:
             return port
 
 
-def _begin(plane: ControlPlane) -> None:
-    etcd, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+def _start_control_plane(plane: ControlPlane) -> None:
+    etcd, peer = (f"http://127.0.0.1:{find_free_port()}" for _ in range(2))
     plane.start(
-        "etcd", programs.etcd(), "--name=scale", f"--data-dir={plane.folder / 'etcd'}",
+        "etcd", programs.find_etcd(), "--name=scale", f"--data-dir={plane.folder / 'etcd'}",
         f"--listen-client-urls={etcd}", f"--advertise-client-urls={etcd}",
         f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=scale={peer}",
         "--unsafe-no-fsync", "--quota-backend-bytes=8589934592", "--log-level=warn",
@@ -158,7 +158,7 @@ def _begin(plane: ControlPlane) -> None:
     _write_key(key)
     tokens.write_text(f'{plane.admin_token},admin,admin,"system:masters"\n')
     plane.start(
-        "kube-apiserver", programs.kubernetes_server("kube-apiserver"), f"--etcd-servers={etcd}",
+        "kube-apiserver", programs.find_kubernetes_server("kube-apiserver"), f"--etcd-servers={etcd}",
         "--bind-address=127.0.0.1", f"--secure-port={plane.api_port}", "--endpoint-reconciler-type=none",
         "--service-cluster-ip-range=10.96.0.0/16", f"--cert-dir={plane.folder / 'certificates'}",
         f"--token-auth-file={tokens}", "--authorization-mode=RBAC",
@@ -169,33 +169,33 @@ def _begin(plane: ControlPlane) -> None:
     while not plane.authority.exists():
         plane.check()
         time.sleep(0.05)
-    plane.wait_for("the API server", f"{plane.url}/readyz", plane.context())
-    admin = plane.kubeconfig("admin", plane.admin_token)
+    plane.wait_for("the API server", f"{plane.url}/readyz", plane.build_ssl_context())
+    admin = plane.write_kubeconfig("admin", plane.admin_token)
     plane.start(
-        "kube-scheduler", programs.kubernetes_server("kube-scheduler"), f"--kubeconfig={admin}",
+        "kube-scheduler", programs.find_kubernetes_server("kube-scheduler"), f"--kubeconfig={admin}",
         f"--authentication-kubeconfig={admin}", f"--authorization-kubeconfig={admin}",
         "--leader-elect=false", "--secure-port=0", "--kube-api-qps=400", "--kube-api-burst=800",
     )  # fmt: skip
     plane.start(
-        "kwok", programs.kwok(), f"--kubeconfig={admin}", f"--config={_STAGES}",
+        "kwok", programs.find_kwok(), f"--kubeconfig={admin}", f"--config={_STAGES_PATH}",
         "--manage-all-nodes=true", "--node-lease-duration-seconds=0", "-v=WARN",
         environment=os.environ | {"HOME": str(plane.folder)},
     )  # fmt: skip
 
 
-_STAGES = Path(__file__).with_name("stages.yaml")
+_STAGES_PATH = Path(__file__).with_name("stages.yaml")
 
 
 def _write_key(path: Path) -> None:
     path.touch(mode=0o600)
     key = ec.generate_private_key(ec.SECP256R1())
-    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    path.write_bytes(key.private_bytes(*form))
+    key_format = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(*key_format))
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     path.with_suffix(".pub").write_bytes(public)
 
 
-def _end(plane: ControlPlane) -> None:
+def _stop_control_plane(plane: ControlPlane) -> None:
     for name in list(plane._running)[::-1]:
         plane.stop(name)
     print("the control plane is gone", file=sys.stderr, flush=True)

@@ -18,48 +18,48 @@ import sys
 import time
 from dataclasses import replace
 
-from pacekeeper.sidecar.sidecar import Backoff
-from pacekeeper_analysis.reports import GpuHealth, Heartbeat, LauncherState, RankFigures
-from pacekeeper_operator import files
-from pacekeeper_operator.api import TOKEN_AUDIENCE
-from pacekeeper_operator.connections import spare_tls_buffers
+from pacekeeper.sidecar.sidecar import RetryBackoff
+from pacekeeper_analysis.protocol.reports import GpuHealth, Heartbeat, LauncherState, RankMetrics
+from pacekeeper_operator import file_limits
+from pacekeeper_operator.api.names import TOKEN_AUDIENCE
+from pacekeeper_operator.endpoint.connections import shrink_tls_buffers
 
 from .endpoint import HOST, JOB, VERSION
 
-OF_AN_ADDRESS = 100
+CONNECTIONS_PER_ADDRESS = 100
 TOKEN_BYTES = 1_000
 """Of a service account's token that is bound to a pod."""
 CONNECT_SECONDS = 10.0
-BEGIN_AT_ONCE = 64
+MAX_CONCURRENT_CONNECTS = 64
 """Connections. Thousands of machines would have a processor each for their handshakes; this is one."""
 WAIT_SECONDS, ANSWER_SECONDS = 3.0, 5.0
 
 
 async def main(port: int, workers: int, ranks: int, hold: float) -> None:
-    spare_tls_buffers()
+    shrink_tls_buffers()
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    begins = asyncio.Semaphore(BEGIN_AT_ONCE)
-    await asyncio.gather(*(_poll(port, n, ranks, hold, context, begins) for n in range(workers)))
+    connect_slots = asyncio.Semaphore(MAX_CONCURRENT_CONNECTS)
+    await asyncio.gather(*(_run_sidecar(port, n, ranks, hold, context, connect_slots) for n in range(workers)))
 
 
-async def _poll(
-    port: int, number: int, ranks: int, hold: float, context: ssl.SSLContext, begins: asyncio.Semaphore
+async def _run_sidecar(
+    port: int, number: int, ranks: int, hold: float, context: ssl.SSLContext, connect_slots: asyncio.Semaphore
 ) -> None:
-    backoff, polls = Backoff(), 0
-    beat, token = _heartbeat(number, ranks), _token(number)
-    address = f"127.1.{number // OF_AN_ADDRESS // 250}.{1 + number // OF_AN_ADDRESS % 250}"
+    backoff, polls = RetryBackoff(), 0
+    heartbeat, token = _build_heartbeat(number, ranks), _build_token(number)
+    address = f"127.1.{number // CONNECTIONS_PER_ADDRESS // 250}.{1 + number // CONNECTIONS_PER_ADDRESS % 250}"
     while True:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-            async with begins, asyncio.timeout(CONNECT_SECONDS):
+            async with connect_slots, asyncio.timeout(CONNECT_SECONDS):
                 reader, writer = await asyncio.open_connection(
                     HOST, port, ssl=context, server_hostname=HOST, local_addr=(address, 0), limit=2**12
                 )
             try:
                 while True:
                     polls += 1
-                    body = beat.replace(b"-7", str(polls).encode(), 1)
-                    writer.write(_request(token, hold, body) + body)
+                    body = heartbeat.replace(b"-7", str(polls).encode(), 1)
+                    writer.write(_build_request(token, hold, body) + body)
                     async with asyncio.timeout(hold + ANSWER_SECONDS):
                         head = await reader.readuntil(b"\r\n\r\n")
                     status = int(head.split(b" ", 2)[1])
@@ -71,7 +71,7 @@ async def _poll(
         await backoff.sleep("no plan", OSError())
 
 
-def _request(token: str, hold: float, body: bytes) -> bytes:
+def _build_request(token: str, hold: float, body: bytes) -> bytes:
     return (
         f"POST /v1/plan?after={VERSION}&wait={WAIT_SECONDS:g}&hold={hold:g} HTTP/1.1\r\nHost: operator:8443\r\n"
         f"Accept: */*\r\nAccept-Encoding: gzip, deflate\r\nUser-Agent: Python/3.11\r\nAuthorization: Bearer {token}\r\n"
@@ -79,31 +79,31 @@ def _request(token: str, hold: float, body: bytes) -> bytes:
     ).encode()
 
 
-def _heartbeat(number: int, ranks: int) -> bytes:
+def _build_heartbeat(number: int, ranks: int) -> bytes:
     """With -7 where the step belongs."""
-    figures = RankFigures(0, 32, 0.25131, 0.20417, 0.0063803, 0.047142, 32, 0.24988, 0.0)
+    metrics = RankMetrics(0, 32, 0.25131, 0.20417, 0.0063803, 0.047142, 32, 0.24988, 0.0)
     gpus = tuple(GpuHealth(f"GPU-{number:08}-{gpu:04}-4f6b-9f5c-0123456789ab") for gpu in range(ranks))
-    beat = Heartbeat(
+    heartbeat = Heartbeat(
         worker=f"{JOB}-w{number}-0",
         state=LauncherState.RUNNING,
         plan_version=VERSION,
         membership=1,
         round=1,
         step=-7,
-        steered=True,
+        managed=True,
         sync_mode="Sync",
-        meeting_port=31000,
+        rendezvous_port=31000,
         probe_port=31001,
         round_started_at=time.time(),
         first_step_at=time.time(),
-        figures=tuple(replace(figures, rank=number * ranks + rank) for rank in range(ranks)),
+        rank_metrics=tuple(replace(metrics, rank=number * ranks + rank) for rank in range(ranks)),
         gpus=gpus,
         sent_at=time.time(),
     )
-    return json.dumps(beat.to_json()).encode()
+    return json.dumps(heartbeat.to_json()).encode()
 
 
-def _token(number: int) -> str:
+def _build_token(number: int) -> str:
     name, until = f"{JOB}-w{number}-0", time.time() + 86_400
     claims = {"aud": [TOKEN_AUDIENCE], "exp": until, "name": name, "uid": f"uid-{number}"}
     text = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
@@ -111,7 +111,7 @@ def _token(number: int) -> str:
 
 
 if __name__ == "__main__":
-    files.raise_limit()
+    file_limits.raise_file_limit()
     logging.disable()  # each would say that nobody answers yet
     port, workers, ranks = map(int, sys.argv[1:4])
     asyncio.run(main(port, workers, ranks, float(sys.argv[4])))

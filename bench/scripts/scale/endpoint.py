@@ -18,20 +18,21 @@ import time
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from pacekeeper_analysis.plan import Member, Plan
-from pacekeeper_operator import certificates, files
-from pacekeeper_operator.api import Job, JobSpec
-from pacekeeper_operator.cluster import Cluster
-from pacekeeper_operator.connections import Connections
-from pacekeeper_operator.observe.memory import JobMemory, Memory
-from pacekeeper_operator.runtime import Runtime, seldom_look_for_garbage
-from pacekeeper_operator.server import serve
-from pacekeeper_operator.services.sidecars import Sidecars
-from pacekeeper_operator.state import Draft, Placement, State, Worker
+from pacekeeper_analysis.protocol.plan import Member, Plan
+from pacekeeper_operator import file_limits
+from pacekeeper_operator.api.training_job import JobSpec, TrainingJob
+from pacekeeper_operator.async_runtime import OperatorRuntime, reduce_gc_frequency
+from pacekeeper_operator.endpoint import certificates
+from pacekeeper_operator.endpoint.connections import EndpointConnections
+from pacekeeper_operator.endpoint.server import serve_endpoint
+from pacekeeper_operator.endpoint.sidecars import SidecarService
+from pacekeeper_operator.kube.client import Cluster
+from pacekeeper_operator.observe.job_cache import JobCache, JobRegistry
+from pacekeeper_operator.state.desired_state import DesiredState, Placement, State, WorkerRecord
 
 HOST = "127.0.0.1"
 NAMESPACE, JOB, VERSION = "bench", "large", 100
-ROOM = 32_768
+MAX_BENCH_CONNECTIONS = 32_768
 """Connections: this process has no memory limit to go by."""
 
 
@@ -47,51 +48,55 @@ class Believing:
 
 
 async def main(port: int, workers: int, ranks: int) -> None:
-    runtime, memory = Runtime(), Memory(time.time())
-    job = memory.of(Job(NAMESPACE, JOB, "uid", 1, JobSpec(template={}, replicas=workers, nproc_per_node=ranks)))
-    job.publish(_draft(workers, ranks), "1")
-    sidecars = Sidecars(cast(Cluster, Believing()), memory, runtime)
-    shown = certificates.create(datetime.now(UTC)).serving((HOST,), datetime.now(UTC))
-    connections = Connections(most=ROOM)
-    async with serve(sidecars, runtime, port, shown.context(), address=HOST, connections=connections) as served:
-        _say({"port": served, "trusted": shown.trusted, **_look(job, connections)})
+    runtime, registry = OperatorRuntime(), JobRegistry(time.time())
+    job = registry.get_or_create(
+        TrainingJob(NAMESPACE, JOB, "uid", 1, JobSpec(template={}, replicas=workers, nproc_per_node=ranks))
+    )
+    job.publish(_build_desired(workers, ranks), "1")
+    sidecars = SidecarService(cast(Cluster, Believing()), registry, runtime)
+    certificate = certificates.create_authority(datetime.now(UTC)).issue_serving_certificate((HOST,), datetime.now(UTC))
+    connections = EndpointConnections(max_total=MAX_BENCH_CONNECTIONS)
+    async with serve_endpoint(
+        sidecars, runtime, port, certificate.to_ssl_context(), address=HOST, connections=connections
+    ) as served_port:
+        _write_message({"port": served_port, "trusted": certificate.trusted, **_read_usage(job, connections)})
         while await asyncio.to_thread(sys.stdin.readline):
-            _say(_look(job, connections))
+            _write_message(_read_usage(job, connections))
 
 
-def _draft(workers: int, ranks: int) -> Draft:
-    records = tuple(Worker(f"{JOB}-w{n}-0", n, 0, uid=f"uid-{n}", node=f"node-{n}") for n in range(workers))
+def _build_desired(workers: int, ranks: int) -> DesiredState:
+    records = tuple(WorkerRecord(f"{JOB}-w{n}-0", n, 0, uid=f"uid-{n}", node=f"node-{n}") for n in range(workers))
     members = tuple(
         Member(record.name, f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", tuple(range(n * ranks, (n + 1) * ranks)))
         for n, record in enumerate(records)
     )
     plan = Plan(version=VERSION, membership=1, round=1, members=members)
-    return Draft(plan, State(placement=Placement(workers=records)))
+    return DesiredState(plan, State(placement=Placement(workers=records)))
 
 
-def _look(job: JobMemory, connections: Connections) -> dict[str, float]:
+def _read_usage(job: JobCache, connections: EndpointConnections) -> dict[str, float]:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "held": sum(contact.polling > 0 for contact in job.contacts.values()),
+        "held": sum(contact.open_polls > 0 for contact in job.contacts.values()),
         "polls": sum(contact.heartbeat.step for contact in job.contacts.values()),
         "connections": connections.total,
-        "resident": _resident(),
+        "resident": _read_resident_bytes(),
         "seconds": usage.ru_utime + usage.ru_stime,
         "at": time.monotonic(),
     }
 
 
-def _resident() -> int:
+def _read_resident_bytes() -> int:
     """Bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _say(words: dict[str, Any]) -> None:
-    print(json.dumps(words), flush=True)
+def _write_message(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":
-    files.raise_limit()
-    seldom_look_for_garbage()
+    file_limits.raise_file_limit()
+    reduce_gc_frequency()
     asyncio.run(main(*map(int, sys.argv[1:4])))

@@ -13,95 +13,99 @@ import re
 import time
 from collections.abc import Sequence
 
-from .figure import Figure
-from .world import GROUP, JOBS, PATIENT, SYSTEM, World, made, say
+from .measurement import Measurement
+from .world import API_PATH, JOBS_PATH, PATIENT_SETTINGS, SYSTEM_NAMESPACE, ScaleTestbed, create_testbed, log_progress
 
 WORKERS = 4
 PASS_SECONDS = 0.05
 """A bound of the histogram of passes."""
 IDLE_SECONDS, QUICK_IDLE_SECONDS = 60.0, 10.0
 STORM_SECONDS, QUICK_STORM_SECONDS = 120.0, 20.0
-PATIENCE_SECONDS = 180.0
-LOOK_SECONDS = 1.0
-AT_ONCE = 50
+TIMEOUT_SECONDS = 180.0
+STATUS_POLL_SECONDS = 1.0
+MAX_CONCURRENT_CREATIONS = 50
 """Jobs that begin together."""
 SETTLE_SECONDS = 30.0
 """Polls become longer, and part."""
-FLOW = "/apis/flowcontrol.apiserver.k8s.io/v1"
+FLOW_CONTROL_PATH = "/apis/flowcontrol.apiserver.k8s.io/v1"
 STORM = "storm"
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def run_measurements(quick: bool) -> Sequence[Measurement]:
     return asyncio.run(_measure(quick))
 
 
-async def _measure(quick: bool) -> list[Figure]:
+async def _measure(quick: bool) -> list[Measurement]:
     jobs = 20 if quick else 1000
     idle, storm = (QUICK_IDLE_SECONDS, QUICK_STORM_SECONDS) if quick else (IDLE_SECONDS, STORM_SECONDS)
-    async with made(jobs * WORKERS) as world:
-        world.start_operator(PATIENT)
-        for first in range(0, jobs, AT_ONCE):
-            which = range(first, min(first + AT_ONCE, jobs))
-            await world.api.all(world.make_job(f"job-{number:04}", WORKERS) for number in which)
-            await world.wait_until_training(which.stop * WORKERS)
-        world.plane.stop_placing()
-        world.restart_operator({})
-        await _known(world, jobs)
+    async with create_testbed(jobs * WORKERS) as testbed:
+        testbed.start_operator(PATIENT_SETTINGS)
+        for first in range(0, jobs, MAX_CONCURRENT_CREATIONS):
+            numbers = range(first, min(first + MAX_CONCURRENT_CREATIONS, jobs))
+            await testbed.api.all(testbed.make_job(f"job-{number:04}", WORKERS) for number in numbers)
+            await testbed.wait_until_training(numbers.stop * WORKERS)
+        testbed.plane.stop_placing()
+        testbed.restart_operator({})
+        await _wait_until_known(testbed, jobs)
         await asyncio.sleep(SETTLE_SECONDS)
-        before = _passes(world)
-        share = await world.idle_share(idle)
-        passes, late = (after - begun for after, begun in zip(_passes(world), before, strict=True))
-        say(f"{jobs} jobs train: {share:.3f} of a core, {world.memory_mb():.0f} MB")
-        say(f"{late} of {passes} passes took longer than {1e3 * PASS_SECONDS:.0f} ms")
-        world.kill_operator()
-        world.start_operator({})
-        known = await _known(world, jobs)
-        say(f"a new operator knows them all after {known:.1f} s")
-        lost = await _lost_in_a_storm(world, jobs, storm)
+        counts_before = _read_pass_counts(testbed)
+        share = await testbed.measure_idle_share(idle)
+        passes, late_passes = (
+            after - previous for after, previous in zip(_read_pass_counts(testbed), counts_before, strict=True)
+        )
+        log_progress(f"{jobs} jobs train: {share:.3f} of a core, {testbed.read_memory_mb():.0f} MB")
+        log_progress(f"{late_passes} of {passes} passes took longer than {1e3 * PASS_SECONDS:.0f} ms")
+        testbed.kill_operator()
+        testbed.start_operator({})
+        known_seconds = await _wait_until_known(testbed, jobs)
+        log_progress(f"a new operator knows them all after {known_seconds:.1f} s")
+        lost_jobs = await _count_lost_in_storm(testbed, jobs, storm)
     return [
-        Figure(f"cores while {jobs} jobs of {WORKERS} workers train", share, 0.5, "cores"),
-        Figure("passes that take more than 50 ms, of a hundred", 100 * late / passes, 1.0, ""),
-        Figure(f"a killed operator's successor knows {jobs} jobs", known, 30.0, "s"),
-        Figure(f"jobs that were touched or lost sight of in a storm of {storm:.0f} s", lost, 0, "jobs"),
+        Measurement(f"cores while {jobs} jobs of {WORKERS} workers train", share, 0.5, "cores"),
+        Measurement("passes that take more than 50 ms, of a hundred", 100 * late_passes / passes, 1.0, ""),
+        Measurement(f"a killed operator's successor knows {jobs} jobs", known_seconds, 30.0, "s"),
+        Measurement(f"jobs that were touched or lost sight of in a storm of {storm:.0f} s", lost_jobs, 0, "jobs"),
     ]
 
 
-async def _known(world: World, jobs: int) -> float:
+async def _wait_until_known(testbed: ScaleTestbed, jobs: int) -> float:
     """Seconds until the operator says of every job that it runs, and hears all its workers; infinite: not in time."""
-    began = time.monotonic()
-    while time.monotonic() - began < PATIENCE_SECONDS:
-        if _running(world) == (jobs, jobs * WORKERS):
-            return time.monotonic() - began
-        await asyncio.sleep(LOOK_SECONDS)
-    say(f"the operator knows {_running(world)} of {jobs} jobs and their workers")
+    start = time.monotonic()
+    while time.monotonic() - start < TIMEOUT_SECONDS:
+        if _read_running_counts(testbed) == (jobs, jobs * WORKERS):
+            return time.monotonic() - start
+        await asyncio.sleep(STATUS_POLL_SECONDS)
+    log_progress(f"the operator knows {_read_running_counts(testbed)} of {jobs} jobs and their workers")
     return math.inf
 
 
-async def _lost_in_a_storm(world: World, jobs: int, seconds: float) -> int:
+async def _count_lost_in_storm(testbed: ScaleTestbed, jobs: int, seconds: float) -> int:
     """Jobs that have another plan than before, an incident, or do not run when it is over."""
-    plans = await _plans(world)
-    await _refuse(world)
-    refused = await _refused(world)
+    rounds = await _read_rounds(testbed)
+    await _start_storm(testbed)
+    refused_before = await _count_refused_calls(testbed)
     await asyncio.sleep(seconds)
-    say(f"in {seconds:.0f} s the API server has refused {await _refused(world) - refused} calls")
-    if await _refused(world) == refused:
+    log_progress(
+        f"in {seconds:.0f} s the API server has refused {await _count_refused_calls(testbed) - refused_before} calls"
+    )
+    if await _count_refused_calls(testbed) == refused_before:
         raise RuntimeError("there was no storm: the API server has refused nothing")
-    await world.api.call("DELETE", f"{FLOW}/flowschemas/{STORM}")
-    if math.isinf(await _known(world, jobs)):
+    await testbed.api.call("DELETE", f"{FLOW_CONTROL_PATH}/flowschemas/{STORM}")
+    if math.isinf(await _wait_until_known(testbed, jobs)):
         return jobs
-    incidents = (await world.api.call("GET", f"{GROUP}/incidents"))["items"]
+    incidents = (await testbed.api.call("GET", f"{API_PATH}/incidents"))["items"]
     touched = {incident["spec"]["jobRef"]["name"] for incident in incidents}
-    after = await _plans(world)
-    return len(touched | {name for name in plans if after.get(name) != plans[name]})
+    rounds_after = await _read_rounds(testbed)
+    return len(touched | {name for name in rounds if rounds_after.get(name) != rounds[name]})
 
 
-async def _plans(world: World) -> dict[str, int]:
+async def _read_rounds(testbed: ScaleTestbed) -> dict[str, int]:
     """Which round each job is in."""
-    found = await world.api.call("GET", JOBS)
-    return {job["metadata"]["name"]: job["status"]["round"] for job in found["items"]}
+    listed = await testbed.api.call("GET", JOBS_PATH)
+    return {job["metadata"]["name"]: job["status"]["round"] for job in listed["items"]}
 
 
-async def _refuse(world: World) -> None:
+async def _start_storm(testbed: ScaleTestbed) -> None:
     """Everything that the operator's account asks, but for Leases."""
     level = {
         "metadata": {"name": STORM},
@@ -115,7 +119,7 @@ async def _refuse(world: World) -> None:
             },
         },
     }
-    account = {"kind": "ServiceAccount", "serviceAccount": {"name": "pacekeeper", "namespace": SYSTEM}}
+    account = {"kind": "ServiceAccount", "serviceAccount": {"name": "pacekeeper", "namespace": SYSTEM_NAMESPACE}}
     groups = ["", "pacekeeper.dev", "authentication.k8s.io", "events.k8s.io", "policy"]
     rule = {"verbs": ["*"], "apiGroups": groups, "resources": ["*"], "namespaces": ["*"], "clusterScope": True}
     flow = {
@@ -126,31 +130,33 @@ async def _refuse(world: World) -> None:
             "rules": [{"subjects": [account], "resourceRules": [rule]}],
         },
     }
-    await world.api.call("POST", f"{FLOW}/prioritylevelconfigurations", level)
-    await world.api.call("POST", f"{FLOW}/flowschemas", flow)
+    await testbed.api.call("POST", f"{FLOW_CONTROL_PATH}/prioritylevelconfigurations", level)
+    await testbed.api.call("POST", f"{FLOW_CONTROL_PATH}/flowschemas", flow)
 
 
-async def _refused(world: World) -> int:
+async def _count_refused_calls(testbed: ScaleTestbed) -> int:
     """Calls that the API server has refused in the storm so far."""
-    told = await world.api.text("/metrics")
-    counts = re.findall(rf'^apiserver_flowcontrol_rejected_requests_total{{.*"{STORM}".*}} (\S+)$', told, re.MULTILINE)
+    metrics = await testbed.api.text("/metrics")
+    counts = re.findall(
+        rf'^apiserver_flowcontrol_rejected_requests_total{{.*"{STORM}".*}} (\S+)$', metrics, re.MULTILINE
+    )
     return int(sum(map(float, counts)))
 
 
-def _running(world: World) -> tuple[int, int]:
+def _read_running_counts(testbed: ScaleTestbed) -> tuple[int, int]:
     """(jobs that run, workers that are heard) as the operator says."""
     try:
-        told = world.metrics("pacekeeper_jobs", "pacekeeper_workers_heard")
+        metrics = testbed.read_metrics("pacekeeper_jobs", "pacekeeper_workers_reporting")
     except OSError:  # it has just started
         return 0, 0
-    jobs = re.search(r'^pacekeeper_jobs{phase="Running"} (\S+)$', told, re.MULTILINE)
-    heard = re.search(r"^pacekeeper_workers_heard (\S+)$", told, re.MULTILINE)
-    return int(float(jobs[1])) if jobs else 0, int(float(heard[1])) if heard else 0
+    jobs = re.search(r'^pacekeeper_jobs{phase="Running"} (\S+)$', metrics, re.MULTILINE)
+    reporting = re.search(r"^pacekeeper_workers_reporting (\S+)$", metrics, re.MULTILINE)
+    return int(float(jobs[1])) if jobs else 0, int(float(reporting[1])) if reporting else 0
 
 
-def _passes(world: World) -> tuple[int, int]:
+def _read_pass_counts(testbed: ScaleTestbed) -> tuple[int, int]:
     """(passes, of these longer than PASS_SECONDS) so far."""
-    told = world.metrics("pacekeeper_reconcile_seconds_bucket")
-    buckets = dict(re.findall(r'^pacekeeper_reconcile_seconds_bucket{le="(\S+)"} (\S+)$', told, re.MULTILINE))
+    metrics = testbed.read_metrics("pacekeeper_reconcile_seconds_bucket")
+    buckets = dict(re.findall(r'^pacekeeper_reconcile_seconds_bucket{le="(\S+)"} (\S+)$', metrics, re.MULTILINE))
     total = int(float(buckets["+Inf"]))
     return total, total - int(float(buckets[str(PASS_SECONDS)]))

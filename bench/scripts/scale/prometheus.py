@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-XID = "DCGM_FI_DEV_XID_ERRORS"
+XID_METRIC = "DCGM_FI_DEV_XID_ERRORS"
 DCGM_NAMESPACE = "gpu-monitoring"
 
 
@@ -30,16 +30,24 @@ class StandIn:
         return web.json_response({"status": "success", "data": {"resultType": "vector", "result": rows}})
 
     def _rows(self, now: float) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = [{"metric": {"figure": "named"}, "value": [now, str(self.gpus)]}]
+        rows: list[dict[str, Any]] = [
+            {"metric": {"pacekeeper_query": "node_from_target"}, "value": [now, str(self.gpus)]}
+        ]
         for node, xid in self.xids.items():
-            series = {"figure": "gpu", "__name__": XID, "node": node, "gpu": "0", "UUID": f"GPU-{node}"}
+            series = {
+                "pacekeeper_query": "gpu",
+                "__name__": XID_METRIC,
+                "node": node,
+                "gpu": "0",
+                "UUID": f"GPU-{node}",
+            }
             rows.append({"metric": series, "value": [now, str(xid)]})
-            rows.append({"metric": {**series, "figure": "gpu_before"}, "value": [now, "0"]})
+            rows.append({"metric": {**series, "pacekeeper_query": "gpu_baseline"}, "value": [now, "0"]})
         return rows
 
 
 @asynccontextmanager
-async def serve(stand_in: StandIn, port: int) -> AsyncIterator[str]:
+async def serve_stand_in(stand_in: StandIn, port: int) -> AsyncIterator[str]:
     """Its URL."""
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", stand_in.answer)

@@ -6,7 +6,8 @@
 each has a processor of its own in a cluster: a spare that is to be timed needs another one.
 
 Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
-client (`pacekeeper.sidecar.client`). Of their handshakes so many are under way at a time as one process can answer:
+client (`pacekeeper.sidecar.operator_client`). Of their handshakes so many are under way at a time as one process can
+answer:
 thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its figures
 move a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks
 and when the last one was, and how many calls were refused so far.
@@ -30,29 +31,29 @@ from typing import Any
 
 import aiohttp
 
-from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.client import OperatorClient, Rejected, Unavailable
+from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper.sidecar.operator_client import OperatorClient, OperatorUnavailable, RequestRejected
 from pacekeeper.sidecar.settings import SidecarSettings
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Heartbeat, LauncherState, RankFigures
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState, RankMetrics
 
-from .api import Api, connect
+from .api import Api, connect_api
 
 STEP_SECONDS = 1.0
-TELL_SECONDS = 0.1
-WOBBLE = 0.01
+REPORT_INTERVAL_SECONDS = 0.1
+STEP_TIME_VARIATION = 0.01
 """By so much a rank's step times differ from one telling to the next."""
-WAITS = 0.05
+WAIT_SHARE = 0.05
 """Of a step, that all ranks wait: jobs that wait for a tenth of it are asked where that comes from, again and again."""
 LABEL_JOB = "pacekeeper.dev/job"
 AUDIENCE = "pacekeeper"
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 5.0
-BEGIN_AT_ONCE = 128
+FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.2, 5.0
+MAX_CONCURRENT_CONNECTS = 128
 """Connections."""
-GARBAGE = 100_000, 50, 50
+SIDECAR_GC_THRESHOLDS = 100_000, 50, 50
 """When to look for garbage. By Python's own measure all objects of 5,000 sidecars, which have a few each, are looked
 through together, for 1.7 s in which nobody is heard."""
-OF: dict[str, Callable[[bool], bool]] = {
+KIND_FILTERS: dict[str, Callable[[bool], bool]] = {
     "all": lambda _: True,
     "spares": lambda spare: spare,
     "others": lambda spare: not spare,
@@ -61,7 +62,7 @@ OF: dict[str, Callable[[bool], bool]] = {
 
 
 @dataclass
-class Fleet:
+class SidecarFleet:
     api: Api
     folder: Path
     lives_here: Callable[[bool], bool]
@@ -69,80 +70,87 @@ class Fleet:
     began: float = field(default_factory=time.time)
     contexts: dict[str, ssl.SSLContext] = field(default_factory=dict)
     lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by UID of a pod
-    begins: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BEGIN_AT_ONCE))
+    begins: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_CONNECTS))
     made: int = 0
     taken_at: float = 0.0  # when a worker was given ranks last, by the machine's monotonic clock
 
-    def hear(self, kind: str, pod: dict[str, Any]) -> None:
+    def on_pod_event(self, kind: str, pod: dict[str, Any]) -> None:
         """A pod's sidecar lives as long as the pod does."""
         uid, status = pod["metadata"]["uid"], pod.get("status", {})
-        over = kind == "DELETED" or "deletionTimestamp" in pod["metadata"]
-        if over and uid in self.lives:
+        is_over = kind == "DELETED" or "deletionTimestamp" in pod["metadata"]
+        if is_over and uid in self.lives:
             self.lives.pop(uid).cancel()
-        elif not over and status.get("phase") == "Running" and uid not in self.lives and self.lives_here(_spare(pod)):
+        elif (
+            not is_over
+            and status.get("phase") == "Running"
+            and uid not in self.lives
+            and self.lives_here(_is_spare(pod))
+        ):
             self.made += 1
-            self.lives[uid] = asyncio.create_task(_live(self, pod, self.made))
+            self.lives[uid] = asyncio.create_task(_run_sidecar(self, pod, self.made))
 
-    def context(self, authority: str) -> ssl.SSLContext:
+    def get_ssl_context(self, authority: str) -> ssl.SSLContext:
         if authority not in self.contexts:
             self.contexts[authority] = ssl.create_default_context(cadata=authority)
         return self.contexts[authority]
 
 
-def _spare(pod: dict[str, Any]) -> bool:
+def _is_spare(pod: dict[str, Any]) -> bool:
     """It must not share a node with others of its job."""
-    apart = pod["spec"].get("affinity", {}).get("podAntiAffinity", {})
-    return "requiredDuringSchedulingIgnoredDuringExecution" in apart
+    anti_affinity = pod["spec"].get("affinity", {}).get("podAntiAffinity", {})
+    return "requiredDuringSchedulingIgnoredDuringExecution" in anti_affinity
 
 
-async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
-    settings = await _settings(fleet, pod)
-    source = f"127.{2 + number // 62500}.{number // 250 % 250}.{1 + number % 250}"
+async def _run_sidecar(fleet: SidecarFleet, pod: dict[str, Any], number: int) -> None:
+    settings = await _build_settings(fleet, pod)
+    source_address = f"127.{2 + number // 62500}.{number // 250 % 250}.{1 + number % 250}"
     connector = aiohttp.TCPConnector(
-        ssl=fleet.context(settings.authority), keepalive_timeout=60, local_addr=(source, 0)
+        ssl=fleet.get_ssl_context(settings.authority), keepalive_timeout=60, local_addr=(source_address, 0)
     )
-    async with aiohttp.ClientSession(connector=connector, trace_configs=[_in_turn(fleet.begins)]) as session:
-        client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF
-        beat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
+    async with aiohttp.ClientSession(connector=connector, trace_configs=[_limit_connects(fleet.begins)]) as session:
+        client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF_SECONDS
+        heartbeat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
         fleet.counts["sidecars"] += 1
-        trains, held = False, 0.0
+        is_training, held_seconds = False, 0.0
         try:
-            while plan.role is not Role.LEAVE:
-                wait, began = settings.poll_seconds, time.monotonic()
-                most = min(settings.hold_seconds, max(wait, 2 * held))
+            while plan.role is not WorkerRole.LEAVE:
+                wait, start = settings.poll_seconds, time.monotonic()
+                max_hold = min(settings.hold_seconds, max(wait, 2 * held_seconds))
                 try:
-                    news = await client.plan(_now(beat, plan, fleet), plan.version, wait, most)
-                except (Unavailable, Rejected) as error:
+                    new_plan = await client.fetch_plan(
+                        _update_heartbeat(heartbeat, plan, fleet), plan.version, wait, max_hold
+                    )
+                except (OperatorUnavailable, RequestRejected) as error:
                     fleet.counts["refused"] += 1
                     print(error, file=sys.stderr, flush=True)
                     await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
-                    backoff = min(LONGEST_BACKOFF, 2 * backoff)
+                    backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
                     continue
-                held = held if news is not None else time.monotonic() - began
+                held_seconds = held_seconds if new_plan is not None else time.monotonic() - start
                 fleet.counts["polls"] += 1
-                backoff = FIRST_BACKOFF
-                if news is not None:
-                    trains, before = news.role is Role.MEMBER, trains
-                    fleet.counts["training"] += trains - before
-                    if trains and not before:
+                backoff = FIRST_BACKOFF_SECONDS
+                if new_plan is not None:
+                    is_training, was_training = new_plan.role is WorkerRole.MEMBER, is_training
+                    fleet.counts["training"] += is_training - was_training
+                    if is_training and not was_training:
                         fleet.counts["taken"] += 1
                         fleet.taken_at = time.monotonic()
-                    plan, beat = news, _follow(beat, plan, news)
+                    plan, heartbeat = new_plan, _follow_plan(heartbeat, plan, new_plan)
         finally:
             fleet.counts["sidecars"] -= 1
-            fleet.counts["training"] -= trains
+            fleet.counts["training"] -= is_training
 
 
-def _in_turn(begins: asyncio.Semaphore) -> aiohttp.TraceConfig:
+def _limit_connects(connect_slots: asyncio.Semaphore) -> aiohttp.TraceConfig:
     """Connections are begun in turn; the client's time for a handshake counts from its turn."""
 
-    async def begin(_session: object, call: SimpleNamespace, _of: object) -> None:
-        await begins.acquire()
-        call.begins = True
+    async def begin(_session: object, request_context: SimpleNamespace, _params: object) -> None:
+        await connect_slots.acquire()
+        request_context.begins = True
 
-    async def end(_session: object, call: SimpleNamespace, _of: object) -> None:
-        if vars(call).pop("begins", False):
-            begins.release()
+    async def end(_session: object, request_context: SimpleNamespace, _params: object) -> None:
+        if vars(request_context).pop("begins", False):
+            connect_slots.release()
 
     trace = aiohttp.TraceConfig()
     trace.on_connection_create_start.append(begin)
@@ -151,50 +159,54 @@ def _in_turn(begins: asyncio.Semaphore) -> aiohttp.TraceConfig:
     return trace
 
 
-def _follow(beat: Heartbeat, before: WorkerPlan, plan: WorkerPlan) -> Heartbeat:
-    beat = replace(beat, plan_version=plan.version)
-    if plan.role is not Role.MEMBER:
-        return replace(beat, state=LauncherState.WARM, round=0, membership=plan.membership)
-    if (plan.membership, plan.round) != (before.membership, before.round) or before.role is not Role.MEMBER:
+def _follow_plan(heartbeat: Heartbeat, previous: WorkerPlan, plan: WorkerPlan) -> Heartbeat:
+    heartbeat = replace(heartbeat, plan_version=plan.version)
+    if plan.role is not WorkerRole.MEMBER:
+        return replace(heartbeat, state=LauncherState.WARM, round=0, membership=plan.membership)
+    if (plan.membership, plan.round) != (previous.membership, previous.round) or previous.role is not WorkerRole.MEMBER:
         now = time.time()
         return replace(
-            beat, state=LauncherState.RUNNING, membership=plan.membership, round=plan.round, round_started_at=now,
-            first_step_at=now, steered=True, sync_mode=plan.sync_mode, restarts=0,
+            heartbeat, state=LauncherState.RUNNING, membership=plan.membership, round=plan.round, round_started_at=now,
+            first_step_at=now, managed=True, sync_mode=plan.sync_mode, restarts=0,
         )  # fmt: skip
-    return beat
+    return heartbeat
 
 
-def _now(beat: Heartbeat, plan: WorkerPlan, fleet: Fleet) -> Heartbeat:
+def _update_heartbeat(heartbeat: Heartbeat, plan: WorkerPlan, fleet: SidecarFleet) -> Heartbeat:
     """With the steps that it has taken by now."""
-    if beat.state is not LauncherState.RUNNING:
-        return beat
+    if heartbeat.state is not LauncherState.RUNNING:
+        return heartbeat
     now = time.time()
-    figures = tuple(_figures(rank) for rank in plan.ranks)
-    in_round = int((now - beat.round_started_at) / STEP_SECONDS) + 1
-    return replace(beat, step=int((now - fleet.began) / STEP_SECONDS), steps_in_round=in_round, figures=figures)
+    metrics = tuple(_draw_rank_metrics(rank) for rank in plan.ranks)
+    steps_in_round = int((now - heartbeat.round_started_at) / STEP_SECONDS) + 1
+    return replace(
+        heartbeat, step=int((now - fleet.began) / STEP_SECONDS), steps_in_round=steps_in_round, rank_metrics=metrics
+    )
 
 
-def _figures(rank: int) -> RankFigures:
-    step = STEP_SECONDS * random.uniform(1 - WOBBLE, 1 + WOBBLE)
-    own = (1 - WAITS) * step
-    return RankFigures(rank, 8, step, own, own / 8, step - own, 8, STEP_SECONDS)
+def _draw_rank_metrics(rank: int) -> RankMetrics:
+    step_seconds = STEP_SECONDS * random.uniform(1 - STEP_TIME_VARIATION, 1 + STEP_TIME_VARIATION)
+    own_seconds = (1 - WAIT_SHARE) * step_seconds
+    return RankMetrics(rank, 8, step_seconds, own_seconds, own_seconds / 8, step_seconds - own_seconds, 8, STEP_SECONDS)
 
 
-async def _settings(fleet: Fleet, pod: dict[str, Any]) -> SidecarSettings:
+async def _build_settings(fleet: SidecarFleet, pod: dict[str, Any]) -> SidecarSettings:
     """As the operator has written them into the pod, with a token as the kubelet would get it."""
     metadata, spec = pod["metadata"], pod["spec"]
     containers = [*spec.get("initContainers", ()), *spec["containers"]]
-    variables = {v["name"]: v.get("value", "") for c in containers for v in c.get("env", ())}
-    bound = {"kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"]}
+    variables = {
+        variable["name"]: variable.get("value", "") for container in containers for variable in container.get("env", ())
+    }
+    pod_reference = {"kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"]}
     account = spec.get("serviceAccountName", "default")
     path = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account}/token"
-    request = {"spec": {"audiences": [AUDIENCE], "expirationSeconds": 7200, "boundObjectRef": bound}}
-    answer = await fleet.api.call("POST", path, request)
+    request = {"spec": {"audiences": [AUDIENCE], "expirationSeconds": 7200, "boundObjectRef": pod_reference}}
+    response = await fleet.api.call("POST", path, request)
     file = fleet.folder / f"{metadata['uid']}.token"
     file.touch(mode=0o600)
-    file.write_text(answer["status"]["token"])
+    file.write_text(response["status"]["token"])
     return SidecarSettings(
-        runtime=Runtime(fleet.folder),
+        runtime=RuntimeFolder(fleet.folder),
         job=metadata["labels"][LABEL_JOB],
         worker=metadata["name"],
         operator=variables["PACEKEEPER_OPERATOR"],
@@ -203,17 +215,17 @@ async def _settings(fleet: Fleet, pod: dict[str, Any]) -> SidecarSettings:
     )
 
 
-async def _main(said: dict[str, str]) -> None:
-    context = ssl.create_default_context(cafile=said["authority"])
-    async with connect(said["api"], said["token"], context) as api:
-        fleet = Fleet(api, Path(said["folder"]), OF[said["of"]])
-        watching = asyncio.create_task(api.watch("/api/v1/pods", fleet.hear, LABEL_JOB))
-        while not watching.done():
+async def _run_sidecars(config: dict[str, str]) -> None:
+    context = ssl.create_default_context(cafile=config["authority"])
+    async with connect_api(config["api"], config["token"], context) as api:
+        fleet = SidecarFleet(api, Path(config["folder"]), KIND_FILTERS[config["of"]])
+        watch_task = asyncio.create_task(api.watch("/api/v1/pods", fleet.on_pod_event, LABEL_JOB))
+        while not watch_task.done():
             print(json.dumps({**fleet.counts, "taken_at": fleet.taken_at}), flush=True)
-            await asyncio.sleep(TELL_SECONDS)
-        await watching
+            await asyncio.sleep(REPORT_INTERVAL_SECONDS)
+        await watch_task
 
 
 if __name__ == "__main__":
-    gc.set_threshold(*GARBAGE)
-    asyncio.run(_main(json.loads(sys.stdin.readline())))
+    gc.set_threshold(*SIDECAR_GC_THRESHOLDS)
+    asyncio.run(_run_sidecars(json.loads(sys.stdin.readline())))

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.whatif import SYNTHETIC, measure_elsewhere
+from bench.whatif import SYNTHETIC, measure_in_subprocess
 
-from .figure import Figure
+from .measurement import Measurement
 
 LARGE, SMALL = "10240 workers", "1024 workers"
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def run_measurements(quick: bool) -> Sequence[Measurement]:
     name = SMALL if quick else LARGE
-    found, steps = measure_elsewhere(name), SYNTHETIC[name].steps
+    result, steps = measure_in_subprocess(name), SYNTHETIC[name].steps
     return [
-        Figure(f"what-if, {name}, {steps} steps, every figure", found["total_s"], 3.0, "s", "before: 4.9"),
-        Figure("its memory at the most", found["peak_gb"], 1.0, "GB", "before: 1.5"),
+        Measurement(f"what-if, {name}, {steps} steps, every figure", result["total_s"], 3.0, "s", "before: 4.9"),
+        Measurement("its memory at the most", result["peak_gb"], 1.0, "GB", "before: 1.5"),
     ]

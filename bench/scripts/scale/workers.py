@@ -12,8 +12,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from .figure import Figure
-from .world import NAMESPACE, PATIENT, TAKEN_AT, World, made, say
+from .measurement import Measurement
+from .world import JOB_NAMESPACE, PATIENT_SETTINGS, TAKEN_AT, ScaleTestbed, create_testbed, log_progress
 
 NAME = "large"
 IDLE_SECONDS = 30.0
@@ -21,46 +21,48 @@ SETTLE_SECONDS = 60.0
 """All are back, and polls are as long as they become."""
 CALM_SECONDS = 30.0
 """After a loss: the job trains again, and all have heard so."""
-APART, IN_A_ROW = 3, 5
+SPACED_LOSSES, CONSECUTIVE_LOSSES = 3, 5
 """Losses."""
-PATIENCE_SECONDS = 120.0
+TIMEOUT_SECONDS = 120.0
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def run_measurements(quick: bool) -> Sequence[Measurement]:
     return asyncio.run(_measure(*((40, 2.0) if quick else (5000, CALM_SECONDS))))
 
 
-async def _measure(workers: int, calm: float) -> list[Figure]:
-    async with made(workers + IN_A_ROW, spares_apart=True) as world:
-        world.start_operator(PATIENT)
-        await world.make_job(NAME, workers, spares=IN_A_ROW)
-        await world.wait_until_training(workers, workers + IN_A_ROW)
-        world.restart_operator({})
+async def _measure(workers: int, calm_seconds: float) -> list[Measurement]:
+    async with create_testbed(workers + CONSECUTIVE_LOSSES, spares_apart=True) as testbed:
+        testbed.start_operator(PATIENT_SETTINGS)
+        await testbed.make_job(NAME, workers, spares=CONSECUTIVE_LOSSES)
+        await testbed.wait_until_training(workers, workers + CONSECUTIVE_LOSSES)
+        testbed.restart_operator({})
         await asyncio.sleep(SETTLE_SECONDS)
-        share = await world.idle_share(IDLE_SECONDS)
-        memory = world.memory_mb()
-        say(f"{workers} workers train: {share:.3f} of a core, {memory:.0f} MB")
-        apart = []
-        for index in range(1, APART + 1):
-            apart.append(await _lose(world, index))
-            await asyncio.sleep(calm)
-        in_a_row = [await _lose(world, APART + index) for index in range(1, IN_A_ROW + 1)]
+        share = await testbed.measure_idle_share(IDLE_SECONDS)
+        memory = testbed.read_memory_mb()
+        log_progress(f"{workers} workers train: {share:.3f} of a core, {memory:.0f} MB")
+        spaced_seconds = []
+        for index in range(1, SPACED_LOSSES + 1):
+            spaced_seconds.append(await _lose_worker(testbed, index))
+            await asyncio.sleep(calm_seconds)
+        consecutive_seconds = [
+            await _lose_worker(testbed, SPACED_LOSSES + index) for index in range(1, CONSECUTIVE_LOSSES + 1)
+        ]
     return [
-        Figure(f"cores while {workers} workers of one job train", share, 0.5, "cores"),
-        Figure(f"memory with {workers} workers of one job", memory, 600.0, "MB"),
-        Figure("a lost worker to the plan that replaces it, the longest", max(apart), 3.0, "s"),
-        Figure("the same, one loss right after the other", max(in_a_row), 3.0, "s"),
+        Measurement(f"cores while {workers} workers of one job train", share, 0.5, "cores"),
+        Measurement(f"memory with {workers} workers of one job", memory, 600.0, "MB"),
+        Measurement("a lost worker to the plan that replaces it, the longest", max(spaced_seconds), 3.0, "s"),
+        Measurement("the same, one loss right after the other", max(consecutive_seconds), 3.0, "s"),
     ]
 
 
-async def _lose(world: World, index: int) -> float:
-    """Seconds; infinite where it takes longer than PATIENCE_SECONDS."""
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{NAME}-w{index}-0"
-    taken, began = world.sidecars.get("taken", 0), time.monotonic()
-    await world.api.call("DELETE", path, {"gracePeriodSeconds": 0})
-    if not await world.until(lambda told: told.get("taken", 0) > taken, PATIENCE_SECONDS):
-        say(f"worker {index} is not replaced within {PATIENCE_SECONDS:.0f} s: {world.sidecars}")
+async def _lose_worker(testbed: ScaleTestbed, index: int) -> float:
+    """Seconds; infinite where it takes longer than TIMEOUT_SECONDS."""
+    path = f"/api/v1/namespaces/{JOB_NAMESPACE}/pods/{NAME}-w{index}-0"
+    taken_before, start = testbed.sidecars.get("taken", 0), time.monotonic()
+    await testbed.api.call("DELETE", path, {"gracePeriodSeconds": 0})
+    if not await testbed.wait_until(lambda counts: counts.get("taken", 0) > taken_before, TIMEOUT_SECONDS):
+        log_progress(f"worker {index} is not replaced within {TIMEOUT_SECONDS:.0f} s: {testbed.sidecars}")
         return math.inf
-    seconds = world.sidecars[TAKEN_AT] - began
-    say(f"worker {index} is replaced after {seconds:.2f} s")
+    seconds = testbed.sidecars[TAKEN_AT] - start
+    log_progress(f"worker {index} is replaced after {seconds:.2f} s")
     return seconds

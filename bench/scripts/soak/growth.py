@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-HOUR = 3600.0
-LEAST_SAMPLES, LEAST_HOURS = 8, 0.5
-WARM_UP = 0.25
+HOUR_SECONDS = 3600.0
+MIN_SAMPLES, MIN_HOURS = 8, 0.5
+WARM_UP_SHARE = 0.25
 """Of the time that is known: until then memory fills that is kept and used again."""
-ALLOWED = 0.02
+MAX_GROWTH_SHARE = 0.02
 """Of its level an hour: what grows by less is not told from what settles."""
-SURE = 3.0
+STANDARD_ERRORS = 3.0
 """Standard errors: the slope that is at least there."""
 
 
@@ -30,28 +30,28 @@ class Growth:
 
     @property
     def grows(self) -> bool:
-        return self.slope - SURE * self.error > ALLOWED * self.level
+        return self.slope - STANDARD_ERRORS * self.error > MAX_GROWTH_SHARE * self.level
 
     def to_json(self) -> dict[str, Any]:
         rounded = {"level": self.level, "an_hour": self.slope, "error": self.error, "hours": self.hours}
         return {name: float(f"{value:.3g}") for name, value in rounded.items()} | {"grows": self.grows}
 
 
-def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
+def estimate_growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
     """samples: (seconds, value), in the order of time. None: there are too few, or of too short a time, to tell."""
     if not samples:
         return None
-    begun = samples[0][0] + WARM_UP * (samples[-1][0] - samples[0][0])
-    late = [(at, value) for at, value in samples if at >= begun]
-    if len(late) < LEAST_SAMPLES:
+    warm_at = samples[0][0] + WARM_UP_SHARE * (samples[-1][0] - samples[0][0])
+    steady = [(second, value) for second, value in samples if second >= warm_at]
+    if len(steady) < MIN_SAMPLES:
         return None
-    hours = (np.array([at for at, _ in late]) - late[0][0]) / HOUR
-    values = np.array([value for _, value in late])
+    hours = (np.array([second for second, _ in steady]) - steady[0][0]) / HOUR_SECONDS
+    values = np.array([value for _, value in steady])
     from_mean = hours - hours.mean()
-    if hours[-1] < LEAST_HOURS:
+    if hours[-1] < MIN_HOURS:
         return None
     spread = float((from_mean**2).sum())
     slope = float((from_mean * values).sum()) / spread
-    away = values - values.mean() - slope * from_mean
-    error = math.sqrt(float((away**2).sum()) / (len(late) - 2) / spread)
+    residuals = values - values.mean() - slope * from_mean
+    error = math.sqrt(float((residuals**2).sum()) / (len(steady) - 2) / spread)
     return Growth(float(values.mean()), slope, error, float(hours[-1]))

@@ -11,13 +11,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 
-def portable(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def build_state_dict(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is saved."""
-    model, its = get_state_dict(net, optimizer)
-    return {"model": model, "optimizer": its}
+    model, optimizer_state = get_state_dict(net, optimizer)
+    return {"model": model, "optimizer": optimizer_state}
 
 
-def bring_back(net: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    state = portable(net, optimizer)
+def load_state(net: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    state = build_state_dict(net, optimizer)
     load_checkpoint(state, checkpoint_id=folder)
     set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

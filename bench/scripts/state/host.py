@@ -41,21 +41,23 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
-        order = json.loads(line)
-        answers.write(json.dumps(perform(module, order["function"], order["arguments"], order["timeout"])) + "\n")
+        request = json.loads(line)
+        answers.write(
+            json.dumps(call_in_ranks(module, request["function"], request["arguments"], request["timeout"])) + "\n"
+        )
         answers.flush()
 
 
-def perform(module: ModuleType, function: str, arguments: dict[str, Any], timeout: float) -> Any:
+def call_in_ranks(module: ModuleType, function: str, arguments: dict[str, Any], timeout: float) -> Any:
     """What each rank gave back, or an error."""
     folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-"))
-    ranks = [partial(rank_main, module, function, arguments, rank, folder / "store") for rank in range(RANKS)]
+    ranks = [partial(run_rank, module, function, arguments, rank, folder / "store") for rank in range(RANKS)]
     answers = run_ranks(ranks, folder, timeout)
     shutil.rmtree(folder)
     return answers if isinstance(answers, dict) else [answer["value"] for answer in answers]
 
 
-def rank_main(module: ModuleType, function: str, arguments: dict[str, Any], rank: int, store: Path) -> dict[str, Any]:
+def run_rank(module: ModuleType, function: str, arguments: dict[str, Any], rank: int, store: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS, timeout=TIMEOUT)

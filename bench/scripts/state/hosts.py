@@ -9,29 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from ..host_process import HostFailedError, HostProcess
-from ..stragglers.hosts import LAST_WORDS, torchft_python
+from ..stragglers.hosts import MAX_ERROR_OUTPUT_CHARACTERS, prepare_torchft_python
 
 
 class SideFailedError(RuntimeError):
     """A side gave nothing back. That is a result of its own too."""
 
 
-class Host:
+class RankHost:
     """Has a module's functions called by all ranks."""
 
     def __init__(self, module: str, python: Path | None, logs: Path) -> None:
         """`python`: None: of torchft's environment."""
         arguments = ["-m", f"{__package__}.host", module]
-        self._process = HostProcess(lambda: python or torchft_python(), arguments, logs / f"{module}.log")
+        self._process = HostProcess(lambda: python or prepare_torchft_python(), arguments, logs / f"{module}.log")
 
     def call(self, function: str, timeout: float, **arguments: Any) -> list[Any]:
         """What each rank gave back, in rank order. Raises SideFailedError with a traceback, or the host's words."""
         try:
-            answer = self._process.ask({"function": function, "arguments": arguments, "timeout": timeout})
+            answer = self._process.request({"function": function, "arguments": arguments, "timeout": timeout})
         except HostFailedError as error:
-            raise SideFailedError(f"{function}: {str(error)[-LAST_WORDS:]}") from error
+            raise SideFailedError(f"{function}: {str(error)[-MAX_ERROR_OUTPUT_CHARACTERS:]}") from error
         if isinstance(answer, dict):
-            raise SideFailedError(f"{function}: {answer['error'][-LAST_WORDS:]}")
+            raise SideFailedError(f"{function}: {answer['error'][-MAX_ERROR_OUTPUT_CHARACTERS:]}")
         ranks: list[Any] = answer
         return ranks
 
@@ -40,9 +40,9 @@ class Host:
 
 
 @contextmanager
-def hosts(logs: Path) -> Iterator[tuple[Host, Host]]:
+def start_hosts(logs: Path) -> Iterator[tuple[RankHost, RankHost]]:
     """Of ours and of torch's own checkpoints, which are in one environment, and of torchft."""
-    ours, torchft = Host("with_pacekeeper", Path(sys.executable), logs), Host("with_torchft", None, logs)
+    ours, torchft = RankHost("with_pacekeeper", Path(sys.executable), logs), RankHost("with_torchft", None, logs)
     try:
         yield ours, torchft
     finally:

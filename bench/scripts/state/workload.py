@@ -12,7 +12,7 @@ LAYER_BYTES = 3 * 4 * WIDTH * WIDTH
 """Of the state: the layer's parameters and their two moments, in 32 bits."""
 
 
-def layers_for(nbytes: int) -> int:
+def count_layers(nbytes: int) -> int:
     """So many that a rank's part of the state has about so many bytes."""
     return max(1, round(nbytes / LAYER_BYTES))
 
@@ -31,7 +31,7 @@ def make_optimizer(net: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr=1e-3)
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """One step."""
     generator = torch.Generator().manual_seed(seed)
     device = next(net.parameters()).device
@@ -40,13 +40,13 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def list_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """This rank's parameters and moments."""
-    moments = [its[name] for its in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    shards = [getattr(its, "to_local", lambda its=its: its)() for its in [*net.parameters(), *moments]]
-    return [its.detach() for its in shards]
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    shards = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in [*net.parameters(), *moments]]
+    return [shard.detach() for shard in shards]
 
 
-def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+def compute_digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     """Of each tensor, its 32-bit words added up: another one where any single bit is another."""
-    return [int(its.view(torch.int32).sum(dtype=torch.int64)) for its in tensors_of(net, optimizer)]
+    return [int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in list_tensors(net, optimizer)]

@@ -15,86 +15,92 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import pacekeeper as pk
-from bench.overhead import restore_functions, saved_functions
-from pacekeeper.observe.collectives import unwatch
-from pacekeeper_analysis.plan import SyncMode
+from bench.overhead import restore_functions, save_functions
+from pacekeeper.observe.collectives.collective_monitor import exclude_group
+from pacekeeper_analysis.protocol.plan import SyncMode
 
-from .ddp import local_batch
+from .ddp import get_local_batch
 from .run import GLOBAL_BATCH, LOCAL_BATCH, Outcome, Place, Run
 from .with_pacekeeper import prepare_runtime
-from .workload import GPT, Pace, SourceCode, loss_sum, make_optimizer
+from .workload import GPT, SourceCode, StepPacer, compute_loss_sum, make_optimizer
 
-BLOCK = 8
+BLOCK_STEPS = 8
 """Steps."""
 
 
-def sync(run: Run, place: Place) -> Outcome:
-    return alternate(run, place, SyncMode.SYNC)
+def compare_sync(run: Run, place: Place) -> Outcome:
+    return alternate_blocks(run, place, SyncMode.SYNC)
 
 
-def edit(run: Run, place: Place) -> Outcome:
-    return alternate(run, place, SyncMode.EDIT)
+def compare_edit(run: Run, place: Place) -> Outcome:
+    return alternate_blocks(run, place, SyncMode.EDIT)
 
 
-def alternate(run: Run, place: Place, mode: SyncMode) -> Outcome:
+def alternate_blocks(run: Run, place: Place, mode: SyncMode) -> Outcome:
     """Seconds a step in pairs of blocks; of the run's steps, half are made by each side."""
     prepare_runtime(run, place, mode)
-    plain = saved_functions()
+    plain_functions = save_functions()
     job = pk.init(seed=run.seed)
-    watched = saved_functions()
+    recording_functions = save_functions()
     data = SourceCode(run.samples, run.seed)
-    ours = our_steps(run, place, job, data)
+    our_steps = iterate_our_steps(run, place, job, data)
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    unwatch(group)
-    theirs = plain_steps(run, place, group, data)
+    exclude_group(group)
+    their_steps = iterate_plain_steps(run, place, group, data)
 
-    def block(steps: Iterator[None], functions: dict[str, object]) -> float:
+    def time_block(steps: Iterator[None], functions: dict[str, object]) -> float:
         restore_functions(functions)
         dist.barrier(group)
-        return statistics.median(timed(lambda: next(steps)) for _ in range(BLOCK))
+        return statistics.median(time_step(lambda: next(steps)) for _ in range(BLOCK_STEPS))
 
     blocks = []
-    for pair in range(run.steps // (2 * BLOCK)):
+    for pair in range(run.steps // (2 * BLOCK_STEPS)):
         if pair % 2:
-            our_seconds, their_seconds = block(ours, watched), block(theirs, plain)
+            our_seconds, their_seconds = (
+                time_block(our_steps, recording_functions),
+                time_block(their_steps, plain_functions),
+            )
         else:
-            their_seconds, our_seconds = block(theirs, plain), block(ours, watched)
+            their_seconds, our_seconds = (
+                time_block(their_steps, plain_functions),
+                time_block(our_steps, recording_functions),
+            )
         blocks.append((their_seconds, our_seconds))
     return Outcome([], [], blocks=blocks[1:])
 
 
-def our_steps(run: Run, place: Place, job: pk.Job, data: SourceCode) -> Iterator[None]:
+def iterate_our_steps(run: Run, place: Place, job: pk.Job, data: SourceCode) -> Iterator[None]:
     """Makes a step each time it is asked for the next item."""
-    pace = Pace(run.costs(), place.rank, run.unit_seconds)
-    model = GPT(pace)
+    pacer = StepPacer(run.draw_costs(), place.rank, run.unit_seconds)
+    model = GPT(pacer)
     replica = job.replicate(model, units=lambda gpt: gpt.blocks)
     optimizer = job.optimizer(make_optimizer(model, run.learning_rate), warmup_steps=0)
     loader = job.dataloader(data, GLOBAL_BATCH, max_microbatch=GLOBAL_BATCH, shuffle=False)
     for step in job.steps(loader):
         for positions, x, y in step.microbatches():
-            pace.begin(positions.tolist())
-            (loss_sum(replica, x, y) / step.total_weight).backward()
+            pacer.begin(positions.tolist())
+            (compute_loss_sum(replica, x, y) / step.total_weight).backward()
         optimizer.step()
         optimizer.zero_grad()
         yield
 
 
-def plain_steps(run: Run, place: Place, group: dist.ProcessGroup, data: SourceCode) -> Iterator[None]:
-    pace = Pace(run.costs(), place.rank, run.unit_seconds)
-    model = GPT(pace)
+def iterate_plain_steps(run: Run, place: Place, group: dist.ProcessGroup, data: SourceCode) -> Iterator[None]:
+    pacer = StepPacer(run.draw_costs(), place.rank, run.unit_seconds)
+    model = GPT(pacer)
     replica = DistributedDataParallel(model, process_group=group)
     optimizer = make_optimizer(model, run.learning_rate)
-    batches = [list(local_batch(step, place.rank)) for step in range(run.steps)]
+    batches = [list(get_local_batch(step, place.rank)) for step in range(run.steps)]
     for positions, x, y in DataLoader(data, batch_sampler=batches):
-        pace.begin(positions.tolist())
-        (loss_sum(replica, x, y) / LOCAL_BATCH).backward()
+        pacer.begin(positions.tolist())
+        (compute_loss_sum(replica, x, y) / LOCAL_BATCH).backward()
         optimizer.step()
         optimizer.zero_grad()
         yield
 
 
-def timed(step: Callable[[], None]) -> float:
+def time_step(step: Callable[[], None]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

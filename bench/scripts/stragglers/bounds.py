@@ -2,9 +2,9 @@
 
 All take whole samples in the order of the stream, and no sample twice. The bound is the better of two: shares of each
 global batch that are chosen with that batch's draws known beforehand, and leases of a single sample, taken whenever a
-rank is free. Both are better than what a system can do that learns of a draw by waiting for it, or that works in
-local batches; `fixed_shares`, `leases` of a local batch and `local_sgd` tell how much of the bound is within reach of
-those.
+rank is free. Both are better than what a system can do that learns of a draw by waiting for it, or that works in local
+batches; `find_fixed_shares`, `compute_lease_rate` of a local batch and `compute_local_sgd_rate` tell how much of the
+bound is within reach of those.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from .draws import Costs
 Shares = tuple[int, ...]
 
 
-def bound(costs: Costs, global_batch: int) -> float:
+def compute_bound(costs: Costs, global_batch: int) -> float:
     """Samples a unit of time of the best integer schedule; `costs` [rank, sample]."""
-    return max(foreseen_shares(costs, global_batch), leases(costs, 1))
+    return max(compute_foreseen_rate(costs, global_batch), compute_lease_rate(costs, 1))
 
 
-def fixed_shares(costs: Costs, global_batch: int) -> tuple[Shares, float]:
+def find_fixed_shares(costs: Costs, global_batch: int) -> tuple[Shares, float]:
     """The integer shares, kept throughout, that were the fastest, and their samples a unit of time."""
-    candidates = all_shares(global_batch, len(costs))
-    seconds = step_times(costs, candidates, global_batch).sum(axis=1)
+    candidates = list_shares(global_batch, len(costs))
+    seconds = compute_step_times(costs, candidates, global_batch).sum(axis=1)
     best = int(seconds.argmin())
-    return tuple(candidates[best].tolist()), _samples(costs, global_batch) / float(seconds[best])
+    return tuple(candidates[best].tolist()), _count_samples(costs, global_batch) / float(seconds[best])
 
 
-def foreseen_shares(costs: Costs, global_batch: int) -> float:
+def compute_foreseen_rate(costs: Costs, global_batch: int) -> float:
     """Samples a unit of time where each batch is shared out in the best way for its own draws."""
-    seconds = step_times(costs, all_shares(global_batch, len(costs)), global_batch)
-    return _samples(costs, global_batch) / float(seconds.min(axis=0).sum())
+    seconds = compute_step_times(costs, list_shares(global_batch, len(costs)), global_batch)
+    return _count_samples(costs, global_batch) / float(seconds.min(axis=0).sum())
 
 
-def shares_rate(costs: Costs, shares: Shares) -> float:
+def compute_shares_rate(costs: Costs, shares: Shares) -> float:
     """Samples a unit of time where every global batch is dealt out by `shares` and all wait for the last rank."""
-    seconds = step_times(costs, np.array([shares]), sum(shares))
-    return _samples(costs, sum(shares)) / float(seconds.sum())
+    seconds = compute_step_times(costs, np.array([shares]), sum(shares))
+    return _count_samples(costs, sum(shares)) / float(seconds.sum())
 
 
-def leases(costs: Costs, lease: int) -> float:
+def compute_lease_rate(costs: Costs, lease: int) -> float:
     """Samples a unit of time where each rank takes the stream's next `lease` samples as soon as it is free.
 
     No rank ever waits, so the rate is the sum of the ranks' own rates.
@@ -66,47 +66,52 @@ def leases(costs: Costs, lease: int) -> float:
     return float((taken[busy > 0] / busy[busy > 0]).sum())
 
 
-def local_sgd(costs: Costs, lease: int, batch: int, sync_every: int) -> float:
-    """Samples a unit of time of ranks that lease as in `leases`, in steps of `batch` samples, and synchronise.
+def compute_local_sgd_rate(costs: Costs, lease: int, batch: int, sync_every: int) -> float:
+    """Samples a unit of time of ranks that lease as in `compute_lease_rate`, in steps of `batch` samples, and
+    synchronize.
 
-    A rank joins a synchronisation with the step that ends nearest to `sync_every` undisturbed steps after the last one,
+    A rank joins a synchronization with the step that ends nearest to `sync_every` undisturbed steps after the last one,
     as AsyncEDiT does, and waits there for the others. A lease of `batch` samples is a whole step's.
     """
     ranks, samples = costs.shape
     summed = np.concatenate([np.zeros((ranks, 1)), costs.cumsum(axis=1)], axis=1)
     recent = [deque[float](maxlen=8) for _ in range(ranks)]
-    began, next_, taken, finished = 0.0, 0, 0, 0.0
+    began, next_sample, taken, finished = 0.0, 0, 0, 0.0
     while True:
         # When a rank is free, which one, when its step began, and how many of its samples are done.
         free = [(began, rank, began, 0) for rank in range(ranks)]
-        last, of_period = began, 0
+        last_end, period_samples = began, 0
         while free:
-            at, rank, step_began, done = heapq.heappop(free)
-            end = min(next_ + lease, next_ + batch - done)
+            at, rank, step_began, done_samples = heapq.heappop(free)
+            end = min(next_sample + lease, next_sample + batch - done_samples)
             if end > samples:
                 return taken / finished
-            at += float(summed[rank, end] - summed[rank, next_])
-            of_period, done, next_ = of_period + end - next_, done + end - next_, end
-            if done < batch:
-                heapq.heappush(free, (at, rank, step_began, done))
+            at += float(summed[rank, end] - summed[rank, next_sample])
+            period_samples, done_samples, next_sample = (
+                period_samples + end - next_sample,
+                done_samples + end - next_sample,
+                end,
+            )
+            if done_samples < batch:
+                heapq.heappush(free, (at, rank, step_began, done_samples))
                 continue
             recent[rank].append(at - step_began)
             if at - began + median(recent[rank]) / 2 >= sync_every * batch:
-                last = max(last, at)
+                last_end = max(last_end, at)
             else:
                 heapq.heappush(free, (at, rank, at, 0))
-        began, taken, finished = last, taken + of_period, last
+        began, taken, finished = last_end, taken + period_samples, last_end
 
 
-def step_times(costs: Costs, candidates: npt.NDArray[np.int64], global_batch: int) -> Costs:
+def compute_step_times(costs: Costs, candidates: npt.NDArray[np.int64], global_batch: int) -> Costs:
     """Time of each whole global batch under each candidate's shares: [candidate, batch].
 
     The shares are dealt out in rank order, as the loader does.
     """
     ranks = len(costs)
     batches = costs.shape[1] // global_batch
-    of_batches = costs[:, : batches * global_batch].reshape(ranks, batches, global_batch)
-    summed = np.concatenate([np.zeros((ranks, batches, 1)), of_batches.cumsum(axis=2)], axis=2)
+    batch_costs = costs[:, : batches * global_batch].reshape(ranks, batches, global_batch)
+    summed = np.concatenate([np.zeros((ranks, batches, 1)), batch_costs.cumsum(axis=2)], axis=2)
     ends = candidates.cumsum(axis=1)
     slowest = np.zeros((len(candidates), batches))
     for rank in range(ranks):
@@ -115,13 +120,13 @@ def step_times(costs: Costs, candidates: npt.NDArray[np.int64], global_batch: in
     return slowest
 
 
-def all_shares(total: int, ranks: int) -> npt.NDArray[np.int64]:
+def list_shares(total: int, ranks: int) -> npt.NDArray[np.int64]:
     """Every way to give each of `ranks` ranks one of `total` samples or more: [way, rank]."""
     cuts = np.array(list(combinations(range(1, total), ranks - 1)), dtype=np.int64).reshape(-1, ranks - 1)
     edges = np.concatenate([np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), total)], axis=1)
     return np.diff(edges, axis=1)
 
 
-def _samples(costs: Costs, global_batch: int) -> int:
+def _count_samples(costs: Costs, global_batch: int) -> int:
     """In whole global batches."""
     return int(costs.shape[1]) // global_batch * global_batch

@@ -42,17 +42,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
-        order = json.loads(line)
-        answers.write(json.dumps(perform(Run.from_json(order["run"]), order["timeout"])) + "\n")
+        request = json.loads(line)
+        answers.write(json.dumps(perform_run(Run.from_json(request["run"]), request["timeout"])) + "\n")
         answers.flush()
 
 
-def perform(run: Run, timeout: float) -> Any:
+def perform_run(run: Run, timeout: float) -> Any:
     """The ranks' outcomes as JSON, or an error."""
     folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-", dir="/dev/shm"))
-    ports = free_ports(RANKS + 1)
+    ports = find_free_ports(RANKS + 1)
     places = [Place(rank, ports, folder) for rank in range(RANKS)]
-    outcome = run_ranks([partial(rank_main, run, place) for place in places], folder, timeout)
+    outcome = run_ranks([partial(run_rank, run, place) for place in places], folder, timeout)
     shutil.rmtree(folder)
     return outcome
 
@@ -60,9 +60,9 @@ def perform(run: Run, timeout: float) -> Any:
 def run_ranks(ranks: Sequence[Callable[[], dict[str, Any]]], folder: Path, timeout: float) -> Any:
     """What each rank gave back from a process of its own, in rank order, or an error. All of them have ended."""
     paths = [folder / f"outcome-{rank}.json" for rank in range(len(ranks))]
-    children = [fork(work, rank, path) for rank, (work, path) in enumerate(zip(ranks, paths, strict=True))]
+    children = [fork_rank(work, rank, path) for rank, (work, path) in enumerate(zip(ranks, paths, strict=True))]
     try:
-        wait_for(children, paths, timeout)
+        wait_for_ranks(children, paths, timeout)
     finally:
         for pid in children:
             os.kill(pid, signal.SIGKILL)  # ended or not: a child that nobody has waited for keeps its id
@@ -75,7 +75,7 @@ def run_ranks(ranks: Sequence[Callable[[], dict[str, Any]]], folder: Path, timeo
     return answers
 
 
-def fork(work: Callable[[], dict[str, Any]], rank: int, path: Path) -> int:
+def fork_rank(work: Callable[[], dict[str, Any]], rank: int, path: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -88,7 +88,7 @@ def fork(work: Callable[[], dict[str, Any]], rank: int, path: Path) -> int:
     os._exit(0)
 
 
-def rank_main(run: Run, place: Place) -> dict[str, Any]:
+def run_rank(run: Run, place: Place) -> dict[str, Any]:
     from . import sides
 
     if run.namespaces:
@@ -104,19 +104,19 @@ def rank_main(run: Run, place: Place) -> dict[str, Any]:
         MASTER_PORT=str(place.ports[0]),
         GLOO_SOCKET_IFNAME=run.interface,
     )
-    return sides.find(run.side)(run, place).to_json()
+    return sides.find_side(run.side)(run, place).to_json()
 
 
-def wait_for(children: list[int], answers: list[Path], timeout: float) -> None:
+def wait_for_ranks(children: list[int], paths: list[Path], timeout: float) -> None:
     """Until all have ended, or the time is over; when one has ended badly, its peers have a few seconds left."""
     deadline = time.monotonic() + timeout
-    running = {os.pidfd_open(pid): answer for pid, answer in zip(children, answers, strict=True)}
-    while running and (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select(list(running), [], [], left)
+    running = {os.pidfd_open(pid): path for pid, path in zip(children, paths, strict=True)}
+    while running and (remaining := deadline - time.monotonic()) > 0:
+        ready, _, _ = select.select(list(running), [], [], remaining)
         for fd in ready:
             os.close(fd)
-            answer = running.pop(fd)
-            if not answer.exists() or "error" in json.loads(answer.read_text()):
+            path = running.pop(fd)
+            if not path.exists() or "error" in json.loads(path.read_text()):
                 deadline = min(deadline, time.monotonic() + 3)
     for fd in running:
         os.close(fd)
@@ -128,7 +128,7 @@ def enter_network(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"network namespace {namespace}")
 
 
-def free_ports(count: int) -> tuple[int, ...]:
+def find_free_ports(count: int) -> tuple[int, ...]:
     """Of the loopback, all different."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -16,11 +16,10 @@ from testcluster.settings import CACHE
 
 from ..host_process import HostFailedError, HostProcess
 from .run import Outcome, Run
-from .sides import LEAVING_OUT
-from .sides import TORCHFT as TORCHFT_SIDES
+from .sides import LEAVING_OUT_SIDES, TORCHFT_SIDES
 
-TORCHFT = "0.2.0"
-LAST_WORDS = 2000
+TORCHFT_VERSION = "0.2.0"
+MAX_ERROR_OUTPUT_CHARACTERS = 2000
 """Characters of a failure that are kept."""
 PREIMPORTS = {
     "torchft": ("torchft.local_sgd", "torchft.coordination"),
@@ -49,7 +48,7 @@ class Hosts:
     def __init__(self, logs: Path) -> None:
         self._processes = {
             kind: HostProcess(python, ["-m", f"{__package__}.host", *PREIMPORTS[kind]], logs / f"{kind}.log")
-            for kind, python in (("torchft", torchft_python), ("pacekeeper", lambda: Path(sys.executable)))
+            for kind, python in (("torchft", prepare_torchft_python), ("pacekeeper", lambda: Path(sys.executable)))
         }
         self.failures: list[Failure] = []
 
@@ -59,14 +58,16 @@ class Hosts:
             try:
                 return self._perform(run, timeout)
             except RunFailedError as error:
-                say(f"failed, attempt {attempt} of {tries}: {error}")
-                self.failures.append(Failure(run.side, run.scenario, run.seed, attempt, str(error)[-LAST_WORDS:]))
+                log_progress(f"failed, attempt {attempt} of {tries}: {error}")
+                self.failures.append(
+                    Failure(run.side, run.scenario, run.seed, attempt, str(error)[-MAX_ERROR_OUTPUT_CHARACTERS:])
+                )
         raise RunFailedError(self.failures[-1].reason)
 
     def _perform(self, run: Run, timeout: float) -> list[Outcome]:
-        kind = "torchft" if run.side in (*TORCHFT_SIDES, *LEAVING_OUT) else "pacekeeper"
+        kind = "torchft" if run.side in (*TORCHFT_SIDES, *LEAVING_OUT_SIDES) else "pacekeeper"
         try:
-            answer = self._processes[kind].ask({"run": run.to_json(), "timeout": timeout})
+            answer = self._processes[kind].request({"run": run.to_json(), "timeout": timeout})
         except HostFailedError as error:
             raise RunFailedError(f"{run}: {error}") from error
         if "error" in answer:
@@ -79,36 +80,36 @@ class Hosts:
 
 
 @contextmanager
-def hosts() -> Iterator[Hosts]:
+def start_hosts() -> Iterator[Hosts]:
     with tempfile.TemporaryDirectory(prefix="pacekeeper-bench-") as folder:
-        started = Hosts(Path(folder))
+        hosts = Hosts(Path(folder))
         try:
-            yield started
+            yield hosts
         finally:
-            started.close()
+            hosts.close()
 
 
-def torchft_python() -> Path:
+def prepare_torchft_python() -> Path:
     """torchft with the very torch that we run on, kept outside the checkout by both versions."""
     torch = metadata.version("torch").split("+")[0]
-    folder = CACHE / f"venv-torchft-{TORCHFT}-torch-{torch}"
+    folder = CACHE / f"venv-torchft-{TORCHFT_VERSION}-torch-{torch}"
     python, ready = folder / "bin/python", folder / ".ready"
     if not ready.exists():
-        say(f"making an environment with torchft {TORCHFT} and torch {torch} …")
-        _run(sys.executable, "-m", "venv", "--clear", folder)
-        packages = (f"torchft=={TORCHFT}", f"torch=={torch}", "numpy")
+        log_progress(f"making an environment with torchft {TORCHFT_VERSION} and torch {torch} …")
+        _run_command(sys.executable, "-m", "venv", "--clear", folder)
+        packages = (f"torchft=={TORCHFT_VERSION}", f"torch=={torch}", "numpy")
         uv = Path(sys.executable).with_name("uv")
         if uv.exists():
-            _run(uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python, *packages)
+            _run_command(uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python, *packages)
         else:
-            _run(python, "-m", "pip", "install", "--quiet", *packages)
+            _run_command(python, "-m", "pip", "install", "--quiet", *packages)
         ready.touch()
     return python
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _run(*command: Any) -> None:
+def _run_command(*command: Any) -> None:
     subprocess.run([str(part) for part in command], check=True, timeout=1800)

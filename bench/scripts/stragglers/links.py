@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from testcluster.shell import run, succeeds
+from testcluster.shell import is_successful, run_command
 
 from .draws import SLOW_RANK
 
@@ -27,7 +27,7 @@ class Network:
 
 
 @contextmanager
-def network(ranks: int, rate: str) -> Iterator[Network | None]:
+def create_network(ranks: int, rate: str) -> Iterator[Network | None]:
     """All links are as fast as memory but that of SLOW_RANK, `rate` (in tc's words) both ways.
 
     None: this machine does not allow it; root and iproute2 are needed.
@@ -35,37 +35,39 @@ def network(ranks: int, rate: str) -> Iterator[Network | None]:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         yield None
         return
-    made = Network(
+    network = Network(
         tuple(f"{PREFIX}-{rank}" for rank in range(ranks)), tuple(f"10.213.0.{rank + 1}" for rank in range(ranks))
     )
     try:
-        _remove(made)
-        _make(made, rate)
-        yield made
+        _remove_network(network)
+        _add_network(network, rate)
+        yield network
     finally:
-        _remove(made)
+        _remove_network(network)
 
 
-def _make(made: Network, rate: str) -> None:
-    run("ip", "netns", "add", SWITCH)
-    run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
-    run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
-    for rank, (namespace, address) in enumerate(zip(made.namespaces, made.addresses, strict=True)):
+def _add_network(network: Network, rate: str) -> None:
+    run_command("ip", "netns", "add", SWITCH)
+    run_command("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+    run_command("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+    for rank, (namespace, address) in enumerate(zip(network.namespaces, network.addresses, strict=True)):
         port = f"port{rank}"
-        run("ip", "netns", "add", namespace)
-        run("ip", "-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
-        run("ip", "-n", SWITCH, "link", "set", port, "master", "bridge0", "up")
-        run("ip", "-n", namespace, "link", "set", "lo", "up")
-        run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
-        run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+        run_command("ip", "netns", "add", namespace)
+        run_command(
+            "ip", "-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace
+        )
+        run_command("ip", "-n", SWITCH, "link", "set", port, "master", "bridge0", "up")
+        run_command("ip", "-n", namespace, "link", "set", "lo", "up")
+        run_command("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
+        run_command("ip", "-n", namespace, "link", "set", INTERFACE, "up")
         if rank == SLOW_RANK:
-            for place, device in ((namespace, INTERFACE), (SWITCH, port)):
-                shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
-                run("tc", "-n", place, "qdisc", "replace", "dev", device, *shape)
+            for location, device in ((namespace, INTERFACE), (SWITCH, port)):
+                tbf_options = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+                run_command("tc", "-n", location, "qdisc", "replace", "dev", device, *tbf_options)
 
 
-def _remove(made: Network) -> None:
+def _remove_network(network: Network) -> None:
     """Deleting a namespace takes the links with it."""
-    for namespace in (*made.namespaces, SWITCH):
-        if succeeds("ip", "netns", "pids", namespace):
-            run("ip", "netns", "delete", namespace)
+    for namespace in (*network.namespaces, SWITCH):
+        if is_successful("ip", "netns", "pids", namespace):
+            run_command("ip", "netns", "delete", namespace)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from .diaries import Entry
+from .diaries import DiaryEntry
 from .draws import Costs, Scenario, draw_costs
 
 RANKS = 4
@@ -30,14 +30,14 @@ class Run:
     unit_seconds: float
     """What a sample costs an undisturbed rank; 0: nothing is slept."""
     sync_every: int
-    """Local steps between two synchronisations, of the sides that have such."""
+    """Local steps between two synchronizations, of the sides that have such."""
     learning_rate: float = 2e-3
     decays: bool = False
     """Whether the learning rate falls to zero along the run, in a straight line."""
     shares: tuple[int, ...] | None = None
     snapshot_every: int = 0
     """Global batches between two snapshots of the common parameters, for the held-out loss; 0: none. Of the sides that
-    synchronise now and then it is the next synchronisation."""
+    synchronize now and then it is the next synchronization."""
     warmup_steps: int = 0
     """Of our Local-SGD modes, in Sync."""
     addresses: tuple[str, ...] = ("127.0.0.1",) * RANKS
@@ -48,14 +48,14 @@ class Run:
 
     @property
     def sync_seconds(self) -> float:
-        """For the sides that synchronise by the clock: what `sync_every` undisturbed steps take."""
+        """For the sides that synchronize by the clock: what `sync_every` undisturbed steps take."""
         return self.sync_every * LOCAL_BATCH * self.unit_seconds
 
-    def rate_left(self, samples: int) -> float:
+    def compute_rate_factor(self, samples: int) -> float:
         """Factor of the learning rate when the job has used so many samples."""
         return max(0.0, 1 - samples / self.samples) if self.decays else 1.0
 
-    def costs(self) -> Costs:
+    def draw_costs(self) -> Costs:
         """[rank, sample]; some more samples than the run uses, since the last lease may reach beyond its end."""
         return draw_costs(self.scenario, RANKS, self.samples, GLOBAL_BATCH, self.seed)
 
@@ -87,7 +87,7 @@ class Place:
 class Outcome:
     """What one rank gives back."""
 
-    diary: list[Entry]
+    diary: list[DiaryEntry]
     weights: list[float]
     """Of this rank's data in the result of each period, from 1 on."""
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -100,6 +100,6 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        entries = [Entry(**(entry | {"samples": tuple(entry["samples"])})) for entry in data["diary"]]
+        entries = [DiaryEntry(**(entry | {"samples": tuple(entry["samples"])})) for entry in data["diary"]]
         pairs = {name: [tuple(pair) for pair in data[name]] for name in ("losses", "blocks")}
         return cls(diary=entries, weights=data["weights"], **pairs)

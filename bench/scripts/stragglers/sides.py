@@ -9,21 +9,32 @@ from .run import Outcome, Place, Run
 
 Side = Callable[[Run, Place], Outcome]
 
-PLAIN = {"ddp": "ddp:run"}
-TORCHFT = {"torchft_local_sgd": "with_torchft:local_sgd", "torchft_diloco": "with_torchft:diloco"}
-LEAVING_OUT = {"torchft_without_late": "with_torchft:without_late"}
-OURS = {"shares": "with_pacekeeper:shares", "edit": "with_pacekeeper:edit", "aedit": "with_pacekeeper:aedit"}
-ALTERNATE = {"cost_of_sync": "alternate:sync", "cost_of_edit": "alternate:edit"}
+PLAIN_SIDES = {"ddp": "ddp:train_ddp"}
+TORCHFT_SIDES = {"torchft_local_sgd": "with_torchft:train_local_sgd", "torchft_diloco": "with_torchft:train_diloco"}
+LEAVING_OUT_SIDES = {"torchft_without_late": "with_torchft:train_without_late"}
+OUR_SIDES = {
+    "shares": "with_pacekeeper:train_shares",
+    "edit": "with_pacekeeper:train_edit",
+    "aedit": "with_pacekeeper:train_aedit",
+}
+ALTERNATING_RUNS = {"cost_of_sync": "alternate:compare_sync", "cost_of_edit": "alternate:compare_edit"}
 """Not sides of their own: ours in this mode against DDP, in turns."""
-SWITCHES = {"switches": "with_pacekeeper:switches"}
+SWITCHING_RUNS = {"switches": "with_pacekeeper:train_switching"}
 """Ours, from one mode to the next."""
 
-EVERY_STEP = ("ddp", "shares")
-"""Synchronise in each step."""
-SIDES = (*PLAIN, *TORCHFT, *OURS)
+SYNCHRONOUS_SIDES = ("ddp", "shares")
+"""Synchronize in each step."""
+SIDES = (*PLAIN_SIDES, *TORCHFT_SIDES, *OUR_SIDES)
 
 
-def find(name: str) -> Side:
-    module, function = {**PLAIN, **TORCHFT, **OURS, **LEAVING_OUT, **ALTERNATE, **SWITCHES}[name].split(":")
+def find_side(name: str) -> Side:
+    module, function = {
+        **PLAIN_SIDES,
+        **TORCHFT_SIDES,
+        **OUR_SIDES,
+        **LEAVING_OUT_SIDES,
+        **ALTERNATING_RUNS,
+        **SWITCHING_RUNS,
+    }[name].split(":")
     side: Side = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     return side

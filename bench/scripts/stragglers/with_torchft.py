@@ -3,9 +3,9 @@
 At its best: the lighthouse looks for a quorum every 10 ms instead of every 100, models begin alike and are not sent
 around (init_sync=False), DiLoCo sends its pseudo-gradients in one bucket.
 
-Usually all four replicas belong to each quorum, and no rank's work is thrown away. `without_late` lets the quorum go on
-without a rank that is later than JOIN_TIMEOUT_MS: nobody waits for it, and its work is lost when it comes, since it is
-then given the state of the others.
+Usually all four replicas belong to each quorum, and no rank's work is thrown away. `train_without_late` lets the quorum
+go on without a rank that is later than JOIN_TIMEOUT_MS: no rank waits for it, and its work is lost when it comes, since
+it is then given the state of the others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found, 
 from torchft.coordination import LighthouseServer  # type: ignore[import-not-found, unused-ignore]
 from torchft.local_sgd import DiLoCo, LocalSGD  # type: ignore[import-not-found, unused-ignore]
 
-from .ddp import local_batch
+from .ddp import get_local_batch
 from .run import GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Place, Run
-from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
+from .workload import GPT, LossSnapshots, SourceCode, StepPacer, compute_loss_sum, make_optimizer
 
 TIMEOUT = timedelta(seconds=120)
 QUORUM_TICK_MS = 10
@@ -34,18 +34,18 @@ JOIN_TIMEOUT_MS = 200
 Wrapper = Callable[[Manager, GPT, torch.optim.Optimizer], AbstractContextManager[Any]]
 
 
-def local_sgd(run: Run, place: Place) -> Outcome:
-    return train(run, place, lambda manager, model, inner: LocalSGD(manager, model, inner, run.sync_every))
+def train_local_sgd(run: Run, place: Place) -> Outcome:
+    return train_wrapped(run, place, lambda manager, model, inner: LocalSGD(manager, model, inner, run.sync_every))
 
 
-def without_late(run: Run, place: Place) -> Outcome:
+def train_without_late(run: Run, place: Place) -> Outcome:
     """LocalSGD whose quorum needs three of the four ranks."""
-    return train(
+    return train_wrapped(
         run, place, lambda manager, model, inner: LocalSGD(manager, model, inner, run.sync_every), quorum=RANKS - 1
     )
 
 
-def diloco(run: Run, place: Place) -> Outcome:
+def train_diloco(run: Run, place: Place) -> Outcome:
     """With the outer optimizer of its paper: Nesterov momentum 0.9, learning rate 0.7."""
 
     def wrap(manager: Manager, model: GPT, inner: torch.optim.Optimizer) -> AbstractContextManager[Any]:
@@ -55,56 +55,56 @@ def diloco(run: Run, place: Place) -> Outcome:
         )
         return diloco
 
-    return train(run, place, wrap)
+    return train_wrapped(run, place, wrap)
 
 
-def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome:
-    """`quorum`: how many ranks a synchronisation needs."""
+def train_wrapped(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome:
+    """`quorum`: how many ranks a synchronization needs."""
     logging.getLogger("torchft").setLevel(logging.WARNING)
-    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
+    pacer, snapshots = StepPacer(run.draw_costs(), place.rank, run.unit_seconds), LossSnapshots()
     data = SourceCode(run.samples, run.seed)
     lighthouse = start_lighthouse(place, quorum) if place.rank == 0 else None
-    model = GPT(pace)
+    model = GPT(pacer)
     optimizer = make_optimizer(model, run.learning_rate)
-    schedule = LambdaLR(optimizer, lambda step: run.rate_left(step * GLOBAL_BATCH))
-    state = State(model, optimizer)
+    schedule = LambdaLR(optimizer, lambda step: run.compute_rate_factor(step * GLOBAL_BATCH))
+    state = RejoinState(model, optimizer)
     manager, store = make_manager(run, place, state, quorum)
     weights: list[float] = []
-    finished, last = place.folder / "finished", run.steps // run.sync_every
+    finished, last_step = place.folder / "finished", run.steps // run.sync_every
     with wrap(manager, model, optimizer):
         for step in range(run.steps):
-            positions = local_batch(step, place.rank)
+            positions = get_local_batch(step, place.rank)
             x, y = data.batch(positions)
             optimizer.zero_grad()
-            pace.begin(positions)
-            (loss_sum(model, x, y) / LOCAL_BATCH).backward()
-            pace.end()
-            synchronises = (step + 1) % run.sync_every == 0
-            if synchronises and finished.exists():  # this rank was left behind
+            pacer.begin(positions)
+            (compute_loss_sum(model, x, y) / LOCAL_BATCH).backward()
+            pacer.end()
+            synchronizes = (step + 1) % run.sync_every == 0
+            if synchronizes and finished.exists():  # this rank was left behind
                 break
             state.loaded = False
-            before = manager.current_step()
+            step_before = manager.current_step()
             optimizer.step()
             schedule.step()
-            if synchronises:
-                counts = manager.current_step() > before and not state.loaded
+            if synchronizes:
+                is_counted = manager.current_step() > step_before and not state.loaded
                 weights += [0.0] * (manager.current_step() - len(weights))
-                weights[-1:] = [1 / manager.num_participants() if counts else 0.0]
+                weights[-1:] = [1 / manager.num_participants() if is_counted else 0.0]
                 if run.snapshot_every and (step + 1) % run.snapshot_every < run.sync_every:
-                    snapshots.keep(pace.period, model)
-                pace.period = manager.current_step() + 1
-            elif manager.current_step() == last:  # one more step, behind the last synchronisation
+                    snapshots.add_snapshot(pacer.period, model)
+                pacer.period = manager.current_step() + 1
+            elif manager.current_step() == last_step:  # one more step, behind the last synchronization
                 break
     finished.touch()
-    weights += [0.0] * (last - len(weights))
+    weights += [0.0] * (last_step - len(weights))
     manager.shutdown(wait=False)
     if lighthouse is not None:
         lighthouse.shutdown()
     del store
-    return Outcome(pace.diary, weights, snapshots.losses(data) if place.rank == 0 else [])
+    return Outcome(pacer.diary, weights, snapshots.losses(data) if place.rank == 0 else [])
 
 
-class State:
+class RejoinState:
     """What a rank is given when it comes too late, and whether it was."""
 
     def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +129,7 @@ def start_lighthouse(place: Place, quorum: int) -> LighthouseServer:
     )
 
 
-def make_manager(run: Run, place: Place, state: State, quorum: int) -> tuple[Manager, TCPStore]:
+def make_manager(run: Run, place: Place, state: RejoinState, quorum: int) -> tuple[Manager, TCPStore]:
     """This rank's manager, and the store that its replica group (the rank alone) needs."""
     address = run.addresses[place.rank]
     store = TCPStore(address, place.ports[place.rank], is_master=True, wait_for_workers=False)

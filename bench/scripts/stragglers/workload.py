@@ -17,24 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .diaries import Entry
+from .diaries import DiaryEntry
 from .draws import Costs
 
 CONTEXT, WIDTH, HEADS, LAYERS = 32, 32, 2, 2
-HELD_OUT = 128
+HELD_OUT_SEQUENCES = 128
 """Sequences."""
-FORWARD = 1 / 3
+FORWARD_SHARE = 1 / 3
 """Share of a step's seconds that belongs to the forward pass."""
 
 Sample = tuple[int, Tensor, Tensor]
 
 
-class Pace:
+class StepPacer:
     """Makes each local step take the seconds that its samples have drawn, and writes the rank's diary."""
 
     def __init__(self, costs: Costs, rank: int, unit_seconds: float) -> None:
         """`unit_seconds`: of a sample of cost 1; 0: no sleep at all, the diary tells the draws all the same."""
-        self.diary: list[Entry] = []
+        self.diary: list[DiaryEntry] = []
         self.period = 1
         self._costs = costs[rank]
         self._unit_seconds = unit_seconds
@@ -49,17 +49,17 @@ class Pace:
 
     def reach(self, share: float) -> None:
         """Sleeps until this share of the step's drawn seconds is over."""
-        left = self._began + share * self._cost * self._unit_seconds - time.monotonic()
-        if left > 0:
-            time.sleep(left)
+        remaining = self._began + share * self._cost * self._unit_seconds - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
 
-    def computed(self) -> None:
+    def mark_computed(self) -> None:
         """The backward pass is over, but for what waits for other ranks."""
         self._compute = time.thread_time() - self._worked
 
     def end(self) -> None:
-        """Of the local step: before the optimizer's step, which may bring a synchronisation with it."""
-        self.diary.append(Entry(time.monotonic(), self._samples, self._cost, self._compute, self.period))
+        """Of the local step: before the optimizer's step, which may bring a synchronization with it."""
+        self.diary.append(DiaryEntry(time.monotonic(), self._samples, self._cost, self._compute, self.period))
 
 
 class Block(nn.Module):
@@ -88,9 +88,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes (batch, length) → logits of the next byte (batch, length, 256); its layers keep the pace while training."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
+    def __init__(self, pacer: StepPacer | None = None) -> None:
         super().__init__()
-        self.pace = pace
+        self.pacer = pacer
         self.token = nn.Embedding(256, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
@@ -102,24 +102,24 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.token(x) + self.position(torch.arange(x.shape[1]))
-        for done, block in enumerate(self.blocks):
-            self._pace_backward(x, 1 - (1 - FORWARD) * done / LAYERS)
+        for index, block in enumerate(self.blocks):
+            self._delay_backward(x, 1 - (1 - FORWARD_SHARE) * index / LAYERS)
             x = block(x)
-            if self.pace is not None and torch.is_grad_enabled():
-                self.pace.reach(FORWARD * (done + 1) / LAYERS)
+            if self.pacer is not None and torch.is_grad_enabled():
+                self.pacer.reach(FORWARD_SHARE * (index + 1) / LAYERS)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def _pace_backward(self, x: Tensor, share: float) -> None:
+    def _delay_backward(self, x: Tensor, share: float) -> None:
         """When the gradient comes back to `x`, this share of the step is over."""
-        if (pace := self.pace) is not None and x.requires_grad:
+        if (pacer := self.pacer) is not None and x.requires_grad:
 
-            def hold(_: Tensor) -> None:
-                pace.reach(share)
+            def on_gradient(_: Tensor) -> None:
+                pacer.reach(share)
                 if share == 1:
-                    pace.computed()
+                    pacer.mark_computed()
 
-            x.register_hook(hold)
+            x.register_hook(on_gradient)
 
 
 class SourceCode(Dataset[Sample]):
@@ -134,31 +134,31 @@ class SourceCode(Dataset[Sample]):
             text += path.read_bytes()
         self._bytes = torch.frombuffer(text, dtype=torch.uint8)
         stretches = (len(text) - 1) // CONTEXT
-        order = torch.randperm(stretches - HELD_OUT, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(stretches - HELD_OUT_SEQUENCES, generator=torch.Generator().manual_seed(seed))
         self._order = order.repeat(-(-samples // len(order)))[:samples]
-        self._held_out = range(stretches - HELD_OUT, stretches)
+        self._held_out = range(stretches - HELD_OUT_SEQUENCES, stretches)
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __getitem__(self, position: int) -> Sample:
-        return position, *self._stretch(int(self._order[position]))
+        return position, *self._read_stretch(int(self._order[position]))
 
     def batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         _, x, y = zip(*(self[position] for position in positions), strict=True)
         return torch.stack(x), torch.stack(y)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """HELD_OUT sequences that nobody trains on."""
-        x, y = zip(*(self._stretch(number) for number in self._held_out), strict=True)
+        """HELD_OUT_SEQUENCES sequences that no rank trains on."""
+        x, y = zip(*(self._read_stretch(number) for number in self._held_out), strict=True)
         return torch.stack(x), torch.stack(y)
 
-    def _stretch(self, number: int) -> tuple[Tensor, Tensor]:
+    def _read_stretch(self, number: int) -> tuple[Tensor, Tensor]:
         window = self._bytes[number * CONTEXT : (number + 1) * CONTEXT + 1].long()
         return window[:-1], window[1:]
 
 
-def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def compute_loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Over samples; of each, the mean over its bytes, in nats."""
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / CONTEXT
 
@@ -168,22 +168,22 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
 
-class Snapshots:
+class LossSnapshots:
     """Copies of the common parameters along the run, whose held-out loss is computed when the run is over."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, dict[str, Tensor]]] = []
+        self._snapshots: list[tuple[int, dict[str, Tensor]]] = []
 
-    def keep(self, period: int, model: nn.Module) -> None:
+    def add_snapshot(self, period: int, model: nn.Module) -> None:
         """After `period`, with the parameters common to all ranks."""
-        self._kept.append((period, {name: value.clone() for name, value in model.state_dict().items()}))
+        self._snapshots.append((period, {name: value.clone() for name, value in model.state_dict().items()}))
 
     @torch.no_grad()
     def losses(self, data: SourceCode) -> list[tuple[int, float]]:
         """Period and mean held-out loss in nats a byte."""
         model, result = GPT(), []
         x, y = data.held_out()
-        for period, parameters in self._kept:
+        for period, parameters in self._snapshots:
             model.load_state_dict(parameters)
-            result.append((period, float(loss_sum(model, x, y)) / HELD_OUT))
+            result.append((period, float(compute_loss_sum(model, x, y)) / HELD_OUT_SEQUENCES))
         return result

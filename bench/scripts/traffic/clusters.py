@@ -5,7 +5,8 @@ NICs of the same number of 32 hosts); it has as many uplinks as NICs (1:1) or ha
 NIC's port, but a trunk as fast as eight. With dual ports each NIC has one in each of two planes, half as fast as the
 NIC, as in Alibaba's HPN (SIGCOMM 2024).
 
-Jobs reduce their gradients over a ring for each rail, as NCCL's channels do, in the order of `order.by_topology`: that
+Jobs reduce their gradients over a ring for each rail, as NCCL's channels do, in the order of
+`order.order_by_topology`: that
 first half of the remedy is given to all who plan. A ring's edges under one leaf meet nobody and are left out.
 """
 
@@ -17,44 +18,44 @@ from functools import cached_property
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.assign import Flows
 from pacekeeper_analysis.fabric.load import Floats
-from pacekeeper_analysis.fabric.order import by_topology, in_mesh
-from pacekeeper_analysis.fabric.patterns import pipeline, ring
-from pacekeeper_analysis.fabric.topology import Ints, Topology, uniform
+from pacekeeper_analysis.fabric.patterns import build_pipeline_edges, build_ring_edges
+from pacekeeper_analysis.fabric.rank_order import arrange_in_mesh, order_by_topology
+from pacekeeper_analysis.fabric.route_assignment import Flows
+from pacekeeper_analysis.fabric.topology import Ints, Topology, build_uniform_topology
 
 HOSTS, NICS = 1_280, 8
-RACK, SEGMENT = 8, 32
+RACK_HOSTS, SEGMENT_HOSTS = 8, 32
 """Hosts under a leaf."""
 TRUNKS = 8
 STAGES, RING_WEIGHT = 8, 7
 """Of the one large job: a dense model of 175 billion parameters, layers over a host's GPUs, 8 stages, 160 replicas. In
 a step each GPU sends 10.9 GB of gradients (a ring, 2 bytes a parameter), and 1.6 GB on to the next stage, as much back:
 16 microbatches of 8,192 tokens × 12,288 × 2 bytes, an eighth for each GPU, at four visits to each stage."""
-HUNDRED = 100
-SIZES = (2, 32)
+JOB_COUNT = 100
+JOB_HOSTS_RANGE = (2, 32)
 """Hosts of one of a hundred jobs, log-uniform: about 85 % of the cluster is in use."""
 TURNOVERS = 5
 """So often each of them has been replaced, about, before we look."""
 
 
 @dataclass(frozen=True)
-class Fabric:
+class SimulatedFabric:
     """`port`: what a port of a NIC carries, in the topology's unit."""
 
     topology: Topology
     by_rail: bool = False
     port: int = 1
 
-    def group(self, host: int, rail: int) -> int:
-        return host // SEGMENT * NICS + rail if self.by_rail else host // RACK
+    def find_group(self, host: int, rail: int) -> int:
+        return host // SEGMENT_HOSTS * NICS + rail if self.by_rail else host // RACK_HOSTS
 
-    def place(self, host: int) -> tuple[str, ...]:
-        return (str(host // (SEGMENT if self.by_rail else RACK)),)
+    def find_location(self, host: int) -> tuple[str, ...]:
+        return (str(host // (SEGMENT_HOSTS if self.by_rail else RACK_HOSTS)),)
 
 
 @dataclass(frozen=True)
-class Job:
+class TrafficJob:
     """It computes and communicates by turns."""
 
     hosts: tuple[int, ...]  # in the order of its ranks
@@ -81,7 +82,7 @@ class Traffic:
     planes: int
     parts: int = 1
 
-    def in_parts(self, parts: int) -> Traffic:
+    def split_flows(self, parts: int) -> Traffic:
         """Each flow's sub-connections follow one another."""
         return Traffic(
             self.job.repeat(parts),
@@ -110,92 +111,92 @@ class Traffic:
         return self.weight.astype(float) * self.unit
 
 
-def fabrics() -> dict[str, Fabric]:
+def build_fabrics() -> dict[str, SimulatedFabric]:
     """The symmetric ones."""
-    racks, rails = HOSTS // RACK, HOSTS // SEGMENT * NICS
-    ports = RACK * NICS
+    racks, rails = HOSTS // RACK_HOSTS, HOSTS // SEGMENT_HOSTS * NICS
+    ports = RACK_HOSTS * NICS
     return {
-        "1:1": Fabric(uniform(racks, ports)),
-        "2:1": Fabric(uniform(racks, ports // 2)),
-        "rails 1:1": Fabric(uniform(rails, SEGMENT), by_rail=True),
-        "rails 2:1": Fabric(uniform(rails, SEGMENT // 2), by_rail=True),
-        "dual ports": Fabric(uniform(racks, ports, planes=2)),
-        "8 trunks": Fabric(uniform(racks, TRUNKS, capacity=ports // TRUNKS)),
+        "1:1": SimulatedFabric(build_uniform_topology(racks, ports)),
+        "2:1": SimulatedFabric(build_uniform_topology(racks, ports // 2)),
+        "rails 1:1": SimulatedFabric(build_uniform_topology(rails, SEGMENT_HOSTS), by_rail=True),
+        "rails 2:1": SimulatedFabric(build_uniform_topology(rails, SEGMENT_HOSTS // 2), by_rail=True),
+        "dual ports": SimulatedFabric(build_uniform_topology(racks, ports, planes=2)),
+        "8 trunks": SimulatedFabric(build_uniform_topology(racks, TRUNKS, capacity=ports // TRUNKS)),
     }
 
 
-def one_uplink_dead(fabric: Fabric, traffic: Traffic) -> Fabric:
+def break_busiest_uplink(fabric: SimulatedFabric, traffic: Traffic) -> SimulatedFabric:
     """Of the leaf that sends most."""
-    sent = np.bincount(traffic.source, traffic.weight, fabric.topology.groups)
-    return Fabric(fabric.topology.without(up=[(int(sent.argmax()), 0)]), fabric.by_rail)
+    sent_weight = np.bincount(traffic.source, traffic.weight, fabric.topology.groups)
+    return SimulatedFabric(fabric.topology.with_dead_links(up=[(int(sent_weight.argmax()), 0)]), fabric.by_rail)
 
 
-def damaged(fabric: Fabric, draws: np.random.Generator) -> Fabric:
+def damage_fabric(fabric: SimulatedFabric, rng: np.random.Generator) -> SimulatedFabric:
     """One link of a hundred is dead, another one slower by half."""
     links = (fabric.topology.up * 2, fabric.topology.down * 2)
     for array in links:
-        fate = draws.random(array.shape)
-        array[fate < 0.02] //= 2
-        array[fate < 0.01] = 0
-    return Fabric(Topology(*links, fabric.topology.planes), fabric.by_rail, port=2)
+        values = rng.random(array.shape)
+        array[values < 0.02] //= 2
+        array[values < 0.01] = 0
+    return SimulatedFabric(Topology(*links, fabric.topology.planes), fabric.by_rail, port=2)
 
 
-def traffic_of(fabric: Fabric, jobs: Sequence[Job]) -> Traffic:
+def build_traffic(fabric: SimulatedFabric, jobs: Sequence[TrafficJob]) -> Traffic:
     rows = [
-        (number, sender * NICS + rail, receiver * NICS + rail, leaf, other, weight)
+        (number, sender * NICS + rail, receiver * NICS + rail, leaf, peer_leaf, weight)
         for number, job in enumerate(jobs)
-        for sender, receiver, weight in edges(fabric, job)
+        for sender, receiver, weight in iterate_edges(fabric, job)
         for rail in range(NICS)
-        if (leaf := fabric.group(sender, rail)) != (other := fabric.group(receiver, rail))
+        if (leaf := fabric.find_group(sender, rail)) != (peer_leaf := fabric.find_group(receiver, rail))
     ]
     job, sender, receiver, source, destination, weight = np.array(rows, dtype=np.int64).reshape(-1, 6).T
     return Traffic(job, sender, receiver, source, destination, weight, fabric.topology.planes)
 
 
-def edges(fabric: Fabric, job: Job) -> Iterator[tuple[int, int, int]]:
+def iterate_edges(fabric: SimulatedFabric, job: TrafficJob) -> Iterator[tuple[int, int, int]]:
     """(sending host, receiving host, weight) in each rail."""
-    ordered = by_topology(job.hosts, {host: fabric.place(host) for host in job.hosts})
+    ordered = order_by_topology(job.hosts, {host: fabric.find_location(host) for host in job.hosts})
     shape = (job.stages, len(ordered) // job.stages)
-    seats = in_mesh(ordered, shape, (1, RING_WEIGHT))
-    mesh = np.array(seats).reshape(shape)
+    assignment = arrange_in_mesh(ordered, shape, (1, RING_WEIGHT))
+    mesh = np.array(assignment).reshape(shape)
     weight = RING_WEIGHT if job.stages > 1 else 1
     for stage in mesh.tolist():
-        yield from ((edge.source, edge.destination, weight) for edge in ring(stage))
+        yield from ((edge.source, edge.destination, weight) for edge in build_ring_edges(stage))
     for replica in mesh.T.tolist():
-        yield from ((edge.source, edge.destination, 1) for edge in pipeline(replica))
+        yield from ((edge.source, edge.destination, 1) for edge in build_pipeline_edges(replica))
 
 
-def one_large_job() -> list[Job]:
-    return [Job(tuple(range(HOSTS)), period=24, busy=12, stages=STAGES)]
+def build_one_large_job() -> list[TrafficJob]:
+    return [TrafficJob(tuple(range(HOSTS)), period=24, busy=12, stages=STAGES)]
 
 
-def eight_jobs(draws: np.random.Generator) -> list[Job]:
+def draw_eight_jobs(rng: np.random.Generator) -> list[TrafficJob]:
     """As a scheduler leaves them that spreads: each rack's eight hosts are those of eight jobs. Every leaf is full, and
     the jobs go round them in different orders: the hardest case."""
-    racks = np.arange(HOSTS).reshape(-1, RACK)
-    of_jobs = draws.permuted(racks, axis=1).T
-    return [_job(draws.permutation(hosts).tolist(), draws) for hosts in of_jobs]
+    racks = np.arange(HOSTS).reshape(-1, RACK_HOSTS)
+    job_hosts = rng.permuted(racks, axis=1).T
+    return [_draw_job(rng.permutation(hosts).tolist(), rng) for hosts in job_hosts]
 
 
-def hundred_jobs(draws: np.random.Generator, packed: bool) -> list[Job]:
+def draw_hundred_jobs(rng: np.random.Generator, packed: bool) -> list[TrafficJob]:
     """Jobs come and go, and later ones fill the gaps. packed: with the first free hosts; else with any, as Kubernetes'
     scheduler does where no labels of the fabric tell it better."""
     free = np.ones(HOSTS, bool)
     running: list[list[int]] = []
-    for turn in range(1 + TURNOVERS * HUNDRED):
+    for turn in range(1 + TURNOVERS * JOB_COUNT):
         if turn:
-            free[running.pop(int(draws.integers(len(running))))] = True
-        while len(running) < HUNDRED and free.sum() >= SIZES[1]:
-            size = round(float(np.exp(draws.uniform(*np.log(SIZES)))))
-            left = np.flatnonzero(free)
-            hosts = (left if packed else draws.permutation(left))[:size]
+            free[running.pop(int(rng.integers(len(running))))] = True
+        while len(running) < JOB_COUNT and free.sum() >= JOB_HOSTS_RANGE[1]:
+            size = round(float(np.exp(rng.uniform(*np.log(JOB_HOSTS_RANGE)))))
+            free_hosts = np.flatnonzero(free)
+            hosts = (free_hosts if packed else rng.permutation(free_hosts))[:size]
             free[hosts] = False
             running.append(hosts.tolist())
-    return [_job(hosts, draws) for hosts in running]
+    return [_draw_job(hosts, rng) for hosts in running]
 
 
-def _job(hosts: Sequence[int], draws: np.random.Generator) -> Job:
+def _draw_job(hosts: Sequence[int], rng: np.random.Generator) -> TrafficJob:
     """Periods divide one another, so that shifts hold for ever: CASSINI's best case. Bound by communication to a fifth
     up to three fifths."""
-    period = int(draws.choice([6, 12, 24]))
-    return Job(tuple(hosts), period, round(period * float(draws.uniform(0.2, 0.6))))
+    period = int(rng.choice([6, 12, 24]))
+    return TrafficJob(tuple(hosts), period, round(period * float(rng.uniform(0.2, 0.6))))

@@ -18,19 +18,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.launcher.command import launch
+from pacekeeper.launcher.command import launch_from_plan
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.processes import adopt_orphans
+from pacekeeper.launcher.ranks.processes import adopt_orphans
+from pacekeeper.launcher.ranks.warm_process import import_modules
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.warm import preimport
-from pacekeeper.runtime import Runtime
-from tests.support.launchers import fork
-from tests.support.ranks import PREIMPORTS
+from pacekeeper.runtime_folder import RuntimeFolder
+from testing.training.launchers import fork_process
+from testing.training.ranks import PREIMPORTS
 
-NOBODY = 65534
-BYTES = 1_000_000
+UNPRIVILEGED_USER_ID = 65534
+ALL_REDUCE_BYTES = 1_000_000
 """Of an all-reduce."""
-RANK = Path(__file__).with_name("rank.py")
+RANK_SCRIPT = Path(__file__).with_name("rank.py")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _SET_DUMPABLE = 4  # PR_SET_DUMPABLE
 
@@ -53,9 +53,9 @@ class Place:
 def main() -> None:
     os.environ.pop("LD_PRELOAD", None)  # what ranks start comes up without the shim
     adopt_orphans()
-    places = [Place(**each) for each in json.loads(sys.stdin.readline())]
-    preimport(PREIMPORTS)
-    pids = [_start(place) for place in places]
+    places = [Place(**fields) for fields in json.loads(sys.stdin.readline())]
+    import_modules(PREIMPORTS)
+    pids = [_start_launcher(place) for place in places]
     sys.stdin.read()
     for pid in pids:
         os.kill(pid, signal.SIGKILL)  # and with it its warm process, and the ranks
@@ -64,32 +64,32 @@ def main() -> None:
             os.wait()
 
 
-def _start(place: Place) -> int:
+def _start_launcher(place: Place) -> int:
     environment = {
         "PACEKEEPER_WORKER": place.worker,
         "PACEKEEPER_POD_IP": place.address,
         "PACEKEEPER_RUNTIME": place.runtime,
         "FOLDER": place.folder,
-        "BYTES": str(BYTES),
+        "BYTES": str(ALL_REDUCE_BYTES),
         "HOME": place.folder,
         "OMP_NUM_THREADS": "1",
     }
-    return fork(lambda: _run(place), Path(place.log), environment)
+    return fork_process(lambda: _run_launcher(place), Path(place.log), environment)
 
 
-def _run(place: Place) -> int:
+def _run_launcher(place: Place) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{place.namespace}") as network:
-        _check(libc.setns(network.fileno(), _NEW_NETWORK))
+    with open(f"/run/netns/{place.namespace}") as namespace_file:
+        _check_result(libc.setns(namespace_file.fileno(), _NEW_NETWORK))
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
-    _check(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))  # as after an exec: a launcher looks at its ranks in /proc
+    os.setgid(UNPRIVILEGED_USER_ID)
+    os.setuid(UNPRIVILEGED_USER_ID)
+    _check_result(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))  # as after an exec: a launcher looks at its ranks in /proc
     settings = LauncherSettings.from_environment(os.environ)
-    return launch(Script(str(RANK), False, ()), settings, Runtime.from_environment().make())
+    return launch_from_plan(Script(str(RANK_SCRIPT), False, ()), settings, RuntimeFolder.from_environment().create())
 
 
-def _check(result: int) -> None:
+def _check_result(result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

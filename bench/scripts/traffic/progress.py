@@ -9,9 +9,9 @@ import numpy as np
 
 from pacekeeper_analysis.fabric.load import Floats
 
-WINDOW, STEP = 2.0, 0.1
+WINDOW_SECONDS, STEP_SECONDS = 2.0, 0.1
 """Seconds over which a rate is looked at, and between two looks."""
-RECOVERED = 0.9
+RECOVERED_RATE_SHARE = 0.9
 """Part of the best rate that counts as reached."""
 
 
@@ -29,30 +29,34 @@ class Progress:
         """`lines`: "began", "ended" or "rests", and when. A line that is not whole yet is left out."""
         events = [line.split() for line in lines if line.endswith("\n")]
         times = np.array([float(time) for _, time in events])
-        ended = np.array([what == "ended" for what, _ in events], dtype=bool)
+        ended = np.array([event == "ended" for event, _ in events], dtype=bool)
         rests = not events or events[-1][0] == "rests"
         return cls(times, np.cumsum(ended).astype(float), times[ended], rests)
 
-    def reaches(self, time: float) -> bool:
+    def has_ended_since(self, time: float) -> bool:
         """An all-reduce has ended since."""
         return bool((self.ends > time).any())
 
-    def pace(self, begin: float, end: float) -> float:
+    def measure_rate(self, begin: float, end: float) -> float:
         """All-reduces a second; of those under way at either time the part that lies between counts."""
         first, last = np.interp([begin, end], self.times, self.done)
         return float(last - first) / (end - begin)
 
-    def longest_pause(self, since: float) -> float:
+    def find_longest_pause(self, since: float) -> float:
         """Seconds between two ends of all-reduces, from the last end before `since` on."""
-        before = int(np.searchsorted(self.ends, since, side="right")) - 1
-        return float(np.diff(self.ends[max(before, 0) :]).max(initial=0.0))
+        index = int(np.searchsorted(self.ends, since, side="right")) - 1
+        return float(np.diff(self.ends[max(index, 0) :]).max(initial=0.0))
 
 
-def recovered_after(jobs: Sequence[Progress], best: Sequence[float], since: float, until: float) -> float:
+def compute_recovery_seconds(jobs: Sequence[Progress], best: Sequence[float], since: float, until: float) -> float:
     """Seconds from `since` on after which all jobs come near their `best` pace, and on the whole keep it until `until`;
     inf: they never do. A single stop of a moment, like one of TCP's time-outs, undoes no recovery."""
-    for at in np.arange(since, until - WINDOW, STEP):
-        paces = [(job.pace(at, end), its) for job, its in zip(jobs, best, strict=True) for end in (at + WINDOW, until)]
-        if all(pace >= RECOVERED * its for pace, its in paces):
-            return float(at - since)
+    for start in np.arange(since, until - WINDOW_SECONDS, STEP_SECONDS):
+        rates = [
+            (job.measure_rate(start, end), best_rate)
+            for job, best_rate in zip(jobs, best, strict=True)
+            for end in (start + WINDOW_SECONDS, until)
+        ]
+        if all(rate >= RECOVERED_RATE_SHARE * best_rate for rate, best_rate in rates):
+            return float(start - since)
     return float("inf")

@@ -17,40 +17,40 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-PAUSE = 0.02
+POLL_INTERVAL_SECONDS = 0.02
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     folder, number = Path(os.environ["FOLDER"]), os.environ["PACEKEEPER_ROUND"]
-    tensor, go = torch.zeros(int(os.environ["BYTES"]) // 4), folder / "go"
+    tensor, go_file = torch.zeros(int(os.environ["BYTES"]) // 4), folder / "go"
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() != 0:
         while True:
             dist.all_reduce(tensor)
     with (folder / f"progress-{number}").open("w", buffering=1) as progress:
-        unfinished = folder / f"connection-{number}.new"
-        unfinished.write_text(" ".join(map(str, ports())))
-        unfinished.rename(unfinished.with_suffix(""))
+        temporary = folder / f"connection-{number}.new"
+        temporary.write_text(" ".join(map(str, find_ports())))
+        temporary.rename(temporary.with_suffix(""))
         while True:
-            while not go.exists():
-                time.sleep(PAUSE)
+            while not go_file.exists():
+                time.sleep(POLL_INTERVAL_SECONDS)
             print("began", time.monotonic(), file=progress)
-            while go.exists():
+            while go_file.exists():
                 dist.all_reduce(tensor)
                 print("ended", time.monotonic(), file=progress)
             print("rests", time.monotonic(), file=progress)
 
 
-def ports() -> tuple[int, int]:
+def find_ports() -> tuple[int, int]:
     """Ours and the other rank's, of the only connection that this rank holds with another host."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as held:
-                if held.family == socket.AF_INET and held.getpeername()[0] != held.getsockname()[0]:
-                    return held.getsockname()[1], held.getpeername()[1]
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family == socket.AF_INET and connection.getpeername()[0] != connection.getsockname()[0]:
+                    return connection.getsockname()[1], connection.getpeername()[1]
     raise RuntimeError("this rank has no connection with another host")
 
 

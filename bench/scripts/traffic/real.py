@@ -27,31 +27,31 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.load import loads, rates
+from pacekeeper_analysis.fabric.load import compute_flow_rates, compute_link_loads
 from pacekeeper_analysis.fabric.topology import Ints, Topology
-from pacekeeper_operator.decide import paths, traffic
-from pacekeeper_operator.network import Traffic, Wiring
-from tests.support.fabric import leaf_spine
+from pacekeeper_operator.decide.network import paths, traffic
+from pacekeeper_operator.state.network import TrafficPlan, Wiring
+from testing.network.fabric import create_leaf_spine
 
-from .figures import Cut, Run, figures
-from .jobs import Job, Team, jobs_on
-from .launchers import BYTES
-from .progress import recovered_after
+from .jobs import FabricJob, Team, start_jobs
+from .launchers import ALL_REDUCE_BYTES
+from .progress import compute_recovery_seconds
 from .switches import Flow, Switches
+from .traffic_statistics import Cut, Run, compute_statistics
 
-RATE = 25e6
+LINK_RATE = 25e6
 """Bits a second of each link: all uplinks together leave two processors some rest."""
-COUNTS = (2, 4, 8)
+JOB_COUNTS = (2, 4, 8)
 """Of jobs that run at once."""
 CUT_JOBS = 2
 SETTLE_SECONDS = 1.0
-LOOK_SECONDS = 2.0
+RATE_POLL_SECONDS = 2.0
 """Between two looks of the operator at the fabric (services.fabrics)."""
-AFTER_CUT_SECONDS = 14.0
-MBIT = BYTES * 8 / 1e6
+CUT_RECOVERY_SECONDS = 14.0
+ALL_REDUCE_MBIT = ALL_REDUCE_BYTES * 8 / 1e6
 """That each of two ranks sends in an all-reduce."""
 
-ELSEWHERE = 0.02
+MAX_ELSEWHERE_SHARE = 0.02
 """Of the bytes, that may go by links on which no flow is known: acknowledgements, and what launchers say."""
 
 
@@ -86,27 +86,30 @@ CROWDED = Setting(3, ((0, 1), (0, 1), (1, 2), (2, 0), (1, 2), (2, 0), (1, 2), (2
 """Five or six flows leave each leaf."""
 
 
-def measured(sizes: Sizes) -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_fabric(sizes: Sizes) -> tuple[dict[str, Any], dict[str, bool]]:
     """Figures, and which goals hold."""
-    with _bench(ROOMY, sizes) as bench:
-        alone = bench.alone()
-        _say(f"a job alone: {alone:.1f} Mbit/s")
-        runs = list(bench.runs(sizes.seeds, COUNTS))
-        cuts = [bench.cut(seed, alone) for seed in range(sizes.cuts)]
-    with _bench(CROWDED, sizes) as bench:
-        _say("too few links for all:")
-        crowded = list(bench.runs(sizes.crowded, COUNTS[-1:]))
-    return figures(alone, runs, crowded, cuts)
+    with _create_bench(ROOMY, sizes) as bench:
+        single_speed = bench.measure_single_job()
+        _log_progress(f"a job alone: {single_speed:.1f} Mbit/s")
+        runs = list(bench.iterate_runs(sizes.seeds, JOB_COUNTS))
+        cuts = [bench.cut(seed, single_speed) for seed in range(sizes.cuts)]
+    with _create_bench(CROWDED, sizes) as bench:
+        _log_progress("too few links for all:")
+        crowded = list(bench.iterate_runs(sizes.crowded, JOB_COUNTS[-1:]))
+    return compute_statistics(single_speed, runs, crowded, cuts)
 
 
 @contextmanager
-def _bench(setting: Setting, sizes: Sizes) -> Iterator[Bench]:
+def _create_bench(setting: Setting, sizes: Sizes) -> Iterator[Bench]:
     leaves = 1 + max(map(max, setting.leaves))
-    with leaf_spine(leaves, setting.spines, setting.degree) as fabric, jobs_on(fabric, setting.leaves) as team:
-        yield Bench(team, Switches(fabric, RATE), sizes)
+    with (
+        create_leaf_spine(leaves, setting.spines, setting.degree) as fabric,
+        start_jobs(fabric, setting.leaves) as team,
+    ):
+        yield Bench(team, Switches(fabric, LINK_RATE), sizes)
 
 
-def missing() -> str:
+def explain_missing_tools() -> str:
     """What this machine lacks for it, for people; "": nothing."""
     tools = [tool for tool in ("ip", "tc", "cc") if shutil.which(tool) is None]
     if tools:
@@ -117,185 +120,193 @@ def missing() -> str:
 class Bench:
     def __init__(self, team: Team, switches: Switches, sizes: Sizes) -> None:
         self._team, self._switches, self._sizes = team, switches, sizes
-        self._hops = paths.hops_of(switches.spec)
+        self._hops = paths.list_spine_hops(switches.spec)
         self._round_seconds: list[float] = []
 
-    def alone(self) -> float:
+    def measure_single_job(self) -> float:
         """Mbit/s of a job that nobody holds up: what a whole link of the simulator's stands for."""
-        first = self._team.jobs[:1]
-        self._begin(first, self._switches.wiring(), None)
-        return median(self._speeds(first)[0][0] for _ in range(self._sizes.alone))
+        first_job = self._team.jobs[:1]
+        self._begin_rounds(first_job, self._switches.build_wiring(), None)
+        return median(self._measure_speeds(first_job)[0][0] for _ in range(self._sizes.alone))
 
-    def runs(self, seeds: int, counts: Sequence[int]) -> Iterator[Run]:
+    def iterate_runs(self, seeds: int, counts: Sequence[int]) -> Iterator[Run]:
         """Of so many jobs at once, both ways."""
-        began = time.monotonic()
+        start = time.monotonic()
         for seed in range(seeds):
             for count in counts:
                 for planned in (False, True) if seed % 2 == 0 else (True, False):
-                    run = self._run(seed, self._team.jobs[:count], planned)
-                    _say(
+                    run = self._measure_run(seed, self._team.jobs[:count], planned)
+                    _log_progress(
                         f"seed {seed}, {count} jobs, {'planned' if planned else 'ECMP'}: mean {mean(run.speeds):.1f}, "
                         f"slowest {min(run.speeds):.1f} Mbit/s, processors {run.load:.0%}, "
-                        f"{time.monotonic() - began:.0f} s"
+                        f"{time.monotonic() - start:.0f} s"
                     )
                     yield run
 
-    def cut(self, seed: int, alone: float) -> Cut:
+    def cut(self, seed: int, single_speed: float) -> Cut:
         """The link that the first job's rank 0 sends over; then the operator's looks, until well after the goal."""
         jobs, switches, team = self._team.jobs[:CUT_JOBS], self._switches, self._team
         switches.draw(seed)
-        wiring = switches.wiring()
-        flows = self._begin(jobs, wiring, self._plan(wiring, jobs))
-        first = [job.round for job in jobs]
+        wiring = switches.build_wiring()
+        flows = self._begin_rounds(jobs, wiring, self._plan_traffic(wiring, jobs))
+        first_rounds = [job.round for job in jobs]
         self._go(jobs)
         team.pause(SETTLE_SECONDS + self._sizes.seconds)
-        way, at = switches.ways(flows)[0], time.monotonic()
-        with switches.cut(flows[0].source.leaf, way):
-            look_at = at + random.Random(seed).uniform(0.0, LOOK_SECONDS)
-            while look_at < at + AFTER_CUT_SECONDS:
-                team.pause(look_at - time.monotonic())
-                look_at += LOOK_SECONDS
-                wiring = switches.wiring()
-                plan = self._plan(wiring, jobs, median(self._round_seconds))
+        route, cut_at = switches.list_routes(flows)[0], time.monotonic()
+        with switches.cut(flows[0].source.leaf, route):
+            next_poll = cut_at + random.Random(seed).uniform(0.0, RATE_POLL_SECONDS)
+            while next_poll < cut_at + CUT_RECOVERY_SECONDS:
+                team.pause(next_poll - time.monotonic())
+                next_poll += RATE_POLL_SECONDS
+                wiring = switches.build_wiring()
+                plan = self._plan_traffic(wiring, jobs, median(self._round_seconds))
                 for job in jobs:
                     if job.name in plan.due:
-                        self._begin_by(wiring, plan, job)
-            until = time.monotonic()
-            flows = self._connected(jobs)
-            strays = _strays(jobs, switches.ways(flows))
+                        self._begin_round(wiring, plan, job)
+            end = time.monotonic()
+            flows = self._wait_for_flows(jobs)
+            strays = _count_strays(jobs, switches.list_routes(flows))
             self._rest(jobs)
-        best = [alone / MBIT * part for part in simulated(_topology(wiring), flows, _planned_ways(jobs))]
-        progress = [job.progress(its) for job, its in zip(jobs, first, strict=True)]
-        found = Cut(
-            recovered=recovered_after(progress, best, at, until),
-            pause=max(its.longest_pause(at) for its in progress),
-            moved=sum(job.round > its for job, its in zip(jobs, first, strict=True)),
+        best_rates = [
+            single_speed / ALL_REDUCE_MBIT * share
+            for share in simulate_job_rates(_get_topology(wiring), flows, _list_planned_routes(jobs))
+        ]
+        progress = [job.read_progress(first_round) for job, first_round in zip(jobs, first_rounds, strict=True)]
+        result = Cut(
+            recovered=compute_recovery_seconds(progress, best_rates, cut_at, end),
+            pause=max(job_progress.find_longest_pause(cut_at) for job_progress in progress),
+            moved=sum(job.round > first_round for job, first_round in zip(jobs, first_rounds, strict=True)),
             strays=strays,
         )
-        _say(f"cut {seed}: {found}")
-        return found
+        _log_progress(f"cut {seed}: {result}")
+        return result
 
-    def _run(self, seed: int, jobs: Sequence[Job], planned: bool) -> Run:
+    def _measure_run(self, seed: int, jobs: Sequence[FabricJob], planned: bool) -> Run:
         switches = self._switches
         switches.draw(seed)
-        wiring = switches.wiring()
-        plan, topology = self._plan(wiring, jobs), _topology(wiring)
-        flows = self._begin(jobs, wiring, plan if planned else None)
-        ways, before = switches.ways(flows), switches.sent()
-        speeds, load = self._speeds(jobs)
-        _check(flows, ways, np.array(switches.sent()) - np.array(before))
-        strays = _strays(jobs, ways) if planned else 0
+        wiring = switches.build_wiring()
+        plan, topology = self._plan_traffic(wiring, jobs), _get_topology(wiring)
+        flows = self._begin_rounds(jobs, wiring, plan if planned else None)
+        routes, sent_before = switches.list_routes(flows), switches.read_sent_bytes()
+        speeds, load = self._measure_speeds(jobs)
+        _check_sent_bytes(flows, routes, np.array(switches.read_sent_bytes()) - np.array(sent_before))
+        strays = _count_strays(jobs, routes) if planned else 0
         if strays:
-            _say(f"{strays} flows do not go as planned: {', '.join(fault for job in jobs for fault in job.faults())}")
+            _log_progress(
+                f"{strays} flows do not go as planned: "
+                f"{', '.join(fault for job in jobs for fault in job.list_faults())}"
+            )
         return Run(
             seed=seed,
             planned=planned,
             speeds=tuple(speeds),
-            simulated=tuple(simulated(topology, flows, ways)),
-            fullest=tuple(fullest(topology, flows, ways)),
-            level=plan.level,
+            simulated=tuple(simulate_job_rates(topology, flows, routes)),
+            fullest=tuple(count_fullest_link_flows(topology, flows, routes)),
+            level=plan.max_load,
             strays=strays,
             load=load,
         )
 
-    def _plan(self, wiring: Wiring, jobs: Sequence[Job], round_seconds: float = 0.0) -> Traffic:
+    def _plan_traffic(self, wiring: Wiring, jobs: Sequence[FabricJob], round_seconds: float = 0.0) -> TrafficPlan:
         """The operator's, of all of them. `round_seconds`: what a round costs each; 0: they begin one anyway."""
-        asked = [job.traffic(round_seconds) for job in jobs]
+        job_traffics = [job.build_traffic(round_seconds) for job in jobs]
         if not round_seconds:
-            asked = [replace(job, ways={}) for job in asked]
-        plan = traffic.plan(wiring, asked)
+            job_traffics = [replace(job, routes={}) for job in job_traffics]
+        plan = traffic.plan_joint_traffic(wiring, job_traffics)
         assert plan is not None
         return plan
 
-    def _begin(self, jobs: Sequence[Job], wiring: Wiring, plan: Traffic | None) -> list[Flow]:
+    def _begin_rounds(self, jobs: Sequence[FabricJob], wiring: Wiring, plan: TrafficPlan | None) -> list[Flow]:
         """A round of each, over the plan's ways, or over those that the network chooses. Answers what they send, two
         flows of each job, once all are connected."""
-        began = time.monotonic()
+        start = time.monotonic()
         for job in jobs:
-            self._begin_by(wiring, plan, job)
-        flows = self._connected(jobs)
-        self._round_seconds.append(time.monotonic() - began)
+            self._begin_round(wiring, plan, job)
+        flows = self._wait_for_flows(jobs)
+        self._round_seconds.append(time.monotonic() - start)
         return flows
 
-    def _begin_by(self, wiring: Wiring, plan: Traffic | None, job: Job) -> None:
-        ways = plan.ways[job.name] if plan else {}
-        job.begin(ways, traffic.among(wiring, job.traffic(), ways), self._hops)
+    def _begin_round(self, wiring: Wiring, plan: TrafficPlan | None, job: FabricJob) -> None:
+        routes = plan.routes[job.name] if plan else {}
+        job.begin_round(routes, traffic.fingerprint_live_routes(wiring, job.build_traffic(), routes), self._hops)
 
-    def _connected(self, jobs: Sequence[Job]) -> list[Flow]:
-        self._team.wait_for(lambda: all(job.flows() for job in jobs), "ranks are connected")
-        return [flow for job in jobs for flow in job.flows()]
+    def _wait_for_flows(self, jobs: Sequence[FabricJob]) -> list[Flow]:
+        self._team.wait_for(lambda: all(job.list_flows() for job in jobs), "ranks are connected")
+        return [flow for job in jobs for flow in job.list_flows()]
 
-    def _speeds(self, jobs: Sequence[Job]) -> tuple[list[float], float]:
+    def _measure_speeds(self, jobs: Sequence[FabricJob]) -> tuple[list[float], float]:
         """Mbit/s of each over the same seconds, and the load of the processors meanwhile."""
         self._go(jobs)
         self._team.pause(SETTLE_SECONDS)
-        busy, began = _busy_seconds(), time.monotonic()
+        busy_before, began = _read_busy_seconds(), time.monotonic()
         self._team.pause(self._sizes.seconds)
         ended = time.monotonic()
-        load = (_busy_seconds() - busy) / (ended - began) / (os.cpu_count() or 1)
-        self._team.wait_for(lambda: all(job.progress().reaches(ended) for job in jobs), "the next all-reduces end")
+        load = (_read_busy_seconds() - busy_before) / (ended - began) / (os.cpu_count() or 1)
+        self._team.wait_for(
+            lambda: all(job.read_progress().has_ended_since(ended) for job in jobs), "the next all-reduces end"
+        )
         self._rest(jobs)
-        return [MBIT * job.progress().pace(began, ended) for job in jobs], load
+        return [ALL_REDUCE_MBIT * job.read_progress().measure_rate(began, ended) for job in jobs], load
 
-    def _go(self, jobs: Sequence[Job]) -> None:
+    def _go(self, jobs: Sequence[FabricJob]) -> None:
         for job in jobs:
             job.go()
 
-    def _rest(self, jobs: Sequence[Job]) -> None:
+    def _rest(self, jobs: Sequence[FabricJob]) -> None:
         for job in jobs:
             job.rest()
-        self._team.wait_for(lambda: all(job.progress().rests for job in jobs), "ranks rest")
+        self._team.wait_for(lambda: all(job.read_progress().rests for job in jobs), "ranks rest")
 
 
-def simulated(topology: Topology, flows: Sequence[Flow], ways: Sequence[int]) -> list[float]:
+def simulate_job_rates(topology: Topology, flows: Sequence[Flow], routes: Sequence[int]) -> list[float]:
     """Of each job, the part of a whole link at which it sends. Each job's two flows follow one another."""
-    source, destination = _leaves(flows)
+    source, destination = _list_leaves(flows)
     job = (np.arange(len(flows)) // 2).tolist()
-    found = rates(topology, source, destination, np.array(ways, dtype=np.int64), None, job)
-    return [float(rate) / topology.unit for rate in found[::2]]
+    rates = compute_flow_rates(topology, source, destination, np.array(routes, dtype=np.int64), None, job)
+    return [float(rate) / topology.unit for rate in rates[::2]]
 
 
-def fullest(topology: Topology, flows: Sequence[Flow], ways: Sequence[int]) -> list[int]:
+def count_fullest_link_flows(topology: Topology, flows: Sequence[Flow], routes: Sequence[int]) -> list[int]:
     """Of each job, the flows on the fullest link that it crosses."""
-    source, destination = _leaves(flows)
-    spine = np.array(ways, dtype=np.int64)
-    up, down = loads(topology, source, destination, spine, np.ones(len(flows)))
+    source, destination = _list_leaves(flows)
+    spine = np.array(routes, dtype=np.int64)
+    up, down = compute_link_loads(topology, source, destination, spine, np.ones(len(flows)))
     return [int(load) for load in np.maximum(up[source, spine], down[destination, spine]).reshape(-1, 2).max(axis=1)]
 
 
-def _check(flows: Sequence[Flow], ways: Sequence[int], sent: Ints) -> None:
+def _check_sent_bytes(flows: Sequence[Flow], routes: Sequence[int], sent: Ints) -> None:
     """That the bytes went where the leaves say: RuntimeError where other links carried them. sent: (leaves, spines)."""
     elsewhere = sent.copy()
-    elsewhere[[flow.source.leaf for flow in flows], list(ways)] = 0
-    if elsewhere.sum() > ELSEWHERE * sent.sum():
-        raise RuntimeError(f"leaves say that flows take {list(ways)}, and have sent {sent.tolist()} bytes")
+    elsewhere[[flow.source.leaf for flow in flows], list(routes)] = 0
+    if elsewhere.sum() > MAX_ELSEWHERE_SHARE * sent.sum():
+        raise RuntimeError(f"leaves say that flows take {list(routes)}, and have sent {sent.tolist()} bytes")
 
 
-def _leaves(flows: Sequence[Flow]) -> tuple[Ints, Ints]:
+def _list_leaves(flows: Sequence[Flow]) -> tuple[Ints, Ints]:
     """Of their sources, and of their destinations."""
     source, destination = np.array([(flow.source.leaf, flow.destination.leaf) for flow in flows], dtype=np.int64).T
     return source, destination
 
 
-def _topology(wiring: Wiring) -> Topology:
+def _get_topology(wiring: Wiring) -> Topology:
     assert wiring.topology is not None
     return wiring.topology
 
 
-def _planned_ways(jobs: Sequence[Job]) -> list[int]:
-    return [job.ways[pair] for job in jobs for pair in ((0, 1), (1, 0))]
+def _list_planned_routes(jobs: Sequence[FabricJob]) -> list[int]:
+    return [job.routes[pair] for job in jobs for pair in ((0, 1), (1, 0))]
 
 
-def _strays(jobs: Sequence[Job], ways: Sequence[int]) -> int:
-    return sum(way != wanted for way, wanted in zip(ways, _planned_ways(jobs), strict=True))
+def _count_strays(jobs: Sequence[FabricJob], routes: Sequence[int]) -> int:
+    return sum(route != planned for route, planned in zip(routes, _list_planned_routes(jobs), strict=True))
 
 
-def _busy_seconds() -> float:
+def _read_busy_seconds() -> float:
     """Of all processors, since the machine's start (proc(5))."""
     with open("/proc/stat") as file:
         user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, file.readline().split()[1:9])
     return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def _log_progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -12,44 +12,46 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.load import Floats, Usage
+from pacekeeper_analysis.fabric.load import Floats, LinkUsage
 from pacekeeper_analysis.fabric.topology import Ints
 
-from .clusters import Job
-from .speeds import busy_slots
+from .clusters import TrafficJob
+from .speeds import compute_busy_slots
 
-SWEEPS = 8
+MAX_SWEEPS = 8
 
 
-def shifted(used: Usage, jobs: Sequence[Job], start: Ints) -> Ints:
+def shift_jobs(usage: LinkUsage, jobs: Sequence[TrafficJob], start: Ints) -> Ints:
     """Of each job, slots: those of `start`, made better."""
     shifts = start.copy()
-    parts = _parts_of_contended(used, len(jobs))
-    busy = busy_slots(jobs, shifts).astype(float)
-    asked = parts @ busy
-    for _ in range(SWEEPS):
-        gained = False
+    parts = _compute_contended_parts(usage, len(jobs))
+    busy = compute_busy_slots(jobs, shifts).astype(float)
+    demand = parts @ busy
+    for _ in range(MAX_SWEEPS):
+        improved = False
         for number in np.flatnonzero(parts.any(axis=0)).tolist():
             links = np.flatnonzero(parts[:, number])
-            part = parts[links, number, None]
-            others = asked[links] - part * busy[number]
-            choices = busy_slots([jobs[number]] * jobs[number].period, np.arange(jobs[number].period)).astype(float)
-            excess = np.array([np.maximum(0.0, others + part * choice - 1.0).sum() for choice in choices])
+            job_part = parts[links, number, None]
+            other_demand = demand[links] - job_part * busy[number]
+            choices = compute_busy_slots([jobs[number]] * jobs[number].period, np.arange(jobs[number].period)).astype(
+                float
+            )
+            excess = np.array([np.maximum(0.0, other_demand + job_part * choice - 1.0).sum() for choice in choices])
             best = int(excess.argmin())
             if excess[best] < excess[shifts[number] % jobs[number].period] - 1e-9:
-                shifts[number], busy[number], gained = best, choices[best], True
-                asked[links] = others + part * choices[best]
-        if not gained:
+                shifts[number], busy[number], improved = best, choices[best], True
+                demand[links] = other_demand + job_part * choices[best]
+        if not improved:
             break
     return shifts
 
 
-def _parts_of_contended(used: Usage, jobs: int) -> Floats:
+def _compute_contended_parts(usage: LinkUsage, jobs: int) -> Floats:
     """(links, jobs): which part of it a job asks for, of those links that all jobs together would overload."""
-    asked = np.bincount(used.link, used.part, len(used.capacity))
-    row = np.cumsum(asked > used.capacity) - 1
-    contended = (asked > used.capacity)[used.link]
+    demand = np.bincount(usage.link, usage.part, len(usage.capacity))
+    row = np.cumsum(demand > usage.capacity) - 1
+    contended = (demand > usage.capacity)[usage.link]
     parts = np.zeros((int(row[-1]) + 1, jobs))
-    link = used.link[contended]
-    parts[row[link], used.entity[contended]] = used.part[contended] / used.capacity[link]
+    link = usage.link[contended]
+    parts[row[link], usage.entity[contended]] = usage.part[contended] / usage.capacity[link]
     return parts

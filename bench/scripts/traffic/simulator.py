@@ -16,30 +16,30 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.assign import bound
+from pacekeeper_analysis.fabric.route_assignment import compute_load_bound
 
-from .bounds import speed_bound
+from .bounds import compute_speed_bound
 from .clusters import (
     HOSTS,
     NICS,
-    Fabric,
-    Job,
+    SimulatedFabric,
     Traffic,
-    damaged,
-    eight_jobs,
-    fabrics,
-    hundred_jobs,
-    one_large_job,
-    one_uplink_dead,
-    traffic_of,
+    TrafficJob,
+    break_busiest_uplink,
+    build_fabrics,
+    build_one_large_job,
+    build_traffic,
+    damage_fabric,
+    draw_eight_jobs,
+    draw_hundred_jobs,
 )
-from .planners import PLANNERS, Case
-from .speeds import SLOTS, at_once, by_turns
-from .timing import Timing, timings
+from .planners import PLANNERS, PlannerCase
+from .speeds import SLOTS, compute_concurrent_speeds, compute_turn_speeds
+from .timing import Timing, measure_timings
 
-OF_BEST, OF_BEST_DEAD = 0.95, 0.99
-DEAD = "one uplink dead"
-PLAN_SECONDS, REPAIR_SECONDS, REPAIR_MOVES = 0.2, 0.005, 8
+MIN_SHARE_OF_BEST, MIN_SHARE_OF_BEST_DEAD = 0.95, 0.99
+DEAD_UPLINK = "one uplink dead"
+MAX_PLAN_SECONDS, MAX_REPAIR_SECONDS, MAX_REPAIR_MOVES = 0.2, 0.005, 8
 
 
 @dataclass(frozen=True)
@@ -64,118 +64,123 @@ class Result:
     outcomes: Mapping[str, Outcome]
 
 
-def simulated(seeds: int) -> tuple[dict[str, Any], dict[str, bool]]:
+def run_simulations(seeds: int) -> tuple[dict[str, Any], dict[str, bool]]:
     """Figures, and which goals hold."""
-    began = time.monotonic()
+    start = time.monotonic()
     results: dict[str, list[Result]] = {}
-    timed: list[Mapping[str, Timing]] = []
+    timings: list[Mapping[str, Timing]] = []
     for seed in range(seeds):
-        for name, case in cases(seed):
-            results.setdefault(name, []).append(result(case, seed))
-            print(f"seed {seed}: {name}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        timed.append(timings(np.random.default_rng(seed)))
-    scenarios = {name: _figures(of_seeds) for name, of_seeds in results.items()}
+        for name, case in iterate_cases(seed):
+            results.setdefault(name, []).append(build_result(case, seed))
+            print(f"seed {seed}: {name}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        timings.append(measure_timings(np.random.default_rng(seed)))
+    scenarios = {name: _compute_statistics(seed_results) for name, seed_results in results.items()}
     _print_table(scenarios)
-    figures = {"gpus": HOSTS * NICS, "seeds": seeds, "scenarios": scenarios, "times": _times(timed)}
-    return figures, _holds(results, timed)
+    metrics = {"gpus": HOSTS * NICS, "seeds": seeds, "scenarios": scenarios, "times": _compute_times(timings)}
+    return metrics, _check_goals(results, timings)
 
 
-def cases(seed: int) -> Iterator[tuple[str, Case]]:
+def iterate_cases(seed: int) -> Iterator[tuple[str, PlannerCase]]:
     for jobs_name, jobs in (
-        ("one large job", one_large_job()),
-        ("8 jobs", eight_jobs(np.random.default_rng(seed))),
-        ("100 jobs packed", hundred_jobs(np.random.default_rng(seed), packed=True)),
-        ("100 jobs spread", hundred_jobs(np.random.default_rng(seed), packed=False)),
+        ("one large job", build_one_large_job()),
+        ("8 jobs", draw_eight_jobs(np.random.default_rng(seed))),
+        ("100 jobs packed", draw_hundred_jobs(np.random.default_rng(seed), packed=True)),
+        ("100 jobs spread", draw_hundred_jobs(np.random.default_rng(seed), packed=False)),
     ):
-        for name, fabric, traffic in _fabrics(jobs, seed):
-            happen = np.random.default_rng(seed).integers(SLOTS, size=len(jobs))
-            yield f"{jobs_name}, {name}", Case(fabric, jobs, traffic, speed_bound(fabric, traffic), happen)
+        for name, fabric, traffic in _iterate_fabrics(jobs, seed):
+            default_shifts = np.random.default_rng(seed).integers(SLOTS, size=len(jobs))
+            yield (
+                f"{jobs_name}, {name}",
+                PlannerCase(fabric, jobs, traffic, compute_speed_bound(fabric, traffic), default_shifts),
+            )
 
 
-def _fabrics(jobs: Sequence[Job], seed: int) -> Iterator[tuple[str, Fabric, Traffic]]:
-    for name, fabric in fabrics().items():
-        traffic = traffic_of(fabric, jobs).in_parts(fabric.topology.planes)
+def _iterate_fabrics(jobs: Sequence[TrafficJob], seed: int) -> Iterator[tuple[str, SimulatedFabric, Traffic]]:
+    for name, fabric in build_fabrics().items():
+        traffic = build_traffic(fabric, jobs).split_flows(fabric.topology.planes)
         yield name, fabric, traffic
         if name == "8 trunks":
-            yield f"{name}, {DEAD}", one_uplink_dead(fabric, traffic), traffic
+            yield f"{name}, {DEAD_UPLINK}", break_busiest_uplink(fabric, traffic), traffic
         if name in ("1:1", "8 trunks"):
-            yield f"{name}, damaged", damaged(fabric, np.random.default_rng(seed)), traffic
+            yield f"{name}, damaged", damage_fabric(fabric, np.random.default_rng(seed)), traffic
 
 
-def result(case: Case, seed: int) -> Result:
+def build_result(case: PlannerCase, seed: int) -> Result:
     outcomes = {}
     for name, planner in PLANNERS.items():
         plan = planner(case, np.random.default_rng(seed))
-        used = plan.usage(case.fabric)
-        speeds = at_once(used, len(case.jobs))
-        turns = by_turns(used, case.jobs, case.happen if plan.shifts is None else plan.shifts)
-        level, load = plan.level(case.fabric), plan.load(case.fabric)
-        outcomes[name] = Outcome(level, load, float(speeds.min()), float(speeds.mean()), float(turns.mean()))
+        usage = plan.compute_usage(case.fabric)
+        speeds = compute_concurrent_speeds(usage, len(case.jobs))
+        turn_speeds = compute_turn_speeds(usage, case.jobs, case.happen if plan.shifts is None else plan.shifts)
+        level, load = plan.compute_level(case.fabric), plan.compute_load(case.fabric)
+        outcomes[name] = Outcome(level, load, float(speeds.min()), float(speeds.mean()), float(turn_speeds.mean()))
     topology, flows = case.fabric.topology, case.traffic.flows
-    return Result(topology.symmetric, len(flows), bound(topology, flows), case.speed, outcomes)
+    return Result(topology.is_symmetric, len(flows), compute_load_bound(topology, flows), case.speed, outcomes)
 
 
-def _figures(of_seeds: Sequence[Result]) -> dict[str, Any]:
+def _compute_statistics(seed_results: Sequence[Result]) -> dict[str, Any]:
     """Medians."""
 
-    def outcome(name: str) -> dict[str, float]:
-        found = [result.outcomes[name] for result in of_seeds]
+    def summarize_planner(name: str) -> dict[str, float]:
+        outcomes = [result.outcomes[name] for result in seed_results]
         return {
-            field: round(median(getattr(one, field) for one in found), 4)
+            field: round(median(getattr(outcome, field) for outcome in outcomes), 4)
             for field in ("level", "load", "slowest", "mean", "by_turns")
         }
 
     return {
-        "flows": median(result.flows for result in of_seeds),
-        "bound": median(result.bound for result in of_seeds),
-        "best_speed": round(median(result.speed for result in of_seeds), 4),
-        "planners": {name: outcome(name) for name in PLANNERS},
+        "flows": median(result.flows for result in seed_results),
+        "bound": median(result.bound for result in seed_results),
+        "best_speed": round(median(result.speed for result in seed_results), 4),
+        "planners": {name: summarize_planner(name) for name in PLANNERS},
     }
 
 
-def _times(timed: Sequence[Mapping[str, Timing]]) -> dict[str, dict[str, float]]:
+def _compute_times(timings: Sequence[Mapping[str, Timing]]) -> dict[str, dict[str, float]]:
     return {
         name: {
-            "plan_seconds": round(median(of[name].plan for of in timed), 4),
-            "repair_seconds": round(median(seconds for of in timed for seconds in of[name].repairs), 5),
-            "repair_moves": max(moved for of in timed for moved in of[name].moved),
+            "plan_seconds": round(median(timing[name].plan for timing in timings), 4),
+            "repair_seconds": round(median(seconds for timing in timings for seconds in timing[name].repairs), 5),
+            "repair_moves": max(moved for timing in timings for moved in timing[name].moved),
         }
-        for name in timed[0]
+        for name in timings[0]
     }
 
 
-def _holds(results: Mapping[str, Sequence[Result]], timed: Sequence[Mapping[str, Timing]]) -> dict[str, bool]:
+def _check_goals(results: Mapping[str, Sequence[Result]], timings: Sequence[Mapping[str, Timing]]) -> dict[str, bool]:
     """All seeds count; of times the medians."""
-    every = [result for of_seeds in results.values() for result in of_seeds]
-    times = _times(timed).values()
+    all_results = [result for seed_results in results.values() for result in seed_results]
+    times = _compute_times(timings).values()
     return {
-        "optimal_where_symmetric": all(_level(result) == result.bound for result in every if result.symmetric),
-        "one_above_elsewhere": all(_level(result) <= result.bound + 1 for result in every),
-        "near_the_best_in_parts": all(_of_best(result) >= OF_BEST for result in every),
-        "dead_uplink": all(
-            _of_best(result) >= OF_BEST_DEAD
-            for name, of_seeds in results.items()
-            for result in of_seeds
-            if name.endswith(DEAD)
+        "optimal_where_symmetric": all(
+            _get_level(result) == result.bound for result in all_results if result.symmetric
         ),
-        "plan_seconds": max(of["plan_seconds"] for of in times) <= PLAN_SECONDS,
-        "repair_seconds": max(of["repair_seconds"] for of in times) <= REPAIR_SECONDS,
-        "repair_moves": max(of["repair_moves"] for of in times) <= REPAIR_MOVES,
+        "one_above_elsewhere": all(_get_level(result) <= result.bound + 1 for result in all_results),
+        "near_the_best_in_parts": all(_compute_share_of_best(result) >= MIN_SHARE_OF_BEST for result in all_results),
+        "dead_uplink": all(
+            _compute_share_of_best(result) >= MIN_SHARE_OF_BEST_DEAD
+            for name, seed_results in results.items()
+            for result in seed_results
+            if name.endswith(DEAD_UPLINK)
+        ),
+        "plan_seconds": max(case_times["plan_seconds"] for case_times in times) <= MAX_PLAN_SECONDS,
+        "repair_seconds": max(case_times["repair_seconds"] for case_times in times) <= MAX_REPAIR_SECONDS,
+        "repair_moves": max(case_times["repair_moves"] for case_times in times) <= MAX_REPAIR_MOVES,
     }
 
 
-def _level(result: Result) -> int:
+def _get_level(result: Result) -> int:
     return result.outcomes["ours"].level
 
 
-def _of_best(result: Result) -> float:
+def _compute_share_of_best(result: Result) -> float:
     return result.outcomes["ours in parts"].slowest / result.speed
 
 
-def _print_table(figures: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, of in figures.items():
-        print(f"{name}: {of['flows']} flows, bound {of['bound']}, best speed {of['best_speed']}")
-        for planner, outcome in of["planners"].items():
+def _print_table(scenarios: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, scenario in scenarios.items():
+        print(f"{name}: {scenario['flows']} flows, bound {scenario['bound']}, best speed {scenario['best_speed']}")
+        for planner, outcome in scenario["planners"].items():
             print(
                 f"  {planner:14} level {outcome['level']:3}  load {outcome['load']:5.2f}  "
                 f"slowest {outcome['slowest']:6.1%}  mean {outcome['mean']:6.1%}  by turns {outcome['by_turns']:6.1%}"

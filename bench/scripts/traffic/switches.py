@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pacekeeper_operator.api import FabricSpec, LevelSpec, UplinkSpec
-from pacekeeper_operator.decide.wiring import LinkRates, spine_of, wire
-from pacekeeper_operator.network import Wiring
-from pacekeeper_operator.observation import NodeView
-from testcluster.shell import run
-from tests.support.fabric import FabricHost, LeafSpine
+from pacekeeper_operator.api.fabric import FabricSpec, LevelSpec, UplinkSpec
+from pacekeeper_operator.decide.network.wiring import LinkRates, build_wiring
+from pacekeeper_operator.state.cluster_view import NodeView
+from pacekeeper_operator.state.network import Wiring
+from pacekeeper_operator.state.routes import format_spine_name
+from testcluster.shell import run_command
+from testing.network.fabric import FabricHost, HostedLeafSpine
 
 LABEL = "fabric.topograph.run/tier-0"
 
@@ -29,60 +30,62 @@ class Flow(NamedTuple):
 class Switches:
     """`rate`: bits a second that each link carries, each way."""
 
-    def __init__(self, fabric: LeafSpine, rate: float) -> None:
+    def __init__(self, fabric: HostedLeafSpine, rate: float) -> None:
         self._fabric = fabric
         self._rate = f"{rate / 1e6:g}mbit"  # in tc's words
         self.spec = FabricSpec(
             spines=fabric.spines,
             levels=(LevelSpec(LABEL),),
             uplink=UplinkSpec(rate),
-            hops={address: spine_of(int(name[1:])) for address, name in fabric.hops.items()},
+            hops={address: format_spine_name(int(name[1:])) for address, name in fabric.hops.items()},
         )
-        self._nodes = [NodeView(host.namespace, host.namespace, labels=_labels(host)) for host in fabric.hosts]
-        fabric.shape(self._rate)
+        self._nodes = [NodeView(host.namespace, host.namespace, labels=_build_labels(host)) for host in fabric.hosts]
+        fabric.set_all_rates(self._rate)
 
-    def wiring(self) -> Wiring:
+    def build_wiring(self) -> Wiring:
         """The fabric as planning sees it now."""
-        return wire(self.spec, self._nodes, self._down())
+        return build_wiring(self.spec, self._nodes, self._list_down_rates())
 
     def draw(self, seed: int) -> None:
         """Other choices among equal paths, each leaf its own."""
-        self._fabric.draw(seed)
+        self._fabric.reseed_hashes(seed)
 
-    def ways(self, flows: Sequence[Flow]) -> list[int]:
+    def list_routes(self, flows: Sequence[Flow]) -> list[int]:
         """By which spine each goes, as its leaf answers."""
-        found = [-1] * len(flows)
+        routes = [-1] * len(flows)
         for leaf in {flow.source.leaf for flow in flows}:
-            places = [place for place, flow in enumerate(flows) if flow.source.leaf == leaf]
-            questions = "\n".join(_question(flows[place]) for place in places)
-            said = run("ip", "-n", self._fabric.leaf(leaf), "-json", "-batch", "-", stdin=questions)
-            for place, line in zip(places, filter(str.strip, said.splitlines()), strict=True):
-                found[place] = int(json.loads(line)[0]["dev"].removeprefix("up"))
-        return found
+            indices = [index for index, flow in enumerate(flows) if flow.source.leaf == leaf]
+            queries = "\n".join(_format_route_query(flows[index]) for index in indices)
+            output = run_command(
+                "ip", "-n", self._fabric.get_leaf_namespace(leaf), "-json", "-batch", "-", stdin=queries
+            )
+            for index, line in zip(indices, filter(str.strip, output.splitlines()), strict=True):
+                routes[index] = int(json.loads(line)[0]["dev"].removeprefix("up"))
+        return routes
 
     @contextmanager
     def cut(self, leaf: int, spine: int) -> Iterator[None]:
         """The cable between them. Both ends see it, and the other leaves are told, as by a routing protocol."""
-        self._fabric.cut(leaf, spine)
+        self._fabric.cut_link(leaf, spine)
         try:
             yield
         finally:
-            self._fabric.heal(leaf, spine, self._rate)
+            self._fabric.heal_link(leaf, spine, self._rate)
 
-    def sent(self) -> list[list[int]]:
+    def read_sent_bytes(self) -> list[list[int]]:
         """Bytes that each leaf has sent up to each spine so far."""
-        return [self._fabric.sent(leaf) for leaf in range(self._fabric.leaves)]
+        return [self._fabric.read_sent_bytes(leaf) for leaf in range(self._fabric.leaves)]
 
-    def _down(self) -> LinkRates:
+    def _list_down_rates(self) -> LinkRates:
         """What an exporter of the switches would say, of links that are down."""
-        return {(f"l{leaf}", spine_of(spine)): 0.0 for leaf, spine in self._fabric.broken().links}
+        return {(f"l{leaf}", format_spine_name(spine)): 0.0 for leaf, spine in self._fabric.find_broken().links}
 
 
-def _labels(host: FabricHost) -> dict[str, str]:
+def _build_labels(host: FabricHost) -> dict[str, str]:
     return {LABEL: f"l{host.leaf}"}
 
 
-def _question(flow: Flow) -> str:
+def _format_route_query(flow: Flow) -> str:
     """By which cable a packet comes in makes no difference, but some cable has to be named."""
     ends = f"{flow.destination.address} from {flow.source.address} iif up0"
     return f"route get {ends} ipproto tcp sport {flow.source_port} dport {flow.port}"

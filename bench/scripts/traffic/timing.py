@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.assign import Flows, assign
-from pacekeeper_analysis.fabric.topology import Topology, uniform
+from pacekeeper_analysis.fabric.route_assignment import Flows, assign_routes
+from pacekeeper_analysis.fabric.topology import Topology, build_uniform_topology
 
-from .clusters import eight_jobs, fabrics, traffic_of
+from .clusters import build_fabrics, build_traffic, draw_eight_jobs
 
-DRAWN, DEAD = 10_000, 47
+DRAWN_FLOWS, DEAD_LINKS = 10_000, 47
 """Flows between 64 leaves with 32 uplinks each, and links of it that are dead."""
-REPAIRS = 8
+REPAIR_COUNT = 8
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,35 @@ class Timing:
     moved: tuple[int, ...]
 
 
-def timings(draws: np.random.Generator) -> dict[str, Timing]:
-    return {name: _timed(topology, flows, draws) for name, topology, flows in _cases(draws)}
+def measure_timings(rng: np.random.Generator) -> dict[str, Timing]:
+    return {name: _measure_timing(topology, flows, rng) for name, topology, flows in _iterate_cases(rng)}
 
 
-def _cases(draws: np.random.Generator) -> Iterator[tuple[str, Topology, Flows]]:
-    fabric = fabrics()["1:1"]
-    yield "8 jobs", fabric.topology, traffic_of(fabric, eight_jobs(draws)).flows
-    source, destination = draws.integers(64, size=(2, DRAWN))
-    links = draws.integers((64, 32), size=(DEAD, 2)).tolist()
-    topology = uniform(64, 32).without(up=((group, way) for group, way in links))
-    yield "drawn", topology, Flows(source, destination, np.ones(DRAWN, dtype=np.int64))
+def _iterate_cases(rng: np.random.Generator) -> Iterator[tuple[str, Topology, Flows]]:
+    fabric = build_fabrics()["1:1"]
+    yield "8 jobs", fabric.topology, build_traffic(fabric, draw_eight_jobs(rng)).flows
+    source, destination = rng.integers(64, size=(2, DRAWN_FLOWS))
+    links = rng.integers((64, 32), size=(DEAD_LINKS, 2)).tolist()
+    topology = build_uniform_topology(64, 32).with_dead_links(up=((group, route) for group, route in links))
+    yield "drawn", topology, Flows(source, destination, np.ones(DRAWN_FLOWS, dtype=np.int64))
 
 
-def _timed(topology: Topology, flows: Flows, draws: np.random.Generator) -> Timing:
-    began = time.process_time()
-    ways = assign(topology, flows).ways
-    plan = time.process_time() - began
-    crosses = np.flatnonzero(flows.source != flows.destination)
+def _measure_timing(topology: Topology, flows: Flows, rng: np.random.Generator) -> Timing:
+    start = time.process_time()
+    routes = assign_routes(topology, flows).routes
+    plan = time.process_time() - start
+    crossing = np.flatnonzero(flows.source != flows.destination)
     repairs, moved = [], []
-    for number in range(REPAIRS):
-        victim = int(draws.choice(crosses))
-        links, ends = (("up", flows.source), ("down", flows.destination))[number % 2]
-        link = int(ends[victim]), int(ways[victim])
-        topology = topology.without(**{links: [link]})
-        cut_off = (ends == link[0]) & (ways == link[1])
-        present = ways.tolist()
-        began = time.process_time()
-        mended = assign(topology, flows, present)
-        repairs.append(time.process_time() - began)
-        moved.append(int((~cut_off[list(mended.moved)]).sum()) if mended.moved else 0)
-        ways = mended.ways
+    for number in range(REPAIR_COUNT):
+        victim = int(rng.choice(crossing))
+        direction, leaves = (("up", flows.source), ("down", flows.destination))[number % 2]
+        link = int(leaves[victim]), int(routes[victim])
+        topology = topology.with_dead_links(**{direction: [link]})
+        cut_off = (leaves == link[0]) & (routes == link[1])
+        current_routes = routes.tolist()
+        start = time.process_time()
+        repaired = assign_routes(topology, flows, current_routes)
+        repairs.append(time.process_time() - start)
+        moved.append(int((~cut_off[list(repaired.moved)]).sum()) if repaired.moved else 0)
+        routes = repaired.routes
     return Timing(plan, tuple(repairs), tuple(moved))

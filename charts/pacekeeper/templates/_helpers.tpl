@@ -1,4 +1,4 @@
-{{/* What all objects are called, or begin with. 15 characters are left for what follows in the longest name that is a label. */}}
+{{/* Name of all objects, or its prefix. It leaves 15 characters for the suffix of the longest name that is a label. */}}
 {{- define "pacekeeper.fullname" -}}
 {{- $name := include "pacekeeper.name" . }}
 {{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
@@ -26,7 +26,7 @@ app.kubernetes.io/name: {{ include "pacekeeper.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* Labels of an object that has some of its own: `more`, which come before commonLabels. */}}
+{{/* Labels of an object with labels of its own: `more`, which override commonLabels. */}}
 {{- define "pacekeeper.labelsWith" -}}
 {{ toYaml (merge (dict) .more (include "pacekeeper.labels" .context | fromYaml)) }}
 {{- end }}
@@ -53,7 +53,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* Of the operator's pod and of the one that releases nodes: by whom they may be run, and on which nodes. */}}
+{{/* Account, pull secrets, and placement of the operator's pods and of the pod that releases nodes. */}}
 {{- define "pacekeeper.placement" -}}
 serviceAccountName: {{ include "pacekeeper.serviceAccountName" . }}
 {{- with .Values.imagePullSecrets }}
@@ -70,7 +70,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* extraEnv, in which a name stands once: of two the API server takes one or refuses both, as it is asked. */}}
+{{/* extraEnv without duplicate names: depending on the request, the API server keeps one of two, or rejects both. */}}
 {{- define "pacekeeper.extraEnv" -}}
 {{- $names := dict }}
 {{- range .Values.extraEnv }}
@@ -80,7 +80,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- toYaml .Values.extraEnv }}
 {{- end }}
 
-{{/* Refuses what the operator would not start with: workers' policies have to name who scrapes them. */}}
+{{/* Refuses values with which the operator would not start: workers' policies have to name their scrapers. */}}
 {{- define "pacekeeper.scrapersAreKnown" -}}
 {{- if and .Values.prometheus.url .Values.networkPolicy.jobs (not .Values.networkPolicy.metricsFrom) }}
 {{- $host := (urlParse .Values.prometheus.url).hostname | lower }}
@@ -94,7 +94,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{ .Values.serviceAccount.name | default (include "pacekeeper.fullname" .) }}
 {{- end }}
 
-{{/* The operator as the subject of a binding, and as the API server calls it. */}}
+{{/* The operator as the subject of a binding; below, its name in the API server. */}}
 {{- define "pacekeeper.operator" -}}
 - {kind: ServiceAccount, name: {{ include "pacekeeper.serviceAccountName" . }}, namespace: {{ .Release.Namespace }}}
 {{- end }}
@@ -103,12 +103,12 @@ affinity: {{- toYaml . | nindent 2 }}
 system:serviceaccount:{{ .Release.Namespace }}:{{ include "pacekeeper.serviceAccountName" . }}
 {{- end }}
 
-{{/* The Secret with a serving certificate that somebody else makes; empty: the operator has an authority of its own. */}}
+{{/* The Secret with a serving certificate that the operator does not create; empty: the operator has its own CA. */}}
 {{- define "pacekeeper.tlsSecret" -}}
 {{- if .Values.tls.certManager.enabled }}{{ include "pacekeeper.fullname" . }}-tls{{ else }}{{ .Values.tls.existingSecret }}{{ end }}
 {{- end }}
 
-{{/* Not empty: wanted, and known to the cluster. Asked by version: `helm template` knows no cluster's list of kinds. */}}
+{{/* Not empty: enabled, and supported by the cluster. It checks the version, as `helm template` has no cluster's list of kinds. */}}
 {{- define "pacekeeper.hasAdmissionPolicies" -}}
 {{- if and .Values.admissionPolicy.enabled (semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version) }}true{{ end }}
 {{- end }}

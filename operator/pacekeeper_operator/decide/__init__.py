@@ -1,8 +1,12 @@
 """Decisions: pure functions of an Observation and a Policy. Nothing here does I/O; time is part of the observation.
 
-Two ordered lists say what a pass does. `STEPS`: each gives the draft of plan and bookkeeping as it shall be, under what
-the steps before have left; one that fails costs its own work only. `CHECKS`: each looks for one kind of fault and
-answers with a Decision, or None. To add a remedy: one check here, one module in `remedies`, one line in each list.
+Two ordered lists define a pass:
+
+* `STEPS`: each step returns a new desired state (plan and bookkeeping), based on the one that the step before returned.
+  A step that fails loses only its own work.
+* `CHECKS`: each check detects one kind of fault and returns a Decision, or None.
+
+To add a remedy, add a check here, a module in `remedies`, and one line in each list.
 """
 
 from __future__ import annotations
@@ -10,105 +14,109 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..observation import Observation, Policy
-from ..state import Draft
-from . import (
+from ..state.desired_state import DesiredState
+from ..state.observation import Observation
+from ..state.policy import Policy
+from . import check_runner
+from .check_runner import DecisionCheck
+from .failures import (
     back_off,
     crash,
-    frozen,
     gpu_error,
     gpu_warning,
     hang,
-    links,
-    membership,
-    news,
-    node_leaving,
     node_lost,
-    paths,
-    preflight,
-    profile,
-    replan,
-    reroll,
     round_failed,
-    stages,
-    stale,
     start_failed,
-    straggler,
-    treat,
-    verify,
-    verify_ways,
-    way_back,
-    ways_seen,
-    wish,
+    superseded_faults,
+    unresponsive,
     worker_lost,
-    workforce,
 )
-from .treat import Check
+from .lifecycle import effect_results, lifecycle
+from .network import paths, replan, reroll, route_reports, route_trial, slow_communication
+from .nodes import node_leaving
+from .placement import membership, preflight, workforce
+from .stragglers import profile, requested_sync_mode, revert_to_sync, straggler, verify
 
-Step = Callable[[Observation, Policy], Draft]
+DecisionStep = Callable[[Observation, Policy], DesiredState]
 
-CHECKS: tuple[Check, ...] = (
-    start_failed.check,
-    worker_lost.check,
-    node_lost.check,
-    frozen.check,
-    gpu_error.check,
-    crash.check,
-    hang.check,
-    round_failed.check,
-    # Spares that have to leave go before anybody is moved to one.
-    node_leaving.check,
-    gpu_warning.check,
-    # Exact, and so before another way to train.
-    replan.check,
-    # Of ways that were tried, and have made it worse.
-    verify_ways.check,
-    straggler.check,
-    reroll.check,
-    links.check,
-    profile.check,
+CHECKS: tuple[DecisionCheck, ...] = (
+    # Workers without ranks that failed, timed out, or were refused before they were ready.
+    start_failed.check_failed_starts,
+    # Members whose pods are gone, have ended, or are terminating.
+    worker_lost.check_lost_workers,
+    # Members that stopped responding, with or without their nodes.
+    node_lost.check_lost_nodes,
+    # Workers whose launcher is unresponsive, or whose ranks outlive SIGKILL.
+    unresponsive.check_unresponsive_workers,
+    # GPU errors that launchers or DCGM report.
+    gpu_error.check_gpu_errors,
+    # Ranks that exited with an error.
+    crash.check_crashes,
+    # Ranks that make no progress although all workers are present.
+    hang.check_hangs,
+    # Rounds that the launchers could not start.
+    round_failed.check_failed_rounds,
+    # Workers on nodes that the platform drains. Spares that must leave go before a worker is moved to one.
+    node_leaving.check_leaving_nodes,
+    # GPUs that show signs of an upcoming fault.
+    gpu_warning.check_gpu_warnings,
+    # Better routes from joint planning. They keep training exact, so they come before another training strategy.
+    replan.check_replanned_routes,
+    # Trial routes that made steps longer: revert them.
+    route_trial.check_worse_routes,
+    # Slow ranks: another training strategy, or a spare.
+    straggler.check_stragglers,
+    # A slow link in a fabric that no Fabric object describes: new ports for that pair of ranks.
+    reroll.check_port_reroll,
+    # A worker whose side of a slow link was measured as slow: a spare.
+    slow_communication.check_slow_link_sides,
+    # What a profile window found where no open incident covers it.
+    profile.check_profile,
 )
-"""In order of certainty: what has gone explains why others crash or stall, so it is asked first."""
+"""The checks, most certain first: a lost worker explains why others crash or stall."""
 
-STEPS: tuple[tuple[str, Step], ...] = (
-    # What errands have brought back: the API server's word on the template, what became of a node.
-    ("news", news.step),
-    # Faults that say nothing new, before anybody decides upon them.
-    ("stale", stale.step),
-    # What GPUs show when the job looks at them for the first time is no fault of this job's time.
-    ("gpus", gpu_error.learn),
-    # Started, suspended, resumed, complete, out of time.
-    ("stages", stages.step),
-    # Rounds that wait because those before them ended before their first step.
-    ("back off", back_off.step),
-    # Incidents that are over: before new decisions, so that these find a clean table.
-    ("verify", verify.step),
-    # What the ranks' connections show, before a decision names it.
-    ("links", links.see),
-    # And what that says of the fabric's links, for the joint plan of all jobs.
-    ("ways", ways_seen.step),
-    # The checks above, and what their answers do.
-    ("treat", partial(treat.step, checks=CHECKS)),
-    # Whether there is a straggler to be looked into, and the way back from a Local-SGD mode.
-    ("suspect", straggler.suspect),
-    ("way back", way_back.step),
-    # The connections again, where other ways are being tried.
-    ("ways tried", verify_ways.step),
-    # A probe of what is slow between workers, for the incident that has just been written down.
-    ("link probe", links.probe),
-    # Behaviour windows: what the last one has come to is written down by now.
-    ("profile", profile.step),
-    # What the user wants of the mode goes before what the operator has chosen.
-    ("wish", wish.step),
-    # Nodes that failed before any rank is on them.
-    ("preflight", preflight.step),
-    # Who holds the ranks, now that it is known who cannot; and what launchers may do by themselves until the next pass.
-    ("membership", membership.step),
+STEPS: tuple[tuple[str, DecisionStep], ...] = (
+    # Record effect results: whether the API server accepts the template, what became of a blamed node.
+    ("effect results", effect_results.apply_effect_results),
+    # Settle superseded faults, before a check decides about them.
+    ("superseded faults", superseded_faults.settle_superseded_faults),
+    # Record the GPU counters of new nodes as a baseline: older errors did not happen during this job.
+    ("gpu baseline", gpu_error.record_gpu_baseline),
+    # Advance the lifecycle: start, suspend, resume, completion, deadline.
+    ("lifecycle", lifecycle.advance_lifecycle),
+    # Begin a round that waited because the rounds before it ended before their first step.
+    ("back off", back_off.advance_back_off),
+    # Close incidents that are over, before new decisions are made.
+    ("verify", verify.verify_incidents),
+    # Record which connections are slow, before a decision names them.
+    ("link evidence", slow_communication.record_link_evidence),
+    # Record what the flows show about the fabric's links, for the joint plan of all jobs.
+    ("route reports", route_reports.record_route_reports),
+    # Run the checks above, and apply the actions of their decisions.
+    ("checks", partial(check_runner.run_checks, checks=CHECKS)),
+    # Start or drop the investigation of a straggler.
+    ("investigation", straggler.update_investigation),
+    # Decide whether to revert from a Local-SGD mode to sync.
+    ("revert to sync", revert_to_sync.consider_revert_to_sync),
+    # Request the throughput of the connections while other routes are on trial.
+    ("route trial", route_trial.advance_route_trial),
+    # Probe the slow link of the incident that was just recorded.
+    ("link probe", slow_communication.advance_link_probe),
+    # Begin or end a profile window. The result of the last one is recorded by now.
+    ("profile", profile.advance_profile_window),
+    # Apply `spec.syncMode`: the user's choice overrides the operator's.
+    ("requested sync mode", requested_sync_mode.apply_requested_sync_mode),
+    # Leave nodes that failed their preflight before a rank runs on them.
+    ("preflight", preflight.apply_preflight),
+    # Assign the ranks, now that it is known which workers cannot hold them.
+    ("membership", membership.update_membership),
+    # Set how many restarts the launchers may do by themselves until the next pass.
     ("restarts", membership.allow_restarts),
-    # By which ways they talk, once it is known who they are.
-    ("paths", paths.step),
-    # Once more: a decision may have ended what it dealt with.
-    ("verify again", verify.step),
-    # Which pods there shall be: last, since all of the above gives workers up or seats them.
-    ("workforce", workforce.step),
+    # Plan the members' network paths, once the members are known.
+    ("paths", paths.update_planned_paths),
+    # Close incidents again: a decision of this pass may have ended one.
+    ("verify again", verify.verify_incidents),
+    # List the pods that the job needs. Last, since the steps above give workers up or assign ranks to them.
+    ("workforce", workforce.update_workforce),
 )

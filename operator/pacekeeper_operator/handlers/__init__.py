@@ -1,1 +1,1 @@
-"""kopf's registrations: thin."""
+"""Thin kopf handlers that call the services and the reconcile loop."""

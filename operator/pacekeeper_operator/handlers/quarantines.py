@@ -1,4 +1,4 @@
-"""The loop over all NodeQuarantines. No daemon each: kopf would add a finalizer of its own."""
+"""Starts and stops the loop over all NodeQuarantines. There is no daemon per object: kopf would add a finalizer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import kopf
 
 from ..services.operator import Operator
-from ..services.quarantine import watch_over
+from ..services.quarantine import run_quarantine_loop
 
 
 @kopf.on.startup()
-async def start(memo: kopf.Memo, **_: Any) -> None:
+async def start_quarantine_loop(memo: kopf.Memo, **_: Any) -> None:
     operator: Operator = memo.operator
-    memo.quarantines = operator.runtime.start(_watch_over(operator), "quarantines")
+    memo.quarantines = operator.runtime.start_task(_run_when_listed(operator), "quarantines")
 
 
 @kopf.on.cleanup()
-async def stop(memo: kopf.Memo, **_: Any) -> None:
+async def stop_quarantine_loop(memo: kopf.Memo, **_: Any) -> None:
     memo.quarantines.cancel()
     await asyncio.gather(memo.quarantines, return_exceptions=True)
 
 
-async def _watch_over(operator: Operator) -> None:
-    await operator.fleet.nodes.listed.wait()  # with the operator's own list of them: there are thousands
-    await watch_over(operator.fleet)
+async def _run_when_listed(operator: Operator) -> None:
+    await operator.node_registry.nodes.listed.wait()  # use the operator's list: there may be thousands of nodes
+    await run_quarantine_loop(operator.node_registry)

@@ -1,4 +1,4 @@
-"""How kopf runs: its settings, its login."""
+"""kopf's settings and its login."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import aiohttp
 import kopf
 import orjson
 
-from ..api import FINALIZER_JOB
-from ..cluster import PAGE, parse
-from ..transfer import Response, lines, session_options
-from ..trimming import trim
+from ..api.names import FINALIZER_JOB
+from ..kube.client import LIST_PAGE_OBJECTS, parse_response
+from ..kube.response_limits import BoundedResponse, build_session_options, read_lines
+from ..pods.trimming import trim_job
 
-_JOB = "TrainingJob"
+_JOB_KIND = "TrainingJob"
 
 
-class _NoDifferences(kopf.DiffBaseStorage):
-    """kopf would copy every object that a watch tells of three times over, to find what has changed for handlers of
-    changes. There are none: that took 2 ms an event, of 3 in all."""
+class _NullDiffBaseStorage(kopf.DiffBaseStorage):
+    """A storage that disables kopf's change detection.
+
+    kopf would copy each watched object three times to detect changes for change handlers. The operator has none, and
+    the copies took 2 ms of 3 ms per event.
+    """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         return cast(kopf.BodyEssence, {})
@@ -34,27 +37,27 @@ class _NoDifferences(kopf.DiffBaseStorage):
 
 
 @kopf.on.startup()
-async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
-    settings.peering.standalone = True  # leadership is by our own Lease
+async def configure_kopf(settings: kopf.OperatorSettings, **_: Any) -> None:
+    settings.peering.standalone = True  # leadership is decided by the operator's own Lease
     settings.persistence.finalizer = FINALIZER_JOB
-    settings.persistence.diffbase_storage = _NoDifferences()
+    settings.persistence.diffbase_storage = _NullDiffBaseStorage()
     settings.networking.request_timeout = 15
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = [0.5, 1, 2, 3] + [
         5
     ] * 200  # an API server may be away for a quarter of an hour
     settings.queueing.error_delays = [1, 1, 2, 3, 5, 8]
-    settings.posting.enabled = False  # we tell Events ourselves
+    settings.posting.enabled = False  # `services.events` emits Events
     settings.watching.connect_timeout = 5
-    settings.watching.chunk_size = PAGE  # at most: the session's middleware bounds the bytes
+    settings.watching.chunk_size = LIST_PAGE_OBJECTS  # at most: the session's middleware bounds the bytes
     settings.watching.server_timeout = 300
     settings.background.cancellation_polling = 1
-    settings.background.instant_exit_timeout = 2  # a loop ends after the call to the API server that it is in
+    settings.background.instant_exit_timeout = 2  # a loop ends after its current API call
     settings.process.ultimate_exiting_timeout = 8
 
 
 class _TrimmedLines:
-    """The content of a watch, without what nobody reads of its objects."""
+    """The content of a watch, without fields that the operator does not read."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
@@ -63,14 +66,14 @@ class _TrimmedLines:
         return getattr(self._content, name)
 
     async def iter_chunked(self, _size: int) -> AsyncGenerator[bytes]:
-        async for line in lines(self._content):
-            event = parse(line)
-            _trim(event.get("object"))
+        async for line in read_lines(self._content):
+            event = parse_response(line)
+            _trim_job(event.get("object"))
             yield orjson.dumps(event) + b"\n"
 
 
-class TrimmedResponse(Response):
-    """To kopf, which keeps each object as it came."""
+class TrimmedResponse(BoundedResponse):
+    """A response that trims jobs before kopf, which keeps each object as received."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         await super().start(connection)
@@ -79,25 +82,25 @@ class TrimmedResponse(Response):
         return self
 
     async def json(self, **options: Any) -> Any:
-        """Raises what aiohttp does."""
+        """Return the trimmed body. Raises what aiohttp does."""
         if self.status >= 300:
             return await super().json(**options)
-        found = parse(await self.read())
-        if found.get("kind") == f"{_JOB}List":
-            for item in found.get("items") or ():
-                trim(item)
-        _trim(found)
-        return found
+        body = parse_response(await self.read())
+        if body.get("kind") == f"{_JOB_KIND}List":
+            for item in body.get("items") or ():
+                trim_job(item)
+        _trim_job(body)
+        return body
 
 
-def _trim(found: Any) -> None:
-    if isinstance(found, dict) and found.get("kind") == _JOB:
-        trim(found)
+def _trim_job(body: Any) -> None:
+    if isinstance(body, dict) and body.get("kind") == _JOB_KIND:
+        trim_job(body)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Session(kopf.AiohttpSession):
-    """As good as another one with the same credentials: kopf does not try again those that were refused."""
+class _KopfSession(kopf.AiohttpSession):
+    """A session that equals others with the same credentials: kopf does not retry credentials that were rejected."""
 
     aiohttp_session: aiohttp.ClientSession = field(compare=False)
     credentials: kopf.ConnectionInfo
@@ -105,28 +108,30 @@ class _Session(kopf.AiohttpSession):
 
 @kopf.on.login()
 async def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.AiohttpSession | None:
-    """By the pod's service account or, outside of a cluster, the kubeconfig. The session is ours, so that its answers
-    are bounded and trimmed."""
-    found = kopf.login_with_service_account(settings=settings)
-    if found is not None:
-        # kopf calls the API server by its name; the address that every pod is given needs no DNS.
+    """Log in by the pod's service account or, outside of a cluster, by the kubeconfig.
+
+    The operator creates the session itself, so that responses are bounded and trimmed.
+    """
+    connection = kopf.login_with_service_account(settings=settings)
+    if connection is not None:
+        # kopf uses the API server's DNS name. The address in each pod's environment needs no DNS.
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
-        found = replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+        connection = replace(connection, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
     else:
-        found = kopf.login_with_kubeconfig(settings=settings)
-    if found is None:
+        connection = kopf.login_with_kubeconfig(settings=settings)
+    if connection is None:
         return None
-    return _Session(
-        server=found.server,
-        priority=found.priority,
-        default_namespace=found.default_namespace,
-        expiration=found.expiration,
-        credentials=found,
+    return _KopfSession(
+        server=connection.server,
+        priority=connection.priority,
+        default_namespace=connection.default_namespace,
+        expiration=connection.expiration,
+        credentials=connection,
         aiohttp_session=aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
-            headers=found.as_http_headers(),
-            proxy=found.proxy_url,
-            trust_env=found.trust_env,
-            **session_options() | {"response_class": TrimmedResponse},
+            connector=aiohttp.TCPConnector(limit=0, ssl=connection.as_ssl_context()),
+            headers=connection.as_http_headers(),
+            proxy=connection.proxy_url,
+            trust_env=connection.trust_env,
+            **build_session_options() | {"response_class": TrimmedResponse},
         ),
     )

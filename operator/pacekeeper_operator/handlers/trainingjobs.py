@@ -1,4 +1,4 @@
-"""One reconcile loop a TrainingJob, woken by whatever concerns it."""
+"""One reconcile loop per TrainingJob."""
 
 from __future__ import annotations
 
@@ -11,126 +11,141 @@ import kopf
 from pacekeeper_analysis.errors import InputError
 
 from .. import metrics
-from ..api import GROUP, MANAGER, VERSION, Job
-from ..cluster import REQUEST_SECONDS
+from ..api.names import DEFAULT_MANAGER, GROUP, VERSION
+from ..api.training_job import TrainingJob
+from ..kube.client import REQUEST_SECONDS
 from ..limits import Backoff
+from ..runtime.reconcile import clean_up, close_incidents, create_job_context, hide_job_metrics, reconcile_job
 from ..services.operator import Operator
-from ..services.reconcile import clean_up, close_incidents, desk_for, hide, reconcile
 
-FIRST_BACKOFF_SECONDS = 0.5
-LONGEST_BACKOFF_SECONDS = 30.0
-CLEANING_SECONDS = 1.0
-"""Between two looks at what is left of a deleted job."""
+FIRST_PASS_BACKOFF_SECONDS = 0.5
+LONGEST_PASS_BACKOFF_SECONDS = 30.0
+CLEANUP_POLL_SECONDS = 1.0
+"""Seconds between two checks of what is left of a deleted job."""
 log = logging.getLogger(__name__)
 
 
 @kopf.daemon(GROUP, VERSION, "trainingjobs", cancellation_polling=1)
-async def keep(memo: kopf.Memo, body: kopf.Body, stopped: kopf.DaemonStopped, **_: Any) -> None:
-    """Reconcile until the job is deleted or the operator ends; errors are tried again, ever more slowly."""
+async def run_job_loop(memo: kopf.Memo, body: kopf.Body, stopped: kopf.DaemonStopped, **_: Any) -> None:
+    """Reconcile until the job is deleted or the operator ends. Errors are retried with backoff."""
     operator: Operator = memo.operator
-    await operator.runtime.either(operator.know(), stopped.wait())
+    await operator.runtime.wait_for_any(operator.stores.wait_until_listed(), stopped.wait())
     while not stopped:
         try:
-            job = Job.parse(dict(body))
+            job = TrainingJob.parse(dict(body))
         except InputError as error:
             log.warning("a TrainingJob cannot be read: %s", error)
-            await operator.runtime.either(operator.runtime.sleep(LONGEST_BACKOFF_SECONDS), stopped.wait())
+            await operator.runtime.wait_for_any(operator.runtime.sleep(LONGEST_PASS_BACKOFF_SECONDS), stopped.wait())
             continue
-        if job.deleted:
+        if job.deleting:
             break
-        async with operator.memory.of(job).kept:
-            await _keep(operator, job, body, stopped)
+        async with operator.jobs.get_or_create(job).reconcile_lock:
+            await _reconcile_until_stopped(operator, job, body, stopped)
 
 
 @kopf.on.delete(GROUP, VERSION, "trainingjobs")
-async def take_down(memo: kopf.Memo, body: kopf.Body, **_: Any) -> None:
-    """Return when nothing of the job is left but its incidents: kopf takes the finalizer off only then. Where this
-    operator ends before that, the next one starts over.
+async def finalize_job(memo: kopf.Memo, body: kopf.Body, **_: Any) -> None:
+    """Return when nothing of the job is left but its Incidents: only then does kopf remove the finalizer.
 
-    Neither a spec nor a bookkeeping that cannot be read holds this up.
+    If this operator ends before that, the next one starts over. Neither an unreadable spec nor an unreadable state
+    blocks the deletion.
     """
     operator: Operator = memo.operator
-    await operator.know()
-    job = Job.named(dict(body))
-    async with operator.memory.of(job).kept:
-        await _take_down(operator, job, body)
-    operator.memory.forget(job)
-    operator.passes((job.namespace, job.name))  # the ends of its own pods are no losses
+    await operator.stores.wait_until_listed()
+    job = TrainingJob.parse_identity(dict(body))
+    async with operator.jobs.get_or_create(job).reconcile_lock:
+        await _clean_up_until_gone(operator, job, body)
+    operator.jobs.forget(job)
+    operator.passes.mark_evaluated((job.namespace, job.name))  # the ends of the job's own pods are not lost workers
 
 
-async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.DaemonStopped) -> None:
-    """As long as the job can be read."""
-    desk, backoff = desk_for(operator, job, dict(body)), Backoff(FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS)
-    where = f"job {job.namespace}/{job.name}"
+async def _reconcile_until_stopped(
+    operator: Operator, job: TrainingJob, body: kopf.Body, stopped: kopf.DaemonStopped
+) -> None:
+    """Reconcile as long as the job can be read."""
+    context, backoff = (
+        create_job_context(operator, job, dict(body)),
+        Backoff(FIRST_PASS_BACKOFF_SECONDS, LONGEST_PASS_BACKOFF_SECONDS),
+    )
+    label = f"job {job.namespace}/{job.name}"
     try:
         while not stopped:
-            await operator.runtime.either(operator.begin_pass(), stopped.wait())
-            operator.passes((job.namespace, job.name))
+            await operator.runtime.wait_for_any(operator.passes.wait_for_pass(), stopped.wait())
+            operator.passes.mark_evaluated((job.namespace, job.name))
             if stopped:
                 break
             started = operator.runtime.monotonic()
-            job = Job.parse(dict(body))  # as it is now: what has changed meanwhile is no news after this pass
-            if job.deleted:
+            job = TrainingJob.parse(dict(body))  # the current body: earlier changes need no further pass
+            if job.deleting:
                 break
             try:
-                desk.job, desk.body = job, dict(body)
-                wait = await reconcile(operator, desk)
-                backoff.succeeded()
+                context.job, context.body = job, dict(body)
+                wait = await reconcile_job(operator, context)
+                backoff.record_success()
             except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
                 metrics.RECONCILE_ERRORS.inc()
-                wait = backoff.failed()
-                log.warning("%s: %s; tried again in %.1f s", where, error, wait)
+                wait = backoff.record_failure()
+                log.warning("%s: %s; retrying in %.1f s", label, error, wait)
             except Exception:
                 metrics.RECONCILE_ERRORS.inc()
-                wait = backoff.failed()
-                log.exception("%s: a pass failed; tried again in %.1f s", where, wait)
+                wait = backoff.record_failure()
+                log.exception("%s: a pass failed; retrying in %.1f s", label, wait)
             metrics.RECONCILE_SECONDS.observe(operator.runtime.monotonic() - started)
-            await operator.runtime.either(desk.memory.wake.wait(), stopped.wait(), operator.runtime.sleep(wait))
+            await operator.runtime.wait_for_any(context.cache.wake.wait(), stopped.wait(), operator.runtime.sleep(wait))
     except InputError as error:
-        log.warning("%s cannot be read any more: %s", where, error)
+        log.warning("%s cannot be read any more: %s", label, error)
     finally:
-        hide(job)
-        operator.passes((job.namespace, job.name))
+        hide_job_metrics(job)
+        operator.passes.mark_evaluated((job.namespace, job.name))
         if "deletionTimestamp" in body["metadata"]:
-            # A pod whose creation is cut off may appear after the list that finds none, and so outlive its job.
-            await desk.errands.drain(REQUEST_SECONDS)
-        await desk.errands.close()
-        await desk.status_writer.close()
+            # A pod whose creation is cut off may appear after the list that finds none, and would outlive its job.
+            await context.effect_runner.drain(REQUEST_SECONDS)
+        await context.effect_runner.close()
+        await context.status_writer.close()
 
 
-async def _take_down(operator: Operator, job: Job, body: kopf.Body) -> None:
-    desk, backoff = desk_for(operator, job, dict(body)), Backoff(CLEANING_SECONDS, LONGEST_BACKOFF_SECONDS)
-    where = f"job {job.namespace}/{job.name}"
+async def _clean_up_until_gone(operator: Operator, job: TrainingJob, body: kopf.Body) -> None:
+    context, backoff = (
+        create_job_context(operator, job, dict(body)),
+        Backoff(CLEANUP_POLL_SECONDS, LONGEST_PASS_BACKOFF_SECONDS),
+    )
+    label = f"job {job.namespace}/{job.name}"
     try:
-        await close_incidents(operator, desk)
-    except Exception as error:  # its namespace may be going, too
-        log.warning("%s is being deleted, its incidents stay open: %r", where, error)
+        await close_incidents(operator, context)
+    except Exception as error:  # its namespace may be terminating, too
+        log.warning("%s is being deleted, its incidents stay open: %r", label, error)
     while True:
-        wait = CLEANING_SECONDS
+        wait = CLEANUP_POLL_SECONDS
         try:
-            if await clean_up(operator, desk):
+            if await clean_up(operator, context):
                 return
-            backoff.succeeded()
+            backoff.record_success()
         except (kopf.TemporaryError, kopf.PermanentError) as error:
-            wait = backoff.failed()
-            log.warning("%s is being deleted: %s", where, error)
+            wait = backoff.record_failure()
+            log.warning("%s is being deleted: %s", label, error)
         except Exception:
-            wait = backoff.failed()
-            log.exception("%s is being deleted", where)
+            wait = backoff.record_failure()
+            log.exception("%s is being deleted", label)
         await operator.runtime.sleep(wait)
 
 
 @kopf.on.event(GROUP, VERSION, "trainingjobs")
-async def changed(memo: kopf.Memo, body: kopf.Body, namespace: str | None, name: str, **_: Any) -> None:
-    """The user wants something else. Our own words on how the job is wake nobody."""
+async def on_job_changed(memo: kopf.Memo, body: kopf.Body, namespace: str | None, name: str, **_: Any) -> None:
+    """Wake the job's loop if the user changed it. The operator's own status writes wake no loop."""
     operator: Operator = memo.operator
-    known = operator.memory.find(namespace or "", name)
-    if known is not None and _is_news(known.job, dict(body)):
-        known.wake.set()
+    cache = operator.jobs.find(namespace or "", name)
+    if cache is not None and _needs_pass(cache.job, dict(body)):
+        cache.wake.set()
 
 
-def _is_news(known: Job | None, body: dict[str, Any]) -> bool:
-    """Whether more than its status may have changed; of one that another controller runs, that is news as well."""
-    if known is None or known.spec.managed_by != MANAGER:
+def _needs_pass(cached: TrainingJob | None, body: dict[str, Any]) -> bool:
+    """Return whether more than the status may have changed.
+
+    For a job that another controller runs, the status counts, too.
+    """
+    if cached is None or cached.spec.managed_by != DEFAULT_MANAGER:
         return True
-    return replace(Job.named(body), spec=known.spec, queued=known.queued) != known  # its generation tells of its spec
+    return (
+        replace(TrainingJob.parse_identity(body), spec=cached.spec, queue_hold_reason=cached.queue_hold_reason)
+        != cached
+    )  # a changed spec shows in the generation

@@ -1,1 +1,1 @@
-"""What there is: pods, nodes, what workers say, what Prometheus says, gathered into one Observation."""
+"""The observed state: pods, nodes, reports of workers, and Prometheus, gathered into one Observation."""

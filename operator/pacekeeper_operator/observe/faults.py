@@ -1,4 +1,7 @@
-"""Faults that workers have told of and that are not dealt with yet: bounded, so that no worker fills the operator."""
+"""Faults that workers have reported and that are still open.
+
+They are bounded, so that no worker fills the operator's memory.
+"""
 
 from __future__ import annotations
 
@@ -7,68 +10,75 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from sys import getsizeof
 
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport
 
-MAX_OF_WORKER = 32
-MAX_BYTES_OF_WORKER = 4 * 2**20
-FEW_CHARACTERS = 500
-MAX_FOR_EACH_WORKER = 4
-MAX_BESIDE = 64
-"""Of one job: so many for each of its workers, and so many beside."""
+MAX_FAULTS_PER_WORKER = 32
+MAX_FAULT_BYTES_PER_WORKER = 4 * 2**20
+SHORTENED_FAULT_CHARACTERS = 500
+MAX_JOB_FAULTS_PER_WORKER = 4
+MAX_JOB_FAULTS_BASE = 64
+"""Open faults of one job: this many for each of its workers, in addition to the base."""
 
 
-class OpenFaults(Mapping[str, Fault]):
-    """By name. What came first stays; what is too much is not taken, and comes again once there is room.
+class OpenFaults(Mapping[str, FaultReport]):
+    """Open faults by name. Earlier faults stay; one beyond a limit is rejected, and sent again by its worker.
 
-    Of a worker's stalls the newest one only: it tells all anew, and a rank may keep thousands waiting rightly for half
-    an hour.
+    Of a worker's stalls only the newest is kept: it reports everything again, and a rank may rightly keep thousands
+    waiting for half an hour.
     """
 
     def __init__(self) -> None:
-        self.held = 0
-        """Bytes of them all, about."""
-        self._faults: dict[str, Fault] = {}
+        self.total_bytes = 0
+        """Approximate bytes of all faults."""
+        self._faults: dict[str, FaultReport] = {}
         self._count: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self._stalls: dict[str, Fault] = {}  # by worker
+        self._stalls: dict[str, FaultReport] = {}  # by worker
 
-    def take(self, fault: Fault, workers: int) -> str:
-        """Why it is not taken; "": it is, or was before, or is told anew. `workers`: how many the job has."""
-        if fault.name in self._faults or self.is_told_anew(fault):
+    def add(self, fault: FaultReport, workers: int) -> str:
+        """Add a fault, and return why it is rejected; "" if it is not, is known, or is superseded.
+
+        `workers` is the number of the job's workers.
+        """
+        if fault.name in self._faults or self.is_superseded(fault):
             return ""
         before = self._stalls.get(fault.worker) if fault.kind is FaultKind.STALLED else None
-        count, weight = (0, 0) if before is None else (1, _weight(before))  # of the one whose place it takes
-        if self._count[fault.worker] - count >= MAX_OF_WORKER:
-            return f"worker {fault.worker} has {MAX_OF_WORKER} faults that are not dealt with yet"
-        if self._bytes[fault.worker] - weight + _weight(fault) > MAX_BYTES_OF_WORKER:
-            return f"worker {fault.worker} has faults of {MAX_BYTES_OF_WORKER} bytes that are not dealt with yet"
-        if len(self._faults) - count >= MAX_FOR_EACH_WORKER * workers + MAX_BESIDE:
+        count, size = (0, 0) if before is None else (1, _estimate_bytes(before))  # of the stall that it replaces
+        if self._count[fault.worker] - count >= MAX_FAULTS_PER_WORKER:
+            return f"worker {fault.worker} has {MAX_FAULTS_PER_WORKER} faults that are not dealt with yet"
+        if self._bytes[fault.worker] - size + _estimate_bytes(fault) > MAX_FAULT_BYTES_PER_WORKER:
+            return f"worker {fault.worker} has faults of {MAX_FAULT_BYTES_PER_WORKER} bytes that are not dealt with yet"
+        if len(self._faults) - count >= MAX_JOB_FAULTS_PER_WORKER * workers + MAX_JOB_FAULTS_BASE:
             return f"the job has {len(self._faults)} faults that are not dealt with yet"
         if before is not None:
             del self._faults[before.name]
             self._count[fault.worker] -= count
-            self._bytes[fault.worker] -= weight
-            self.held -= weight
-        self._add(fault)
+            self._bytes[fault.worker] -= size
+            self.total_bytes -= size
+        self._insert(fault)
         return ""
 
-    def held_of(self, worker: str) -> int:
-        """Bytes of this worker's, about."""
+    def get_worker_bytes(self, worker: str) -> int:
+        """Return the approximate bytes of a worker's faults."""
         return self._bytes[worker]
 
-    def is_told_anew(self, fault: Fault) -> bool:
-        """By a later stall of its worker's."""
+    def is_superseded(self, fault: FaultReport) -> bool:
+        """Return whether a later stall of the same worker is known."""
         newest = self._stalls.get(fault.worker)
-        return fault.kind is FaultKind.STALLED and newest is not None and _order(fault) < _order(newest)
+        return (
+            fault.kind is FaultKind.STALLED
+            and newest is not None
+            and _get_stall_order(fault) < _get_stall_order(newest)
+        )
 
-    def keep(self, wanted: Callable[[Fault], bool]) -> None:
-        """Forget all others."""
+    def retain(self, wanted: Callable[[FaultReport], bool]) -> None:
+        """Keep only the faults for which `wanted` is true."""
         faults = [fault for fault in self._faults.values() if wanted(fault)]
-        self._faults, self._count, self._bytes, self._stalls, self.held = {}, Counter(), Counter(), {}, 0
+        self._faults, self._count, self._bytes, self._stalls, self.total_bytes = {}, Counter(), Counter(), {}, 0
         for fault in faults:
-            self._add(fault)
+            self._insert(fault)
 
-    def __getitem__(self, name: str) -> Fault:
+    def __getitem__(self, name: str) -> FaultReport:
         return self._faults[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -77,29 +87,35 @@ class OpenFaults(Mapping[str, Fault]):
     def __len__(self) -> int:
         return len(self._faults)
 
-    def _add(self, fault: Fault) -> None:
+    def _insert(self, fault: FaultReport) -> None:
         self._faults[fault.name] = fault
         self._count[fault.worker] += 1
-        weight = _weight(fault)
-        self._bytes[fault.worker] += weight
-        self.held += weight
+        size = _estimate_bytes(fault)
+        self._bytes[fault.worker] += size
+        self.total_bytes += size
         if fault.kind is FaultKind.STALLED:
             self._stalls[fault.worker] = fault
 
 
-def in_few_words(fault: Fault) -> Fault:
-    """What it takes to judge it: of each stack the innermost call."""
-    ranks = tuple(replace(rank, stack=rank.stack.strip().rpartition("\n")[2][-FEW_CHARACTERS:]) for rank in fault.ranks)
-    return replace(fault, error=fault.error[-FEW_CHARACTERS:], ranks=ranks, ras="", transfers="")
+def shorten_fault(fault: FaultReport) -> FaultReport:
+    """Return the fault reduced to what diagnosis needs: the innermost call of each stack."""
+    ranks = tuple(
+        replace(rank, stack=rank.stack.strip().rpartition("\n")[2][-SHORTENED_FAULT_CHARACTERS:])
+        for rank in fault.ranks
+    )
+    return replace(fault, error=fault.error[-SHORTENED_FAULT_CHARACTERS:], ranks=ranks, ras="", transfers="")
 
 
-def _order(stall: Fault) -> tuple[int, int, float]:
+def _get_stall_order(stall: FaultReport) -> tuple[int, int, float]:
     return stall.membership, stall.round, stall.noticed_at
 
 
-def _weight(fault: Fault) -> int:
-    """About the bytes that it holds. What is long in it is text, of which one odd character has each take four."""
+def _estimate_bytes(fault: FaultReport) -> int:
+    """Return the approximate bytes of a fault.
+
+    Its long parts are text; one unusual character makes Python use four bytes for each.
+    """
     texts = (fault.error, fault.ras, fault.transfers, *fault.unreachable, *fault.missing)
-    held = sum(map(getsizeof, texts)) + 256 * (len(fault.blocked) + 2)
-    held += sum(512 + getsizeof(state.stack) + getsizeof(state.entered) for state in fault.ranks)
-    return held + sum(256 + getsizeof(group.name) + getsizeof(group.members) for group in fault.communicators)
+    total = sum(map(getsizeof, texts)) + 256 * (len(fault.blocked) + 2)
+    total += sum(512 + getsizeof(state.stack) + getsizeof(state.entered) for state in fault.ranks)
+    return total + sum(256 + getsizeof(group.name) + getsizeof(group.members) for group in fault.communicators)

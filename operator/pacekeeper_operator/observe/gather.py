@@ -1,4 +1,4 @@
-"""One Observation of a job: the pods that there are, what workers have said, a probe where one is called for."""
+"""Building of the Observation of a job: its pods, the reports of its workers, and probes of suspected workers."""
 
 from __future__ import annotations
 
@@ -7,167 +7,187 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..api import LABEL_JOB, Job
-from ..cluster import PODS, Cluster
-from ..manifests import metrics_port
-from ..network import Network
-from ..observation import FRESH_SECONDS, HEARD_SECONDS, Metrics, Observation, PodView, Surroundings, WorkerView
-from ..state import Draft, Worker
-from . import figures, lasting, reachability
-from .memory import JobMemory, Memory
-from .neighbourhood import KnownNodes
-from .store import Shelf
+from ..api.names import LABEL_JOB
+from ..api.training_job import TrainingJob
+from ..kube.client import PODS, Cluster
+from ..kube.store import ResourceStore
+from ..pods.manifests import compute_metrics_port
+from ..state.cluster_view import FRESH_WORKER_SECONDS, RECENT_POLL_SECONDS, ClusterView, PodView, WorkerView
+from ..state.desired_state import DesiredState, WorkerRecord
+from ..state.job_metrics import JobMetrics
+from ..state.network import NetworkState
+from ..state.observation import Observation
+from . import persistent_slowness, rank_metrics, reachability
+from .job_cache import JobCache, JobRegistry
+from .peer_jobs import NodeSnapshot
 from .views import view_pod
 
-NODES_ELSEWHERE = 8
-"""So many nodes without a worker of the job are asked at most, where none of its own answers."""
+MAX_PROBED_OTHER_NODES = 8
+"""Nodes without a worker of the job that are probed, at most, if none of its own nodes answers."""
 
 
-def of(shelf: Shelf[PodView], job: Job) -> tuple[PodView, ...]:
-    """The job's pods as they are known; those of an earlier job of the same name are somebody else's."""
-    return tuple(pod for pod in shelf.of((job.namespace, job.name)) if pod.owner == job.uid)
+def select_job_pods(store: ResourceStore[PodView], job: TrainingJob) -> tuple[PodView, ...]:
+    """Return the job's pods from the store. Pods of an earlier job of the same name are excluded."""
+    return tuple(pod for pod in store.get_group((job.namespace, job.name)) if pod.owner == job.uid)
 
 
-async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
-    """The same, asked of the API server now."""
-    found = await cluster.collect(PODS, view_pod, job.namespace, labels=f"{LABEL_JOB}={job.name}")
-    return tuple(view for view in found if view.owner == job.uid)
+async def list_job_pods(cluster: Cluster, job: TrainingJob) -> tuple[PodView, ...]:
+    """List the job's pods from the API server."""
+    views = await cluster.collect(PODS, view_pod, job.namespace, labels=f"{LABEL_JOB}={job.name}")
+    return tuple(view for view in views if view.owner == job.uid)
 
 
-def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
-    """What the ranks say that are heard, and have said before, beside what Prometheus says."""
-    assert memory.job is not None
-    assert memory.draft is not None
-    plan = memory.draft.plan
-    heard = {name: one.figures for name, one in memory.contacts.items() if one.heard(now, FRESH_SECONDS)}
-    told = figures.of_plan(heard, plan)
-    if not told.untold:
-        threshold = memory.job.spec.detection.straggler_slowdown
-        memory.paces = lasting.seen(memory.paces, told.rows, plan.membership, threshold, now)
-    known = memory.paces if memory.paces.membership == plan.membership else lasting.Paces()
-    return known.beside(figures.metrics(told, plan, prometheus))
+def collect_metrics(cache: JobCache, prometheus: JobMetrics, now: float) -> JobMetrics:
+    """Return the job's metrics: from the reports of its ranks, their history, and Prometheus."""
+    assert cache.job is not None
+    assert cache.desired is not None
+    plan = cache.desired.plan
+    reported_rows = {
+        name: contact.rank_rows
+        for name, contact in cache.contacts.items()
+        if contact.is_reporting(now, FRESH_WORKER_SECONDS)
+    }
+    plan_rows = rank_metrics.select_plan_rows(reported_rows, plan)
+    if not plan_rows.missing_workers:
+        threshold = cache.job.spec.detection.straggler_slowdown
+        cache.relative_times = persistent_slowness.add_window(
+            cache.relative_times, plan_rows.rows, plan.membership, threshold, now
+        )
+    history = (
+        cache.relative_times
+        if cache.relative_times.membership == plan.membership
+        else persistent_slowness.RelativeTimeHistory()
+    )
+    return history.add_to_metrics(rank_metrics.summarize_ranks(plan_rows, plan, prometheus))
 
 
-def observe(
+def build_observation(
     operator_started_at: float,
-    memory: JobMemory,
-    found: Sequence[PodView],
-    metrics: Metrics,
-    surroundings: Surroundings,
+    cache: JobCache,
+    pods: Sequence[PodView],
+    metrics: JobMetrics,
+    cluster_view: ClusterView,
     now: float,
-    dice: str = "",
+    nonce: str = "",
     *,
     clock_agrees: bool = True,
 ) -> Observation:
-    """Put together what is known; no I/O. The job has been taken up: `memory` knows it, and what is written of it."""
-    assert memory.job is not None
-    assert memory.draft is not None
-    draft = memory.draft
-    by_name = {pod.name: pod for pod in found}
-    faults = tuple(memory.faults.values())
+    """Build the Observation from what is known, without I/O.
+
+    `cache` must have the job and its desired state.
+    """
+    assert cache.job is not None
+    assert cache.desired is not None
+    desired = cache.desired
+    by_name = {pod.name: pod for pod in pods}
+    faults = tuple(cache.faults.values())
     if faults:
-        faults = tuple(fault for fault in faults if fault.name not in draft.state.incidents.names_settled)
+        faults = tuple(fault for fault in faults if fault.name not in desired.state.incidents.settled_names)
     return Observation(
         now=now,
         operator_age=now - operator_started_at,
-        job=memory.job,
-        draft=draft,
+        job=cache.job,
+        desired=desired,
         workers=tuple(
-            _view(record, by_name.pop(record.name, None), memory, operator_started_at, now)
-            for record in draft.state.placement.workers
+            _build_worker_view(record, by_name.pop(record.name, None), cache, operator_started_at, now)
+            for record in desired.state.placement.workers
         ),
         faults=faults,
-        evidence=tuple(e for e in memory.evidence.values() if e.request == draft.plan.evidence_request),
-        probes=tuple(e for e in memory.probes.values() if draft.plan.probe and e.request == draft.plan.probe.name),
+        evidence=tuple(e for e in cache.evidence.values() if e.request == desired.plan.evidence_request),
+        probes=tuple(e for e in cache.probes.values() if desired.plan.probe and e.request == desired.plan.probe.name),
         metrics=metrics,
-        surroundings=surroundings,
-        template=memory.template,
-        rulings=memory.rulings,
-        patterns=len(memory.patterns),
-        patterns_at=memory.patterns_at,
-        localised=memory.localised,
-        checks=memory.checks,
-        strays=tuple(pod for pod in by_name.values() if not pod.deleting),
+        cluster_view=cluster_view,
+        template=cache.results.template,
+        quarantine_decisions=cache.results.quarantine_decisions,
+        profile_answers=len(cache.profile.by_rank),
+        last_profile_answer_at=cache.profile.newest_at,
+        localized_profile=cache.profile.localized,
+        node_checks=cache.results.node_checks,
+        stray_pods=tuple(pod for pod in by_name.values() if not pod.deleting),
         clock_agrees=clock_agrees,
-        dice=dice,
+        nonce=nonce,
     )
 
 
-def _view(record: Worker, pod: PodView | None, memory: JobMemory, operator_started_at: float, now: float) -> WorkerView:
-    contact = memory.contacts.get(record.name)
+def _build_worker_view(
+    record: WorkerRecord, pod: PodView | None, cache: JobCache, operator_started_at: float, now: float
+) -> WorkerView:
+    contact = cache.contacts.get(record.name)
     if contact is None:
         return WorkerView(record, pod, silent_seconds=now - max(0.0, operator_started_at), state_seconds=0.0)
     return WorkerView(
         record,
         pod,
         contact.heartbeat,
-        silent_seconds=0.0 if contact.polling else now - max(contact.at, operator_started_at),
+        silent_seconds=0.0 if contact.open_polls else now - max(contact.last_seen_at, operator_started_at),
         state_seconds=now - contact.state_since,
-        stepped_seconds=now - contact.stepped_at if contact.stepped_at else math.inf,
+        seconds_since_step=now - contact.stepped_at if contact.stepped_at else math.inf,
     )
 
 
-async def look_closely(observation: Observation) -> Observation:
-    """The same with the operator's own probes of all workers that may be lost, and of their nodes, all at once; of
-    other nodes, too, where nobody answers: it may be the operator that reaches nobody.
+async def probe_suspected_workers(observation: Observation) -> Observation:
+    """Return the Observation with the operator's own probes of workers that may be lost, and of their nodes.
 
-    Who is heard, and whom its peers reach, is not lost, whatever a probe says (`node_lost`): where thousands stall
-    because of one, that one is looked at.
+    The probes run concurrently. If none of them succeeds, other nodes are probed, too: it may be the operator that is
+    cut off. A worker that reports, and that its peers reach, is not probed: no probe could make it lost (`node_lost`).
+    If thousands stall because of one worker, only that one is probed.
     """
-    named = {address for fault in observation.faults for address in fault.unreachable}
+    unreachable = {address for fault in observation.faults for address in fault.unreachable}
 
     async def probed(view: WorkerView) -> WorkerView:
         assert view.pod is not None
-        node = observation.surroundings.nodes.get(view.pod.node)
+        node = observation.cluster_view.nodes.get(view.pod.node)
         reachable, node_reachable = await asyncio.gather(
-            reachability.reaches_worker(view.pod.address, metrics_port(observation.job, view.name)),
-            reachability.reaches_node(node.address) if node is not None and node.address else _unknown(),
+            reachability.can_reach_worker(view.pod.address, compute_metrics_port(observation.job, view.name)),
+            reachability.can_reach_node(node.address) if node is not None and node.address else _return_unknown(),
         )
         return replace(view, reachable=reachable, node_reachable=node_reachable)
 
     def is_in_doubt(view: WorkerView) -> bool:
-        there = view.pod is not None and bool(view.pod.address) and not view.pod.ended
-        return there and not (_is_heard(view) and view.pod is not None and view.pod.address not in named)
+        is_running = view.pod is not None and bool(view.pod.address) and not view.pod.ended
+        return is_running and not (_is_reporting(view) and view.pod is not None and view.pod.address not in unreachable)
 
-    found = await asyncio.gather(*(probed(view) for view in observation.workers if is_in_doubt(view)))
-    by_name = {view.name: view for view in found}
-    looked = replace(observation, workers=tuple(by_name.get(view.name, view) for view in observation.workers))
-    if any(view.reachable or view.node_reachable or _is_heard(view) for view in looked.workers):
-        return looked
-    around = looked.surroundings
-    answers = await asyncio.gather(*map(reachability.reaches_node, _elsewhere(looked)))
-    return replace(looked, surroundings=replace(around, reached_elsewhere=around.reached_elsewhere or any(answers)))
-
-
-def _is_heard(view: WorkerView) -> bool:
-    return view.heartbeat is not None and view.silent_seconds < HEARD_SECONDS
+    views = await asyncio.gather(*(probed(view) for view in observation.workers if is_in_doubt(view)))
+    by_name = {view.name: view for view in views}
+    updated = replace(observation, workers=tuple(by_name.get(view.name, view) for view in observation.workers))
+    if any(view.reachable or view.node_reachable or _is_reporting(view) for view in updated.workers):
+        return updated
+    cluster_view = updated.cluster_view
+    reached = await asyncio.gather(*map(reachability.can_reach_node, _select_other_nodes(updated)))
+    return replace(
+        updated, cluster_view=replace(cluster_view, reached_elsewhere=cluster_view.reached_elsewhere or any(reached))
+    )
 
 
-def _elsewhere(observation: Observation) -> Sequence[str]:
-    """Addresses of some nodes without a worker of the job, from all over the cluster."""
+def _is_reporting(view: WorkerView) -> bool:
+    return view.heartbeat is not None and view.silent_seconds < RECENT_POLL_SECONDS
+
+
+def _select_other_nodes(observation: Observation) -> Sequence[str]:
+    """Return the addresses of some nodes without a worker of the job, spread over the cluster."""
     own = {view.node for view in observation.workers}
-    others = [node.address for name, node in sorted(observation.surroundings.nodes.items()) if name not in own]
-    known = [address for address in others if address]
-    return known[:: max(1, math.ceil(len(known) / NODES_ELSEWHERE))]
+    others = [node.address for name, node in sorted(observation.cluster_view.nodes.items()) if name not in own]
+    addresses = [address for address in others if address]
+    return addresses[:: max(1, math.ceil(len(addresses) / MAX_PROBED_OTHER_NODES))]
 
 
-async def _unknown() -> None:
+async def _return_unknown() -> None:
     return None
 
 
-def surroundings(
-    memory: Memory,
-    job: Job,
-    draft: Draft,
-    nodes: KnownNodes,
+def collect_cluster_view(
+    jobs: JobRegistry,
+    job: TrainingJob,
+    desired: DesiredState,
+    nodes: NodeSnapshot,
     now: float,
     levels: Sequence[str] = (),
-    network: Network | None = None,
+    network: NetworkState | None = None,
     unreliable_nodes: tuple[str, ...] = (),
-) -> Surroundings:
-    """What other jobs and the nodes say that concerns this one."""
+) -> ClusterView:
+    """Return what other jobs and the nodes show that concerns this job."""
     return replace(
-        memory.around(job, draft, now),
+        jobs.build_cluster_view(job, desired, now),
         nodes=nodes.views,
         leaving_since=nodes.leaving_since,
         levels=tuple(levels),

@@ -1,7 +1,7 @@
-"""How the operator reaches Prometheus: over HTTP, with the credentials and headers that the platform asks for.
+"""The connection to Prometheus: over HTTP, with the credentials and headers that the platform requires.
 
-Credentials are files of a mounted Secret, looked at before each question: a token or an authority that was renewed
-counts from the next one on. They go to the host of the URL and to nobody else: no redirect is followed.
+Credentials are files of a mounted Secret, read before each query, so that a renewed token or CA certificate counts from
+the next query on. They are sent to the host of the URL only: redirects are not followed.
 """
 
 from __future__ import annotations
@@ -24,106 +24,114 @@ from urllib3.util.retry import Retry
 
 from ..prometheus_options import Headers
 
-LEAST_SECONDS, MOST_SECONDS = 3.0, 12.0
-"""So long an answer may take: whoever asks begins with the first, and goes up to the last."""
+MIN_QUERY_SECONDS, MAX_QUERY_SECONDS = 3.0, 12.0
+"""The lowest and the highest time-out of a query. Callers begin with the lowest."""
 TOKEN, USERNAME, PASSWORD = "token", "username", "password"
 AUTHORITY, CERTIFICATE, KEY = "ca.crt", "tls.crt", "tls.key"
-KEYS = (TOKEN, USERNAME, PASSWORD, AUTHORITY, CERTIFICATE, KEY)
-SECRET = "the Secret that prometheus.secretName names"
-MAX_WORDS = 300
-"""Characters of an answer that is an error."""
-LEAST_SECRET = 4
-"""Characters: what is shorter would be found everywhere."""
-_TOKEN = re.compile(r"[!-~]+")
+SECRET_KEYS = (TOKEN, USERNAME, PASSWORD, AUTHORITY, CERTIFICATE, KEY)
+SECRET_DESCRIPTION = "the Secret that prometheus.secretName names"
+MAX_ERROR_CHARACTERS = 300
+"""Characters of an error answer that are shown."""
+MIN_REDACTED_CHARACTERS = 4
+"""Characters. Shorter secrets are not redacted, as they would match everywhere."""
+_TOKEN_PATTERN = re.compile(r"[!-~]+")
 
-Rows = Sequence[Mapping[str, Any]]
-"""Of an answer's `result`: each the labels of a series and its value."""
-Ask = Callable[[str, float], Awaitable[Rows]]
-"""With the seconds that it may take. Raises NotAdmitted, Slow, TooMuch, or requests' RequestException,
-PrometheusApiClientException."""
-_TOO_MUCH = frozenset({413, 414, 431})
-"""Statuses of a question beyond a limit."""
-_LIMIT = re.compile(r"too many|limit|exceed")
-"""In the words with which an answer is refused (422) that would be beyond one."""
+QueryRows = Sequence[Mapping[str, Any]]
+"""The `result` of an answer: each row has the labels of a series and its value."""
+QueryFunction = Callable[[str, float], Awaitable[QueryRows]]
+"""Runs a query with a time-out in seconds.
 
-
-class NotAdmitted(RequestException):
-    """Prometheus does not answer *us*; the words say what a person can do, and show no credential."""
-
-
-class Slow(RequestException):
-    """Prometheus is there, and has not answered in time."""
+Raises PrometheusAccessDenied, QueryTimedOut, QueryTooLarge, or requests' RequestException and
+PrometheusApiClientException.
+"""
+_TOO_LARGE_STATUSES = frozenset({413, 414, 431})
+"""Statuses of a query beyond a limit."""
+_LIMIT_PATTERN = re.compile(r"too many|limit|exceed")
+"""Words of an answer (status 422) to a query beyond a limit."""
 
 
-class TooMuch(RequestException):
-    """Prometheus is there, and what it was asked is beyond a limit of its own, or of a proxy's before it."""
+class PrometheusAccessDenied(RequestException):
+    """Prometheus denies the operator access. The message gives the remedy, and shows no credential."""
 
 
-def over_http(url: str, credentials: Path | None = None, headers: Headers = ()) -> Ask:
-    """`credentials`: the folder of a mounted Secret; None: there are none."""
-    access = _Access(url, credentials, headers)
+class QueryTimedOut(RequestException):
+    """Prometheus is reachable, but did not answer in time."""
 
-    async def ask(query: str, seconds: float) -> Rows:
-        return await asyncio.to_thread(access.ask, query, seconds)
+
+class QueryTooLarge(RequestException):
+    """Prometheus is reachable, but the query exceeds a limit of Prometheus or of a proxy in front of it."""
+
+
+def create_http_query(url: str, credentials: Path | None = None, headers: Headers = ()) -> QueryFunction:
+    """Return a function that runs a query over HTTP. `credentials` is the folder of a mounted Secret; None: none."""
+    client = _HttpClient(url, credentials, headers)
+
+    async def ask(query: str, seconds: float) -> QueryRows:
+        return await asyncio.to_thread(client.query, query, seconds)
 
     return ask
 
 
-class _Access:
-    """A client for the credentials as they are now."""
+class _HttpClient:
+    """A client with the present credentials."""
 
     def __init__(self, url: str, folder: Path | None, headers: Headers) -> None:
         self._url, self._folder, self._headers = url, folder, headers
-        self._made: tuple[Mapping[str, bytes], PrometheusConnect] | None = None
+        self._cached: tuple[Mapping[str, bytes], PrometheusConnect] | None = None
 
-    def ask(self, query: str, seconds: float) -> Rows:
-        client, limit = self._client(), {"timeout": f"{seconds:g}s"}  # it stops working on what nobody waits for
-        times: Any = LEAST_SECONDS, seconds  # to connect, and to answer
+    def query(self, query: str, seconds: float) -> QueryRows:
+        client, params = self._get_client(), {"timeout": f"{seconds:g}s"}  # Prometheus stops when the client gave up
+        timeouts: Any = MIN_QUERY_SECONDS, seconds  # to connect, and to answer
         try:
-            return _rows(client.custom_query(query, limit, timeout=times))
+            return _check_rows(client.custom_query(query, params, timeout=timeouts))
         except ReadTimeout as error:
-            raise Slow(f"does not answer within {seconds:g} s") from error
+            raise QueryTimedOut(f"does not answer within {seconds:g} s") from error
         except SSLError as error:
-            raise NotAdmitted(f"{_tls(error)}: look at {AUTHORITY}, {CERTIFICATE} and {KEY} in {SECRET}") from error
+            raise PrometheusAccessDenied(
+                f"{_describe_tls_error(error)}: check {AUTHORITY}, {CERTIFICATE} and {KEY} in {SECRET_DESCRIPTION}"
+            ) from error
         except PrometheusApiClientException as error:
-            raise PrometheusApiClientException(self._hidden(str(error))) from None
-        except TooMuch as error:
-            raise TooMuch(self._hidden(str(error))) from None
+            raise PrometheusApiClientException(self._redact(str(error))) from None
+        except QueryTooLarge as error:
+            raise QueryTooLarge(self._redact(str(error))) from None
         except RequestException:
             raise
         except (KeyError, TypeError, RecursionError) as error:
-            raise PrometheusApiClientException(f"its answer is none of Prometheus': {type(error).__name__}") from error
-        except OSError as error:  # the files have gone since they were looked at
-            raise NotAdmitted(f"is not asked: {SECRET} cannot be read") from error
+            raise PrometheusApiClientException(f"not an answer of Prometheus: {type(error).__name__}") from error
+        except OSError as error:  # the files disappeared after they were checked
+            raise PrometheusAccessDenied(f"is not queried: {SECRET_DESCRIPTION} cannot be read") from error
 
-    def _client(self) -> PrometheusConnect:
-        """Two threads may make one each when credentials change, and the later one stays. The client before it may be
-        in use: it ends by itself."""
-        found = _read(self._folder) if self._folder else {}
-        made = self._made
-        if made is None or made[0] != found:
-            made = self._made = (found, self._connect(found))
-        return made[1]
+    def _get_client(self) -> PrometheusConnect:
+        """Return a client for the present credentials.
 
-    def _connect(self, found: Mapping[str, bytes]) -> PrometheusConnect:
+        Two threads may each create one when credentials change; the later one stays. The earlier client may be in use,
+        and is not closed here.
+        """
+        credentials = _read_credentials(self._folder) if self._folder else {}
+        cached = self._cached
+        if cached is None or cached[0] != credentials:
+            cached = self._cached = (credentials, self._connect(credentials))
+        return cached[1]
+
+    def _connect(self, credentials: Mapping[str, bytes]) -> PrometheusConnect:
         session = Session()
-        session.hooks["response"].append(_admitted)
+        session.hooks["response"].append(_check_response)
         session.headers.update(self._headers)
-        session.auth = _auth(found)
-        if self._folder and AUTHORITY in found:
+        session.auth = _create_auth(credentials)
+        if self._folder and AUTHORITY in credentials:
             session.verify = str(self._folder / AUTHORITY)
-        if self._folder and CERTIFICATE in found:
+        if self._folder and CERTIFICATE in credentials:
             session.cert = str(self._folder / CERTIFICATE), str(self._folder / KEY)
         return PrometheusConnect(self._url, session=session, retry=Retry(total=0, read=False))
 
-    def _hidden(self, words: str) -> str:
-        """An answer may repeat what it was asked with."""
-        for secret in (*_secrets(self._made[0] if self._made else {}), *(value for _, value in self._headers)):
-            words = words.replace(secret, "…") if len(secret) >= LEAST_SECRET else words
-        return words
+    def _redact(self, text: str) -> str:
+        """Remove secrets, as an answer may repeat parts of the request."""
+        for secret in (*_list_secrets(self._cached[0] if self._cached else {}), *(value for _, value in self._headers)):
+            text = text.replace(secret, "…") if len(secret) >= MIN_REDACTED_CHARACTERS else text
+        return text
 
 
-class _Bearer(AuthBase):
+class _BearerAuth(AuthBase):
     def __init__(self, token: str) -> None:
         self._token = token
 
@@ -132,71 +140,94 @@ class _Bearer(AuthBase):
         return request
 
 
-def _rows(found: Any) -> Rows:
-    """Raises TypeError where the answer has none."""
-    if not isinstance(found, list):
-        raise TypeError("the result is no list")
-    return found
+def _check_rows(rows: Any) -> QueryRows:
+    """Return the rows.
+
+    Raises TypeError if the answer has none.
+    """
+    if not isinstance(rows, list):
+        raise TypeError("the result is not a list")
+    return rows
 
 
-def _read(folder: Path) -> Mapping[str, bytes]:
-    """What the Secret holds of what is known. Raises NotAdmitted where that can be no credentials."""
+def _read_credentials(folder: Path) -> Mapping[str, bytes]:
+    """Read the known keys of the Secret.
+
+    Raises PrometheusAccessDenied if they cannot be credentials.
+    """
     try:
-        found = {key: (folder / key).read_bytes() for key in KEYS if (folder / key).exists()}
+        credentials = {key: (folder / key).read_bytes() for key in SECRET_KEYS if (folder / key).exists()}
     except OSError as error:
-        raise NotAdmitted(f"is not asked: {SECRET} cannot be read ({error.strerror})") from error
-    if not found:
-        raise NotAdmitted(f"is not asked: {SECRET} does not exist, or has none of {', '.join(KEYS)}")
-    for one, other in ((USERNAME, PASSWORD), (PASSWORD, USERNAME), (CERTIFICATE, KEY), (KEY, CERTIFICATE)):
-        if one in found and other not in found:
-            raise NotAdmitted(f"is not asked: {SECRET} has {one} without {other}")
-    if TOKEN in found and USERNAME in found:
-        raise NotAdmitted(f"is not asked: {SECRET} has both {TOKEN} and {USERNAME}: leave one of them")
-    return found
+        raise PrometheusAccessDenied(
+            f"is not queried: {SECRET_DESCRIPTION} cannot be read ({error.strerror})"
+        ) from error
+    if not credentials:
+        raise PrometheusAccessDenied(
+            f"is not queried: {SECRET_DESCRIPTION} does not exist, or has none of {', '.join(SECRET_KEYS)}"
+        )
+    for present, required in ((USERNAME, PASSWORD), (PASSWORD, USERNAME), (CERTIFICATE, KEY), (KEY, CERTIFICATE)):
+        if present in credentials and required not in credentials:
+            raise PrometheusAccessDenied(f"is not queried: {SECRET_DESCRIPTION} has {present} without {required}")
+    if TOKEN in credentials and USERNAME in credentials:
+        raise PrometheusAccessDenied(
+            f"is not queried: {SECRET_DESCRIPTION} has both {TOKEN} and {USERNAME}: leave one of them"
+        )
+    return credentials
 
 
-def _secrets(found: Mapping[str, bytes]) -> tuple[str, ...]:
-    """As they stand in a request, and so in the client's words about its answer."""
-    token, username, password = (found.get(key, b"").strip() for key in (TOKEN, USERNAME, PASSWORD))
+def _list_secrets(credentials: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return the secrets as they appear in a request, and so in error messages of the client."""
+    token, username, password = (credentials.get(key, b"").strip() for key in (TOKEN, USERNAME, PASSWORD))
     basic = base64.b64encode(username + b":" + password)
     return tuple(repr(secret)[2:-1] for secret in (token, basic, password))
 
 
-def _auth(found: Mapping[str, bytes]) -> AuthBase | None:
-    if TOKEN in found:
-        token = found[TOKEN].decode("latin-1").strip()
-        if not _TOKEN.fullmatch(token):
-            raise NotAdmitted(f"is not asked: {TOKEN} in {SECRET} is empty, or has characters that no token has")
-        return _Bearer(token)
-    if USERNAME in found:
-        return HTTPBasicAuth(found[USERNAME].strip(), found[PASSWORD].strip())
+def _create_auth(credentials: Mapping[str, bytes]) -> AuthBase | None:
+    if TOKEN in credentials:
+        token = credentials[TOKEN].decode("latin-1").strip()
+        if not _TOKEN_PATTERN.fullmatch(token):
+            raise PrometheusAccessDenied(
+                f"is not queried: {TOKEN} in {SECRET_DESCRIPTION} is empty, or has characters that no token has"
+            )
+        return _BearerAuth(token)
+    if USERNAME in credentials:
+        return HTTPBasicAuth(credentials[USERNAME].strip(), credentials[PASSWORD].strip())
     return None
 
 
-def _admitted(response: Response, **_: object) -> None:
-    """Raises NotAdmitted where the answer is about us, not about the query."""
+def _check_response(response: Response, **_: object) -> None:
+    """Check the status of an answer.
+
+    Raises PrometheusAccessDenied, QueryTooLarge, or QueryTimedOut.
+    """
     if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         response.close()
-        raise NotAdmitted(
-            f"refuses the operator (HTTP {response.status_code}): look at {TOKEN}, or {USERNAME} and {PASSWORD}, in "
-            f"{SECRET}, at what they may read, and at prometheus.headers"
+        raise PrometheusAccessDenied(
+            f"refuses the operator (HTTP {response.status_code}): check {TOKEN}, or {USERNAME} and {PASSWORD}, in "
+            f"{SECRET_DESCRIPTION}, their permissions, and prometheus.headers"
         )
-    if response.status_code in _TOO_MUCH or (response.status_code == 422 and _LIMIT.search(response.text)):
-        raise TooMuch(f"is asked for too much (HTTP {response.status_code}: {response.text[:MAX_WORDS]})")
-    if response.status_code == HTTPStatus.GATEWAY_TIMEOUT or _has_given_up(response):
-        raise Slow(f"has not found the answer in time (HTTP {response.status_code})")
+    if response.status_code in _TOO_LARGE_STATUSES or (
+        response.status_code == 422 and _LIMIT_PATTERN.search(response.text)
+    ):
+        raise QueryTooLarge(
+            f"rejects the query as too large (HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARACTERS]})"
+        )
+    if response.status_code == HTTPStatus.GATEWAY_TIMEOUT or _has_timed_out(response):
+        raise QueryTimedOut(f"did not answer the query in time (HTTP {response.status_code})")
     if response.is_redirect:
         response.close()
-        place = urlsplit(response.headers["location"]).hostname or "another path"
-        raise NotAdmitted(f"sends the operator on to {place}, where it does not go: set prometheus.url to what answers")
+        target = urlsplit(response.headers["location"]).hostname or "another path"
+        raise PrometheusAccessDenied(
+            f"redirects the operator to {target}; redirects are not followed: set prometheus.url to the final address"
+        )
 
 
-def _has_given_up(response: Response) -> bool:
-    """Prometheus' own word that its time for a query is over, in place of a proxy's that nobody is there."""
+def _has_timed_out(response: Response) -> bool:
+    """Return whether Prometheus reports its query time-out, unlike a proxy that finds no server."""
     return response.status_code == HTTPStatus.SERVICE_UNAVAILABLE and '"errorType":"timeout"' in response.text
 
 
-def _tls(error: SSLError) -> str:
-    """In the words of OpenSSL, without the query that they stand behind."""
-    found = re.search(r"\[SSL(?::[^]]*)?\] ([^(']+)", str(error))
-    return f"no TLS connection comes about ({found[1].strip() if found else type(error).__name__})"
+def _describe_tls_error(error: SSLError) -> str:
+    """Return the message of OpenSSL, without the query in front of it."""
+    match = re.search(r"\[SSL(?::[^]]*)?\] ([^(']+)", str(error))
+    return f"cannot be reached over TLS ({match[1].strip() if match else type(error).__name__})"

@@ -1,7 +1,7 @@
-"""The operator's own look at a worker and its node: is anybody there?
+"""Probes by which the operator checks whether a worker and its node are reachable.
 
-"I could not try" is no answer: without a free file, a free port or a route of its own, or held up itself, the operator
-learns nothing of the other side, and says so (None).
+A probe that could not be tried has no result (None). It shows nothing about the other
+side: there was no free file descriptor, no free port, or no route, or the event loop was blocked.
 """
 
 from __future__ import annotations
@@ -11,81 +11,95 @@ import errno
 import socket
 from weakref import WeakKeyDictionary
 
-from .. import files
-from ..api import METRICS_PORT
+from .. import file_limits
+from ..api.names import METRICS_PORT
 
-TIMEOUT_SECONDS = 0.4
-LATE_SECONDS = 0.2
-"""A time-out that comes later than this was not looked after in time: an answer may lie there unread."""
-TURNS = 8
-"""Of the event loop: in fewer a connection that has been answered is made."""
-TRIES = 2
-"""The second try is the retransmission that a lost packet deserves."""
-TURN_SECONDS = 15.0
-"""So long a probe may wait for its turn."""
+REACH_TIMEOUT_SECONDS = 0.4
+REACH_TIMEOUT_SLACK_SECONDS = 0.2
+"""A time-out that is detected later than this was not handled in time: an answer may be unread."""
+REACH_LOOP_ITERATIONS = 8
+"""Iterations of the event loop within which an answered connection is established."""
+REACH_ATTEMPTS = 2
+"""The second attempt replaces the retransmission of a lost packet."""
+REACH_SLOT_TIMEOUT_SECONDS = 15.0
+"""Longest wait of a probe for its slot."""
 KUBELET_PORT = 10250
-_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.ENETDOWN})
-"""Errors that speak of this machine only."""
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""Of all probes of this process: what they share is its files."""
+_LOCAL_ERRORS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.ENETDOWN}
+)
+"""Errors that concern this machine only."""
+_probe_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""Slots of all probes of this process, which share its file descriptors."""
 
 
-async def reaches_worker(address: str, port: int = METRICS_PORT) -> bool | None:
-    """Whether the sidecar's port (`manifests.metrics_port`) can be connected to; None: that could not be tried."""
-    return await _in_turn(address, port)
+async def can_reach_worker(address: str, port: int = METRICS_PORT) -> bool | None:
+    """Return whether the sidecar's port accepts connections; None: it could not be tried.
+
+    The port is that of `manifests.compute_metrics_port`.
+    """
+    return await _probe_in_slot(address, port)
 
 
-async def reaches_node(address: str) -> bool | None:
-    """Whether the kubelet's port can be connected to; None: that could not be tried."""
-    return await _in_turn(address, KUBELET_PORT)
+async def can_reach_node(address: str) -> bool | None:
+    """Return whether the kubelet's port accepts connections; None: it could not be tried."""
+    return await _probe_in_slot(address, KUBELET_PORT)
 
 
-async def _in_turn(address: str, port: int) -> bool | None:
+async def _probe_in_slot(address: str, port: int) -> bool | None:
     loop = asyncio.get_running_loop()
-    turns = _turns.get(loop)
-    if turns is None:
-        turns = _turns[loop] = asyncio.Semaphore(files.now().probes)
+    slots = _probe_slots.get(loop)
+    if slots is None:
+        slots = _probe_slots[loop] = asyncio.Semaphore(file_limits.read_file_limits().probes)
     try:
-        async with asyncio.timeout(TURN_SECONDS):
-            await turns.acquire()
+        async with asyncio.timeout(REACH_SLOT_TIMEOUT_SECONDS):
+            await slots.acquire()
     except TimeoutError:
         return None
     try:
-        return await _reaches(address, port)
+        return await _probe_port(address, port)
     finally:
-        turns.release()
+        slots.release()
 
 
-async def _reaches(address: str, port: int) -> bool | None:
-    """A refused connection is an answer too: somebody is there. One try that came to nothing by the other side's fault
-    is an answer; where both were kept from being any, there is none."""
-    loop, answer = asyncio.get_running_loop(), None
-    for _ in range(TRIES):
+async def _probe_port(address: str, port: int) -> bool | None:
+    """Return whether a port is reachable; None: it could not be tried.
+
+    A refused connection counts as reachable. One attempt that failed due to the other side counts as unreachable.
+    """
+    loop, reachable = asyncio.get_running_loop(), None
+    for _ in range(REACH_ATTEMPTS):
         began = loop.time()
         try:
-            await _connect(address, port)
+            await _connect_once(address, port)
             return True
         except ConnectionRefusedError:
             return True
         except TimeoutError:
-            tried = loop.time() - began < TIMEOUT_SECONDS + LATE_SECONDS
+            tried = loop.time() - began < REACH_TIMEOUT_SECONDS + REACH_TIMEOUT_SLACK_SECONDS
         except OSError as error:
-            tried = not _is_ours(error, address)
-        answer = False if tried else answer
-    return answer
+            tried = not _is_local_error(error, address)
+        reachable = False if tried else reachable
+    return reachable
 
 
-async def _connect(address: str, port: int) -> None:
-    """Raises TimeoutError where no answer has come TIMEOUT_SECONDS after the kernel has asked: one that lies there
-    unread, because the event loop has much to do, counts. Raises OSError."""
+async def _connect_once(address: str, port: int) -> None:
+    """Open a connection.
+
+    Raises OSError, and TimeoutError if there is no answer within REACH_TIMEOUT_SECONDS after the kernel has sent the
+    request. An answer that is unread because the event loop is busy counts.
+    """
     connecting = asyncio.gather(asyncio.open_connection(address, port))
     try:
-        for seconds in (0.0, TIMEOUT_SECONDS, *TURNS * (0.0,)):  # after the first turn it is under way
+        for seconds in (
+            0.0,
+            REACH_TIMEOUT_SECONDS,
+            *REACH_LOOP_ITERATIONS * (0.0,),
+        ):  # after the first iteration it is under way
             await asyncio.wait({connecting}, timeout=seconds)
     finally:
         answered = connecting.done()
         connecting.cancel()
-        await asyncio.wait({connecting})  # its file is free
+        await asyncio.wait({connecting})  # its file descriptor is free
         failure = connecting.exception()
     if not answered:
         raise TimeoutError
@@ -95,17 +109,20 @@ async def _connect(address: str, port: int) -> None:
     writer.close()
 
 
-def _is_ours(error: OSError, address: str) -> bool:
-    """Whether it says nothing of the other side. That there is no route may be a router's word, who knows that the
-    place is gone; or this machine's, which then has none for datagrams either."""
-    if isinstance(error, socket.gaierror) or error.errno in _OURS:
+def _is_local_error(error: OSError, address: str) -> bool:
+    """Return whether the error shows nothing about the other side.
+
+    A missing route may be reported by a router, because the other side is gone. If it is reported by this machine, it
+    has no route for datagrams, either.
+    """
+    if isinstance(error, socket.gaierror) or error.errno in _LOCAL_ERRORS:
         return True
     if error.errno != errno.ENETUNREACH:
         return False
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as asks:
-            asks.connect((address, KUBELET_PORT))  # sends nothing
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, KUBELET_PORT))  # sends nothing
     except OSError:
         return True
     return False

@@ -1,4 +1,4 @@
-"""What all jobs send through the network: from their plans, and from what their workers have told."""
+"""The traffic of all jobs through the network: from their plans, and from the reports of their workers."""
 
 from __future__ import annotations
 
@@ -7,97 +7,111 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pacekeeper_analysis.diagnose import links
-from pacekeeper_analysis.plan import Stop
-from pacekeeper_analysis.reports import Evidence
+from pacekeeper_analysis.network import delay_matrix
+from pacekeeper_analysis.protocol.plan import Stop
+from pacekeeper_analysis.protocol.reports import Evidence
 
-from ..api import Cause, Job, JobPhase, Mode, Remedy
-from ..decide.paths import among_of, ports_of, ways_of
-from ..decide.verify_ways import TRY_AGAIN_SECONDS
-from ..manifests import uses_gpus
-from ..network import JobName, JobTraffic, Pair, Seat
-from ..state import State, WaySeen
-from .memory import JobMemory, Memory
+from ..api.incident import IncidentCause
+from ..api.training_job import JobPhase, RemediationMode, Remedy, TrainingJob
+from ..pods.manifests import uses_gpus
+from ..state.desired_state import RouteObservation, State
+from ..state.network import JobName, JobTraffic, NodeRanks, RankPair
+from ..state.routes import TRIED_ROUTE_TTL_SECONDS, get_planned_routes, get_port_range, get_route_fingerprints
+from .job_cache import JobCache, JobRegistry
 
-HOLD_SECONDS, REMEMBERED_SECONDS = 30.0, 3600.0
-Answers = tuple[Evidence, ...]
-GUESSED_ROUND_SECONDS = 5.0
-"""What a new round takes of a job of which none was measured."""
-
-
-def of_jobs(memory: Memory, now: float, *, acts: bool = True) -> dict[JobName, JobTraffic]:
-    """Of those that have members, by name. `acts`: whether the platform lets anything be done."""
-    return {name: found for name, job in memory if (found := of_job(name, job, now, acts=acts)) is not None}
+REROUTE_HOLD_SECONDS, REROUTE_HISTORY_SECONDS = 30.0, 3600.0
+EvidenceAnswers = tuple[Evidence, ...]
+DEFAULT_ROUND_SECONDS = 5.0
+"""Duration of a new round of a job of which none was measured."""
 
 
-def of_job(name: JobName, memory: JobMemory, now: float, *, acts: bool = True) -> JobTraffic | None:
-    """None: it sends nothing."""
-    job, draft = memory.job, memory.draft
+def collect_traffic(registry: JobRegistry, now: float, *, acts: bool = True) -> dict[JobName, JobTraffic]:
+    """Return the traffic of all jobs that have members, by name.
+
+    `acts`: whether the platform's policy allows actions.
+    """
+    return {
+        name: traffic
+        for name, cache in registry
+        if (traffic := build_job_traffic(name, cache, now, acts=acts)) is not None
+    }
+
+
+def build_job_traffic(name: JobName, cache: JobCache, now: float, *, acts: bool = True) -> JobTraffic | None:
+    """Return the traffic of a job; None: it sends nothing."""
+    job, desired = cache.job, cache.desired
     if (
         job is None
-        or draft is None
-        or not draft.plan.members
-        or draft.plan.stop is not Stop.NO
-        or draft.state.life.over
+        or desired is None
+        or not desired.plan.members
+        or desired.plan.stop is not Stop.NO
+        or desired.state.lifecycle.is_over
     ):
         return None
-    node = {worker.name: worker.node for worker in draft.state.placement.workers}
-    trains = memory.phase is JobPhase.RUNNING
+    node_of = {worker.name: worker.node for worker in desired.state.placement.workers}
+    trains = cache.phase is JobPhase.RUNNING
     return JobTraffic(
         name,
-        tuple(Seat(node.get(member.worker, ""), member.ranks) for member in draft.plan.members),
-        membership=draft.plan.membership,
-        ways=ways_of(draft.plan),
-        among=among_of(draft.plan),
-        by_nccl=uses_gpus(job),
-        ports=ports_of(draft.plan),
-        # Coarsely: each change of it is a reason to plan anew.
-        waiting=round(memory.metrics.waiting or 0.0, 1) if trains else 0.0,
-        round_seconds=_round_seconds(job, draft.state, now, trains=trains),
-        held=any(now - tried.at < TRY_AGAIN_SECONDS for tried in draft.state.adaptation.ways_tried),
-        acts=acts and job.spec.remediation.mode is Mode.ACT,
-        seen=draft.state.adaptation.ways_seen,
+        tuple(NodeRanks(node_of.get(member.worker, ""), member.ranks) for member in desired.plan.members),
+        membership=desired.plan.membership,
+        routes=get_planned_routes(desired.plan),
+        route_choices=get_route_fingerprints(desired.plan),
+        uses_nccl=uses_gpus(job),
+        ports=get_port_range(desired.plan),
+        # Coarse, as each change causes a new plan.
+        wait_share=round(cache.metrics.wait_share or 0.0, 1) if trains else 0.0,
+        round_seconds=_estimate_round_seconds(job, desired.state, now, trains=trains),
+        keeps_routes=any(now - tried.at < TRIED_ROUTE_TTL_SECONDS for tried in desired.state.adaptation.failed_routes),
+        can_move=acts and job.spec.remediation.mode is RemediationMode.ACT,
+        route_observations=desired.state.adaptation.route_observations,
     )
 
 
-def _round_seconds(job: Job, state: State, now: float, *, trains: bool) -> float:
-    """Endless while other ways are being tried; where its user forbids it; and for a while after a round that slow
-    communication has called for, twice as long after each further one: what others say of their waits does not keep a
-    job restarting."""
+def _estimate_round_seconds(job: TrainingJob, state: State, now: float, *, trains: bool) -> float:
+    """Return the seconds that a new round costs; 0 if the job does not train.
+
+    It is infinite while other routes are tried, and if the user forbids traffic planning. It is also infinite for a
+    while after a round due to slow communication, twice as long after each further one: waits that others report do not
+    keep a job restarting.
+    """
     if not trains:
         return 0.0
-    if state.adaptation.way_trial is not None or Remedy.PLAN_TRAFFIC not in job.spec.remediation.allow:
+    if state.adaptation.route_trial is not None or Remedy.PLAN_TRAFFIC not in job.spec.remediation.allow:
         return math.inf
-    since = now - REMEMBERED_SECONDS
-    times = [past.at for past in state.incidents.past if past.cause is Cause.SLOW_COMMUNICATION and past.at > since]
-    if times and now - max(times) < HOLD_SECONDS * 2.0 ** (len(times) - 1):
+    since = now - REROUTE_HISTORY_SECONDS
+    times = [
+        past.at for past in state.incidents.past if past.cause is IncidentCause.SLOW_COMMUNICATION and past.at > since
+    ]
+    if times and now - max(times) < REROUTE_HOLD_SECONDS * 2.0 ** (len(times) - 1):
         return math.inf
-    return state.budget.round_seconds or GUESSED_ROUND_SECONDS
+    return state.budget.round_seconds or DEFAULT_ROUND_SECONDS
 
 
-def words_of(jobs: Mapping[JobName, JobTraffic]) -> dict[str, tuple[WaySeen, ...]]:
-    """What all flows have shown of their ways, by namespace; of those, too, whose flows have shown nothing."""
-    words: dict[str, tuple[WaySeen, ...]] = {}
+def collect_route_observations(jobs: Mapping[JobName, JobTraffic]) -> dict[str, tuple[RouteObservation, ...]]:
+    """Return the observations of routes by all flows, by namespace, including jobs whose flows have shown nothing."""
+    observations: dict[str, tuple[RouteObservation, ...]] = {}
     for (namespace, _), job in sorted(jobs.items()):
-        words[namespace] = (*words.get(namespace, ()), *job.seen)
-    return words
+        observations[namespace] = (*observations.get(namespace, ()), *job.route_observations)
+    return observations
 
 
-def answers_of(memory: Memory) -> dict[JobName, Answers]:
-    """What workers have answered to a question for their connections, by job, where one is out."""
-    found: dict[JobName, Answers] = {}
-    for name, job in memory:
-        request = "" if job.plan is None else job.plan.evidence_request
-        told = tuple(one for one in job.evidence.values() if one.request == request and (one.links or one.flows))
-        found |= {name: told} if told else {}
-    return found
+def collect_link_answers(registry: JobRegistry) -> dict[JobName, EvidenceAnswers]:
+    """Return the workers' answers to an open request for their connections, by job."""
+    answers: dict[JobName, EvidenceAnswers] = {}
+    for name, cache in registry:
+        request = "" if cache.plan is None else cache.plan.evidence_request
+        evidence = tuple(
+            answer for answer in cache.evidence.values() if answer.request == request and (answer.links or answer.flows)
+        )
+        answers |= {name: evidence} if evidence else {}
+    return answers
 
 
-def with_bytes(job: JobTraffic, answers: Answers) -> JobTraffic:
-    """With what it has sent between nodes by these answers. Of a large job that takes seconds."""
-    node = {rank: seat.node for seat in job.seats for rank in seat.ranks}
-    sent = Counter[Pair]()
-    for cell in links.join(answers)[0] if answers else ():
-        if node.get(cell.source) != node.get(cell.destination):
+def add_sent_bytes(job: JobTraffic, answers: EvidenceAnswers) -> JobTraffic:
+    """Return the traffic with the bytes sent between nodes by these answers. It takes seconds for a large job."""
+    node_of = {rank: node_ranks.node for node_ranks in job.node_ranks for rank in node_ranks.ranks}
+    sent = Counter[RankPair]()
+    for cell in delay_matrix.join_link_ends(answers)[0] if answers else ():
+        if node_of.get(cell.source) != node_of.get(cell.destination):
             sent[cell.source, cell.destination] += cell.acked_bytes
-    return replace(job, sent=sent)
+    return replace(job, bytes_sent=sent)

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from pacekeeper_analysis.fabric import places
-from pacekeeper_analysis.reports import FINISHED_MESSAGE
+from pacekeeper_analysis.fabric import locations
+from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE
 
-from ..api import ANNOTATION_AVOIDS, LABEL_JOB, SIDECAR, TRAINER, parse_time
-from ..node_health import NodeHealth
-from ..observation import NodeView, PodView
+from ..api.formats import parse_time
+from ..api.names import ANNOTATION_AVOIDED_NODES, LABEL_JOB, SIDECAR_CONTAINER, TRAINER_CONTAINER
+from ..pods.node_health import NodeHealthRules
+from ..state.cluster_view import NodeView, PodView
 
-_HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
+_NORMAL_WAITING_REASONS = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 def view_pod(pod: Mapping[str, Any]) -> PodView:
     metadata, status = pod["metadata"], pod.get("status", {})
     conditions = {item["type"]: item for item in status.get("conditions", ())}
-    failed = _failed_before(status)
-    ended = failed.get("state", {}).get("terminated") or _trainer(status).get("terminated") or {}
-    container, waiting = _waiting(status)
+    failed = _find_failed_init_container(status)
+    ended = failed.get("state", {}).get("terminated") or _find_trainer_state(status).get("terminated") or {}
+    container, waiting = _find_waiting_container(status)
     disrupted = conditions.get("DisruptionTarget", {})
     scheduled = conditions.get("PodScheduled", {})
     return PodView(
@@ -34,25 +35,27 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
         created_at=parse_time(metadata["creationTimestamp"]),
         deleting="deletionTimestamp" in metadata,
         delete_by=parse_time(metadata["deletionTimestamp"]) if "deletionTimestamp" in metadata else 0.0,
-        disrupted=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
-        unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
+        disruption_reason=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
+        unschedulable_message=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         exit_code=ended.get("exitCode"),
-        ended_before=failed.get("name", ""),
-        own_fault=_own_fault(status),
+        failed_init_container=failed.get("name", ""),
+        self_inflicted_reason=_explain_own_fault(status),
         exit_reason=(ended if ended.get("exitCode") else {} if ended else status).get("reason", ""),
         exit_message=(ended or status).get("message", ""),
         finished=ended.get("exitCode") == 0 and FINISHED_MESSAGE in ended.get("message", ""),
-        gated=scheduled.get("reason") == "SchedulingGated",
-        started="running" in _trainer(status),
-        avoids=frozenset(filter(None, (metadata.get("annotations") or {}).get(ANNOTATION_AVOIDS, "").split(","))),
+        scheduling_gated=scheduled.get("reason") == "SchedulingGated",
+        started="running" in _find_trainer_state(status),
+        avoided_nodes=frozenset(
+            filter(None, (metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED_NODES, "").split(","))
+        ),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
         waiting_container=container,
     )
 
 
-def view_node(node: Mapping[str, Any], health: NodeHealth, levels: Collection[str] = ()) -> NodeView:
-    """`levels`: names of labels by which a Fabric says where nodes are; others are known anyway."""
+def view_node(node: Mapping[str, Any], health: NodeHealthRules, levels: Collection[str] = ()) -> NodeView:
+    """Reduce a node. `levels` are the labels by which a Fabric locates nodes, in addition to the well-known ones."""
     metadata, status = node["metadata"], node.get("status", {})
     ready: Mapping[str, Any] = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), {})
     addresses = {item["type"]: item["address"] for item in status.get("addresses", ())}
@@ -60,53 +63,56 @@ def view_node(node: Mapping[str, Any], health: NodeHealth, levels: Collection[st
         name=metadata["name"],
         uid=metadata["uid"],
         ready=ready.get("status") == "True",
-        leaving=health.why_empty(node),
+        leave_reason=health.find_leave_reason(node),
         address=addresses.get("InternalIP", ""),
         labels={
             name: value
             for name, value in (metadata.get("labels") or {}).items()
-            if name in levels or places.concerns(name)
+            if name in levels or locations.is_location_label(name)
         },
     )
 
 
-def _trainer(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of the trainer's container."""
+def _find_trainer_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of the trainer's container."""
     for container in status.get("containerStatuses", ()):
-        if container["name"] == TRAINER:
+        if container["name"] == TRAINER_CONTAINER:
             state: Mapping[str, Any] = container.get("state", {})
             return state
     return {}
 
 
-def _failed_before(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The init container for whose failure the trainer never ran."""
-    if status.get("phase") != "Failed" or status.get("reason") or "waiting" not in _trainer(status):
-        return {}  # what has a reason of its own (Evicted, …) is not of the container's making
+def _find_failed_init_container(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the init container because of whose failure the trainer never ran."""
+    if status.get("phase") != "Failed" or status.get("reason") or "waiting" not in _find_trainer_state(status):
+        return {}  # a pod with a reason (Evicted, …) did not fail due to the container
     for container in status.get("initContainerStatuses", ()):
         code = container.get("state", {}).get("terminated", {}).get("exitCode", 0)
-        if code and container["name"] != SIDECAR:
+        if code and container["name"] != SIDECAR_CONTAINER:
             failed: Mapping[str, Any] = container
             return failed
     return {}
 
 
-def _own_fault(status: Mapping[str, Any]) -> str:
-    """Why the kubelet ended the pod, where its successor would end the same way: it has filled a volume or its own
-    ephemeral storage, or its own deadline is over. Of a node that is short of memory others may be the cause."""
+def _explain_own_fault(status: Mapping[str, Any]) -> str:
+    """Return why the kubelet ended the pod if a replacement would end the same way; "" otherwise.
+
+    The pod filled a volume or its own ephemeral storage, or its deadline is over. If a node is short of memory, other
+    pods may be the cause.
+    """
     reason, message = status.get("reason", ""), status.get("message", "").strip()
     if reason == "DeadlineExceeded":
         return f"{reason}: {message}"
-    fills = any(words in message for words in ("exceeds the", "exceeded its"))  # of emptyDirs, pods, containers
+    fills = any(text in message for text in ("exceeds the", "exceeded its"))  # emptyDirs, pods, containers
     fills = fills or ("resource: ephemeral-storage" in message and "was using" in message)
     return f"{reason}: {message}" if reason == "Evicted" and fills else ""
 
 
-def _waiting(status: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Which container cannot start, and why: an image that cannot be pulled, a missing ConfigMap, …"""
+def _find_waiting_container(status: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the container that cannot start, and its state: an image that cannot be pulled, for example."""
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
     for container in containers:
         waiting: Mapping[str, Any] = container.get("state", {}).get("waiting") or {}
-        if waiting.get("reason") and waiting["reason"] not in _HARMLESS:
+        if waiting.get("reason") and waiting["reason"] not in _NORMAL_WAITING_REASONS:
             return container["name"], waiting
     return "", {}

@@ -1,1 +1,1 @@
-"""What the operator does for all jobs at once."""
+"""What the operator does for all jobs together."""

@@ -1,4 +1,4 @@
-"""Kubernetes Events for what the operator does: best effort, a lost one changes nothing."""
+"""Kubernetes Events about what the operator does. They are best effort: a lost one changes nothing."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING
 
 import kopf
 
-from ..api import API_VERSION, Job, format_time
-from ..cluster import EVENTS, Cluster, Object
-from ..runtime import Runtime
+from ..api.formats import format_time
+from ..api.names import API_VERSION
+from ..api.training_job import TrainingJob
+from ..async_runtime import OperatorRuntime
+from ..kube.client import EVENTS, Cluster, Object
 
 if TYPE_CHECKING:
     from .operator import Operator
 
-MAX_NOTE = 1024
+MAX_NOTE_CHARACTERS = 1024
 log = logging.getLogger(__name__)
 
 
-async def tell(operator: Operator, job: Job, reason: str, note: str, action: str, *, warning: bool = False) -> None:
-    """An Event about `job`. `action`: what was done, in UpperCamelCase."""
+async def emit_job_event(
+    operator: Operator, job: TrainingJob, reason: str, note: str, action: str, *, warning: bool = False
+) -> None:
+    """Emit an Event about `job`. `action`: what was done, in UpperCamelCase."""
     regarding = {
         "apiVersion": API_VERSION,
         "kind": "TrainingJob",
@@ -27,25 +31,32 @@ async def tell(operator: Operator, job: Job, reason: str, note: str, action: str
         "namespace": job.namespace,
         "uid": job.uid,
     }
-    await tell_about(operator.cluster, operator.runtime, regarding, reason, note, action, warning=warning)
+    await emit_event(operator.cluster, operator.runtime, regarding, reason, note, action, warning=warning)
 
 
-async def tell_about(
-    cluster: Cluster, runtime: Runtime, regarding: Object, reason: str, note: str, action: str, *, warning: bool = False
+async def emit_event(
+    cluster: Cluster,
+    runtime: OperatorRuntime,
+    regarding: Object,
+    reason: str,
+    note: str,
+    action: str,
+    *,
+    warning: bool = False,
 ) -> None:
-    """An Event about any object, given by an ObjectReference. Without a namespace of its own it is in `default`."""
+    """Emit an Event about any object, given as an ObjectReference. Without a namespace, the Event is in `default`."""
     body = {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {
-            "name": f"{regarding['name']}.{runtime.identifier()[:16]}",
+            "name": f"{regarding['name']}.{runtime.create_identifier()[:16]}",
             "namespace": regarding.get("namespace", "default"),
         },
         "eventTime": format_time(runtime.now()),
         "type": "Warning" if warning else "Normal",
         "reason": reason,
         "action": action,
-        "note": note[:MAX_NOTE],
+        "note": note[:MAX_NOTE_CHARACTERS],
         "reportingController": "pacekeeper.dev/operator",
         "reportingInstance": "operator",
         "regarding": regarding,
@@ -53,4 +64,4 @@ async def tell_about(
     try:
         await cluster.create(EVENTS, body)
     except (kopf.TemporaryError, kopf.PermanentError) as error:
-        log.warning("an event is lost: %s", error)
+        log.warning("an Event could not be written and is lost: %s", error)

@@ -1,7 +1,7 @@
-"""The Fabric in force: what its links carry, what all jobs send through it, which ways that shall take, and its status.
+"""The active Fabric: the capacity of its links, the traffic of all jobs, the planned routes, and its status.
 
-Level-triggered, and nothing is kept that is not written elsewhere: ways stand in the jobs' plans, which each job's own
-pass writes. A look that finds all as it was plans nothing.
+Level-triggered, without state of its own: routes are stored in the jobs' plans, which each job's own pass writes. A
+pass without changes plans nothing.
 """
 
 from __future__ import annotations
@@ -11,151 +11,184 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import kopf
 
 from .. import metrics
-from ..api import API_VERSION, FIELD_MANAGER_FABRIC, Fabric, FabricSpec, FabricStatus, PathControl
-from ..cluster import FABRICS, Conflict, NotFound
-from ..decide import fabric_status, traffic
-from ..decide.link_state import Doubts, judge
-from ..decide.wiring import LinkRates, wire
-from ..network import NO_FABRIC, JobName, JobTraffic, Network
-from ..observation import NodeView
+from ..api.fabric import Fabric, FabricSpec, FabricStatus, PathControl
+from ..api.names import API_VERSION, FIELD_MANAGER_FABRIC
+from ..api.training_job import TrainingJob
+from ..decide.network import fabric_status, traffic
+from ..decide.network.link_state import DegradedLinks, find_degraded_links
+from ..decide.network.wiring import LinkRates, build_wiring
+from ..kube.client import FABRICS, Conflict, NotFound
 from ..observe import traffic as sent
-from ..observe.prometheus import LinkAnswer
+from ..observe.prometheus import LinkRatesResult
+from ..state.cluster_view import NodeView
+from ..state.network import NO_FABRIC, JobName, JobTraffic, NetworkState
 from .operator import Operator
 
-LOOK_SECONDS = 2.0
-IDLE_SECONDS = 30.0
-"""Between two looks where there is no Fabric: its watch tells of one at once."""
-RETRY_SECONDS = 5.0
-PATIENCE_SECONDS = 1.0
-"""A plan that takes longer is told of while it is made."""
+FABRIC_POLL_SECONDS = 2.0
+FABRIC_IDLE_POLL_SECONDS = 30.0
+"""Seconds between two passes without a Fabric; a watch reports a new one at once."""
+FABRIC_RETRY_SECONDS = 5.0
+SLOW_PLANNING_SECONDS = 1.0
+"""Seconds after which a running plan computation is reported."""
+JobValue = TypeVar("JobValue")
 log = logging.getLogger(__name__)
 
 
-async def watch_over(operator: Operator) -> None:
-    """Looks at Fabrics until it is cancelled: again and again while there is one, and when one changes."""
-    await operator.know()
-    keeper = Keeper(operator)
+async def run_fabric_loop(operator: Operator) -> None:
+    """Reconcile Fabrics until cancelled: periodically while there is one, and when one changes."""
+    await operator.stores.wait_until_listed()
+    reconciler = FabricReconciler(operator)
     while True:
-        operator.fabrics_changed.clear()
-        delay = RETRY_SECONDS
+        operator.stores.fabrics_changed.clear()
+        delay = FABRIC_RETRY_SECONDS
         try:
-            delay = await keeper.look()
+            delay = await reconciler.reconcile()
         except (kopf.TemporaryError, kopf.PermanentError) as error:
-            log.warning("Fabrics cannot be looked at, which is tried again: %s", error)
+            log.warning("Fabrics cannot be reconciled; retrying: %s", error)
         except Exception:
-            log.exception("Fabrics cannot be looked at, which is tried again")
+            log.exception("Fabrics cannot be reconciled; retrying")
         with suppress(TimeoutError):
-            await operator.runtime.within(delay, operator.fabrics_changed.wait())
+            await operator.runtime.run_with_timeout(delay, operator.stores.fabrics_changed.wait())
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """What a plan is made from: where it is as before, so is the plan."""
+class _PlanInputs:
+    """The inputs of a plan: while they do not change, neither does the plan."""
 
     spec: FabricSpec
     rates: LinkRates
-    doubts: Doubts
+    doubts: DegradedLinks
     nodes: tuple[NodeView, ...]
     jobs: Mapping[JobName, JobTraffic]
-    answers: Mapping[JobName, sent.Answers]
+    answers: Mapping[JobName, sent.EvidenceAnswers]
 
 
-class Keeper:
-    """Looks at Fabrics. What it remembers saves work, no more."""
+def update_traffic(operator: Operator, job: TrainingJob) -> None:
+    """Update the job's traffic after its plan was written, so that later plans of other jobs avoid it at once."""
+    name, network = (job.namespace, job.name), operator.network
+    if network is None:
+        return
+    previous = network.jobs.get(name)
+    current = sent.build_job_traffic(name, operator.jobs.get_or_create(job), operator.runtime.now(), acts=operator.acts)
+    if current is not None:  # keep what the last pass measured
+        current = (
+            replace(current, bytes_sent=previous.bytes_sent, route_observations=previous.route_observations)
+            if previous is not None
+            else replace(current, route_observations=())
+        )
+    if current == previous:
+        return
+    jobs = _exclude_job(network.jobs, name)
+    planned = network.traffic
+    if planned is not None:  # the routes planned for it are outdated
+        routes, due = _exclude_job(planned.routes, name), _exclude_job(planned.due, name)
+        recommended = _exclude_job(planned.recommended, name)
+        planned = replace(planned, routes=routes, due=due, recommended=recommended)
+    jobs |= {} if current is None else {name: current}
+    operator.network = replace(network, jobs=jobs, traffic=planned)
+
+
+class FabricReconciler:
+    """Reconciles Fabrics. Its state only saves work."""
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
-        self._levels: tuple[str, ...] = ()  # whose labels nodes are known with
-        self._rates: LinkRates = {}  # as the query has told them last
-        self._planned: tuple[_Inputs, Network] | None = None
+        self._levels: tuple[str, ...] = ()  # the labels with which nodes are cached
+        self._rates: LinkRates = {}  # of the last answered query
+        self._planned: tuple[_PlanInputs, NetworkState] | None = None
 
-    async def look(self) -> float:
-        """Seconds until the next look is wanted, if nothing changes."""
+    async def reconcile(self) -> float:
+        """Run one pass and return the seconds until the next one, if nothing changes."""
         operator = self._operator
-        fabric = operator.fabric
-        if self._levels != operator.levels:
-            await operator.nodes.read(operator.cluster, ())  # for the labels that did not matter before
-            self._levels = operator.levels
+        fabric = operator.stores.fabric
+        if self._levels != operator.stores.levels:
+            await operator.stores.nodes.refresh(operator.cluster, ())  # for labels that were dropped before
+            self._levels = operator.stores.levels
         if fabric is None:
             operator.network = NO_FABRIC
-            metrics.show_fabric("", None)
+            metrics.publish_fabric_metrics("", None)
         else:
-            await self._keep(fabric)
-        for other in operator.fabrics:
+            await self._reconcile_fabric(fabric)
+        for other in operator.stores.fabrics:
             if other != fabric:
-                await self._tell(other, fabric_status.report_idle(other, fabric, operator.runtime.now()))
-        return IDLE_SECONDS if fabric is None else LOOK_SECONDS
+                await self._write_status(
+                    other, fabric_status.build_inactive_status(other, fabric, operator.runtime.now())
+                )
+        return FABRIC_IDLE_POLL_SECONDS if fabric is None else FABRIC_POLL_SECONDS
 
-    async def _keep(self, fabric: Fabric) -> None:
+    async def _reconcile_fabric(self, fabric: Fabric) -> None:
         if not self._operator.settings.traffic_planning:
             control = replace(fabric.spec.path_control, mode=PathControl.OFF)
             fabric = replace(fabric, spec=replace(fabric.spec, path_control=control))
-        operator, memory = self._operator, self._operator.memory
-        answer = await self._ask(fabric)
+        operator, registry = self._operator, self._operator.jobs
+        link_rates = await self._query_links(fabric)
         now = operator.runtime.now()
-        jobs, answers = sent.of_jobs(memory, now, acts=operator.acts), sent.answers_of(memory)
-        doubts = judge(sent.words_of(jobs), now)
-        network = await self._plan(
-            fabric, _Inputs(fabric.spec, self._rates, doubts, tuple(operator.nodes), jobs, answers)
+        jobs, answers = sent.collect_traffic(registry, now, acts=operator.acts), sent.collect_link_answers(registry)
+        degraded = find_degraded_links(sent.collect_route_observations(jobs), now)
+        network = await self._plan_network(
+            fabric, _PlanInputs(fabric.spec, self._rates, degraded, tuple(operator.stores.nodes), jobs, answers)
         )
         operator.network = network
         if fabric.spec.path_control.mode is PathControl.PROBE:
-            self._wake(network)
-        held = {seat.node for job in jobs.values() for seat in job.seats if seat.node}
-        unlabelled = tuple(sorted(held - set(network.wiring.leaf_of)))
-        seen = fabric_status.Seen(network.wiring, network.traffic, unlabelled, answer.trouble)
-        status = fabric_status.report(fabric, seen, operator.runtime.now())
-        metrics.show_fabric(fabric.name, status)
-        await self._tell(fabric, status)
+            self._wake_jobs(network)
+        used_nodes = {node_ranks.node for job in jobs.values() for node_ranks in job.node_ranks if node_ranks.node}
+        unlabeled = tuple(sorted(used_nodes - set(network.wiring.leaf_of)))
+        state = fabric_status.FabricState(network.wiring, network.traffic, unlabeled, link_rates.error)
+        status = fabric_status.build_fabric_status(fabric, state, operator.runtime.now())
+        metrics.publish_fabric_metrics(fabric.name, status)
+        await self._write_status(fabric, status)
 
-    async def _ask(self, fabric: Fabric) -> LinkAnswer:
-        """While nobody answers, links are as they were when somebody did."""
+    async def _query_links(self, fabric: Fabric) -> LinkRatesResult:
+        """Query the link rates. While the query fails, the last rates stay."""
         if not fabric.spec.link_query:
             self._rates = {}
-            return LinkAnswer({})
-        answer = await self._operator.prometheus.link_rates(fabric.spec.link_query)
-        if answer.rates or not answer.trouble:
-            self._rates = answer.rates
-        return answer
+            return LinkRatesResult({})
+        result = await self._operator.prometheus.client.read_link_rates(fabric.spec.link_query)
+        if result.rates or not result.error:
+            self._rates = result.rates
+        return result
 
-    async def _plan(self, fabric: Fabric, inputs: _Inputs) -> Network:
+    async def _plan_network(self, fabric: Fabric, inputs: _PlanInputs) -> NetworkState:
         if self._planned is None or self._planned[0] != inputs:
             runtime = self._operator.runtime
             began = runtime.monotonic()
-            progress = runtime.start(self._tell_of_planning(fabric, len(inputs.jobs)), "progress of the plan")
+            progress = runtime.start_task(self._report_planning(fabric, len(inputs.jobs)), "planning progress")
             try:
-                self._planned = inputs, await runtime.compute(lambda: _plan(inputs))
+                self._planned = inputs, await runtime.compute_in_thread(lambda: _compute_network(inputs))
             finally:
                 progress.cancel()
-                await asyncio.gather(progress, return_exceptions=True)  # nothing of it comes after what is told next
-            if (took := runtime.monotonic() - began) > PATIENCE_SECONDS:
-                log.info("Fabric %s: planned in %.1f s", fabric.name, took)
+                await asyncio.gather(progress, return_exceptions=True)  # its status must not overwrite the next one
+            if (elapsed := runtime.monotonic() - began) > SLOW_PLANNING_SECONDS:
+                log.info("Fabric %s: planned in %.1f s", fabric.name, elapsed)
         return self._planned[1]
 
-    async def _tell_of_planning(self, fabric: Fabric, jobs: int) -> None:
-        """Where it lasts. What has come of it is said by this look or, where that is what stood there before, by the
-        next one."""
+    async def _report_planning(self, fabric: Fabric, jobs: int) -> None:
+        """Report a slow plan computation in the log and the status.
+
+        This pass replaces the status. If the result equals the earlier status, the next pass does.
+        """
         runtime = self._operator.runtime
-        await runtime.sleep(PATIENCE_SECONDS)
-        words = f"the flows of {jobs} jobs are being planned, which takes longer than {PATIENCE_SECONDS:.0f} s"
-        log.info("Fabric %s: %s", fabric.name, words)
+        await runtime.sleep(SLOW_PLANNING_SECONDS)
+        message = f"the flows of {jobs} jobs are being planned, for more than {SLOW_PLANNING_SECONDS:.0f} s so far"
+        log.info("Fabric %s: %s", fabric.name, message)
         try:
-            await self._tell(fabric, fabric_status.report_planning(fabric, words, runtime.now()))
-        except Exception as error:  # the plan goes on
-            log.warning("Fabric %s: nobody can be told that it is being planned: %s", fabric.name, error)
+            await self._write_status(fabric, fabric_status.build_planning_status(fabric, message, runtime.now()))
+        except Exception as error:  # planning continues
+            log.warning("Fabric %s: the status that a plan is being computed cannot be written: %s", fabric.name, error)
 
-    def _wake(self, network: Network) -> None:
-        """The jobs whose plans name other ways so far."""
+    def _wake_jobs(self, network: NetworkState) -> None:
+        """Wake the jobs whose plans contain other routes."""
         for name, job in network.jobs.items():
-            if network.traffic is not None and network.traffic.ways[name] != job.ways:
-                self._operator.memory.wake(*name)
+            if network.traffic is not None and network.traffic.routes[name] != job.routes:
+                self._operator.jobs.wake(*name)
 
-    async def _tell(self, fabric: Fabric, status: FabricStatus) -> None:
-        """By server-side apply, where it says something new; the UID keeps a Fabric's word from its successor."""
+    async def _write_status(self, fabric: Fabric, status: FabricStatus) -> None:
+        """Write a changed status by server-side apply. The UID protects a new Fabric of the same name."""
         if status == fabric.status:
             return
         body = {
@@ -164,11 +197,15 @@ class Keeper:
             "metadata": {"name": fabric.name, "uid": fabric.uid},
             "status": status.to_json(),
         }
-        with suppress(NotFound, Conflict):  # it has gone meanwhile
+        with suppress(NotFound, Conflict):  # it is gone
             await self._operator.cluster.apply(FABRICS, body, manager=FIELD_MANAGER_FABRIC, subresource="status")
 
 
-def _plan(inputs: _Inputs) -> Network:
-    wiring = wire(inputs.spec, inputs.nodes, inputs.rates, inputs.doubts)
-    jobs = {name: sent.with_bytes(job, inputs.answers.get(name, ())) for name, job in inputs.jobs.items()}
-    return Network(inputs.spec, wiring, jobs, traffic.plan(wiring, list(jobs.values())))
+def _compute_network(inputs: _PlanInputs) -> NetworkState:
+    wiring = build_wiring(inputs.spec, inputs.nodes, inputs.rates, inputs.doubts)
+    jobs = {name: sent.add_sent_bytes(job, inputs.answers.get(name, ())) for name, job in inputs.jobs.items()}
+    return NetworkState(inputs.spec, wiring, jobs, traffic.plan_joint_traffic(wiring, list(jobs.values())))
+
+
+def _exclude_job(jobs: Mapping[JobName, JobValue], name: JobName) -> dict[JobName, JobValue]:
+    return {key: value for key, value in jobs.items() if key != name}

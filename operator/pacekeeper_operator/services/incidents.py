@@ -1,4 +1,4 @@
-"""Incidents as objects: made from the job's bookkeeping, under deterministic names, kept beyond the job's life."""
+"""Incidents as objects: built from the job's state, with deterministic names, kept beyond the job's lifetime."""
 
 from __future__ import annotations
 
@@ -7,134 +7,137 @@ from collections.abc import Container, Sequence
 
 import kopf
 
-from ..api import (
-    ANNOTATION_RETAIN_UNTIL,
-    API_VERSION,
-    LABEL_JOB,
-    IncidentSpec,
-    IncidentStatus,
-    Job,
-    ObjectRef,
-    Outcome,
-    format_time,
-)
-from ..cluster import INCIDENTS, JOBS, Cluster, Conflict, Object
-from ..state import Incident
+from ..api.formats import format_time
+from ..api.incident import IncidentOutcome, IncidentSpec, IncidentStatus, ObjectRef
+from ..api.names import ANNOTATION_RETAIN_UNTIL, API_VERSION, LABEL_JOB
+from ..api.training_job import TrainingJob
+from ..kube.client import INCIDENT_OBJECTS, TRAINING_JOBS, Cluster, Conflict, Object
+from ..state.desired_state import Incident
 
 log = logging.getLogger(__name__)
 
 
-async def write(cluster: Cluster, job: Job, incident: Incident, retention: float, *, known: bool = False) -> bool:
-    """Create or update; doing it twice is doing it once. `retention`: seconds. `known`: it should be there. True: it
-    was not there before.
+async def write_incident(
+    cluster: Cluster, job: TrainingJob, incident: Incident, retention: float, *, known: bool = False
+) -> bool:
+    """Create or update the Incident; idempotent. Returns whether it was created.
 
-    A write that was given up for want of an answer, and takes effect later all the same, undoes no later one. What is
-    over stays as it ended: bookkeeping that was lost may begin it anew under its name.
+    `retention`: seconds. `known`: it should exist already.
+
+    A write that timed out, and takes effect later, overwrites no later write. An Incident that has ended keeps its
+    outcome: a job whose state was lost may open it again under the same name.
     """
-    there = await cluster.find(INCIDENTS, incident.name, job.namespace) if known else None
-    fresh = False
-    if there is None:
+    stored = await cluster.find(INCIDENT_OBJECTS, incident.name, job.namespace) if known else None
+    created = False
+    if stored is None:
         try:
-            there, fresh = await cluster.create(INCIDENTS, _body(job, incident, retention)), True
+            stored, created = await cluster.create(INCIDENT_OBJECTS, _build_incident(job, incident, retention)), True
         except Conflict:
-            there = await cluster.get(INCIDENTS, incident.name, job.namespace)
-    if _outcome(there) not in ("", incident.outcome):
-        return fresh
-    patch = {"metadata": _unchanged(there), "status": status(incident).to_patch()}
-    await cluster.patch(INCIDENTS, incident.name, patch, job.namespace, subresource="status")
-    return fresh
+            stored = await cluster.get(INCIDENT_OBJECTS, incident.name, job.namespace)
+    if _get_outcome(stored) not in ("", incident.outcome):
+        return created
+    patch = {"metadata": _build_precondition(stored), "status": build_status(incident).to_patch()}
+    await cluster.patch(INCIDENT_OBJECTS, incident.name, patch, job.namespace, subresource="status")
+    return created
 
 
-async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
-    """Those of the job that are open, and that no bookkeeping knows (any more): nobody would ever close them."""
-    for body in await cluster.collect(INCIDENTS, _reference, job.namespace, labels=f"{LABEL_JOB}={job.name}"):
-        if body["metadata"]["name"] not in known and _job_uid(body) == job.uid:
-            await _close(cluster, body, "its bookkeeping was lost")
+async def supersede_unknown(cluster: Cluster, job: TrainingJob, known_names: Container[str]) -> None:
+    """Close the job's open Incidents that its state does not contain (any more): no pass would ever close them."""
+    for body in await cluster.collect(
+        INCIDENT_OBJECTS, _reduce_incident, job.namespace, labels=f"{LABEL_JOB}={job.name}"
+    ):
+        if body["metadata"]["name"] not in known_names and _get_job_uid(body) == job.uid:
+            await _close_incident(cluster, body, "its bookkeeping was lost")
 
 
-async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float | None) -> None:
-    """Of these namespaces (none: of all): delete those whose time is over, close those whose job is gone. A job that is
-    deleted while no operator runs takes nobody's word along. `now`: None: the time is in doubt, and none is deleted.
+async def clean_up_incidents(cluster: Cluster, namespaces: Sequence[str], now: float | None) -> None:
+    """Delete Incidents whose retention is over, and close those whose job is gone.
 
-    A namespace that cannot be looked at does not keep the others. Raises only where none can.
+    `namespaces` empty: all. `now` None: the clock is in doubt, and none is deleted. Incidents of a job that was deleted
+    while no operator ran are closed here.
+
+    An error in one namespace does not stop the others. Raises only if all of them fail.
     """
-    places = INCIDENTS.places(namespaces)
+    scopes = INCIDENT_OBJECTS.list_scopes(namespaces)
     failures = []
-    for place in places:
+    for scope in scopes:
         try:
-            await _look_after(cluster, place, now)
+            await _clean_up_namespace(cluster, scope, now)
         except (kopf.TemporaryError, kopf.PermanentError) as error:
-            log.warning("incidents of %s are not looked after: %s", place or "all namespaces", error)
+            log.warning("Incidents of %s are not cleaned up: %s", scope or "all namespaces", error)
             failures.append(error)
-    if failures and len(failures) == len(places):
+    if failures and len(failures) == len(scopes):
         raise failures[-1]
 
 
-async def _look_after(cluster: Cluster, place: str, now: float | None) -> None:
-    """Page by page, and little is kept of each: they may be many."""
-    over, open_ = [], []
-    async for page in cluster.pages(INCIDENTS, place):
+async def _clean_up_namespace(cluster: Cluster, namespace: str, now: float | None) -> None:
+    """Clean up page by page, with little memory for each: there may be many Incidents."""
+    expired, open_ = [], []
+    async for page in cluster.list_pages(INCIDENT_OBJECTS, namespace):
         for body in page.items:
             until = body["metadata"].get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
             if now is not None and until is not None and until < format_time(now):
-                over.append(_reference(body))
-            elif not _outcome(body):
-                open_.append(_reference(body))
-    jobs = set(await cluster.collect(JOBS, lambda job: job["metadata"]["uid"], place))
-    for body in over:
-        await _delete(cluster, body["metadata"])
+                expired.append(_reduce_incident(body))
+            elif not _get_outcome(body):
+                open_.append(_reduce_incident(body))
+    jobs = set(await cluster.collect(TRAINING_JOBS, lambda job: job["metadata"]["uid"], namespace))
+    for body in expired:
+        await _delete_incident(cluster, body["metadata"])
     for body in open_:
-        if _job_uid(body) not in jobs:
-            await _close(cluster, body, "its job is gone")
+        if _get_job_uid(body) not in jobs:
+            await _close_incident(cluster, body, "its job is gone")
 
 
-async def _delete(cluster: Cluster, metadata: Object) -> None:
-    """One that cannot be deleted does not keep the others."""
+async def _delete_incident(cluster: Cluster, metadata: Object) -> None:
+    """Delete the Incident. An error is logged, and does not stop the others."""
     try:
-        await cluster.delete(INCIDENTS, metadata["name"], metadata["namespace"], uid=metadata["uid"])
+        await cluster.delete(INCIDENT_OBJECTS, metadata["name"], metadata["namespace"], uid=metadata["uid"])
     except (kopf.TemporaryError, kopf.PermanentError) as error:
-        log.warning("incident %s/%s cannot be deleted: %s", metadata["namespace"], metadata["name"], error)
+        log.warning("Incident %s/%s cannot be deleted: %s", metadata["namespace"], metadata["name"], error)
 
 
-async def _close(cluster: Cluster, body: Object, why: str) -> None:
-    """Where it is open. One that has gone meanwhile, or cannot be written, does not keep the others."""
-    if _outcome(body):
+async def _close_incident(cluster: Cluster, body: Object, reason: str) -> None:
+    """Close the Incident if it is open. An error is logged, and does not stop the others."""
+    if _get_outcome(body):
         return
     metadata = body["metadata"]
-    patch = {"metadata": _unchanged(body), "status": {"outcome": Outcome.SUPERSEDED, "message": why}}
+    patch = {
+        "metadata": _build_precondition(body),
+        "status": {"outcome": IncidentOutcome.SUPERSEDED, "message": reason},
+    }
     try:
-        await cluster.patch(INCIDENTS, metadata["name"], patch, metadata["namespace"], subresource="status")
+        await cluster.patch(INCIDENT_OBJECTS, metadata["name"], patch, metadata["namespace"], subresource="status")
     except (kopf.TemporaryError, kopf.PermanentError) as error:
-        log.warning("incident %s/%s cannot be closed: %s", metadata["namespace"], metadata["name"], error)
+        log.warning("Incident %s/%s cannot be closed: %s", metadata["namespace"], metadata["name"], error)
 
 
-def _unchanged(body: Object) -> Object:
-    """Metadata of a patch that is for this object as it is: refused by Conflict once it has changed."""
+def _build_precondition(body: Object) -> Object:
+    """Return metadata of a patch that fails with Conflict once the object has changed."""
     return {"resourceVersion": body["metadata"]["resourceVersion"]}
 
 
-def _reference(body: Object) -> Object:
-    """What it takes to delete or close it, and to find its job. Little: they may be many, and large."""
-    kept = ("name", "namespace", "uid", "resourceVersion")
+def _reduce_incident(body: Object) -> Object:
+    """Keep what is needed to delete or close the Incident, and to find its job: they may be many and large."""
+    fields = ("name", "namespace", "uid", "resourceVersion")
     return {
-        "metadata": {name: body["metadata"][name] for name in kept},
-        "spec": {"jobRef": {"uid": _job_uid(body)}},
-        "status": {"outcome": _outcome(body)},
+        "metadata": {name: body["metadata"][name] for name in fields},
+        "spec": {"jobRef": {"uid": _get_job_uid(body)}},
+        "status": {"outcome": _get_outcome(body)},
     }
 
 
-def _outcome(body: Object) -> str:
-    """ "": it is open."""
+def _get_outcome(body: Object) -> str:
+    """Return the outcome; empty: the Incident is open."""
     return str((body.get("status") or {}).get("outcome") or "")
 
 
-def _job_uid(body: Object) -> str:
+def _get_job_uid(body: Object) -> str:
     uid: str = body["spec"]["jobRef"].get("uid", "")
     return uid
 
 
-def status(incident: Incident) -> IncidentStatus:
-    """How it goes on, as far as is known by now."""
+def build_status(incident: Incident) -> IncidentStatus:
+    """Build the status from what is known by now."""
     return IncidentStatus(
         mode=incident.mode,
         remedy=incident.remedy,
@@ -154,11 +157,11 @@ def status(incident: Incident) -> IncidentStatus:
         measured_gain=incident.measured_gain,
         diagnosis=incident.finding,
         outcome=incident.outcome,
-        message="; ".join(filter(None, (incident.shown, incident.quarantine))) or None,
+        message="; ".join(filter(None, (incident.remedy_result, incident.quarantine_summary))) or None,
     )
 
 
-def _body(job: Job, incident: Incident, retention: float) -> Object:
+def _build_incident(job: TrainingJob, incident: Incident, retention: float) -> Object:
     spec = IncidentSpec(
         job_ref=ObjectRef(job.name, job.namespace, job.uid),
         cause=incident.cause,

@@ -1,8 +1,8 @@
-"""NodeQuarantines: suspecting a node, bringing it to what its quarantine says, releasing all of them.
+"""NodeQuarantines: suspect a node, bring it to the state that its quarantine specifies, release all nodes.
 
-What jobs say only raises suspicions; witnesses, breaker, budget and pause decide what follows. A person may approve or
-create as many quarantines as he likes, and nothing ever stands in the way of a release, except that a node is not
-handed back before a probe has passed when nobody has asked for it.
+Reports of jobs only raise suspicions. Witnesses, breaker, budget, and pause decide what follows. A person may approve
+or create any number of quarantines. Nothing ever blocks a release, with one exception: unless a person requested the
+release, the node needs a passed probe first.
 """
 
 from __future__ import annotations
@@ -19,561 +19,670 @@ import kopf
 
 from pacekeeper_analysis.errors import InputError
 
-from ..api import (
+from ..api.formats import format_time
+from ..api.incident import ObjectRef
+from ..api.names import (
     API_VERSION,
     FIELD_MANAGER_CONDITION,
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
     TAINT_QUARANTINE,
-    ObjectRef,
-    QuarantineSpec,
-    QuarantineStatus,
-    Sign,
-    Verdict,
-    Witness,
-    format_time,
 )
-from ..cluster import NODES, QUARANTINES, Busy, Cluster, Conflict, NotFound, Object
-from ..decide.node_circle import Seat, launches
-from ..decide.node_quarantine import RESYNC_SECONDS, ruling
-from ..decide.node_steps import (
-    Approve,
-    Delete,
+from ..api.node_quarantine import NodeSuspicion, QuarantineSpec, QuarantineStatus, QuarantineVerdict, Witness
+from ..async_runtime import OperatorRuntime
+from ..decide.nodes.node_quarantine import QUARANTINE_RESYNC_SECONDS, build_quarantine_decision
+from ..decide.nodes.node_suspicion import SUSPICION_TTL_SECONDS, is_probe_start, with_sign
+from ..decide.nodes.probe_groups import ProbeGroupMember, plan_probe_launches
+from ..decide.nodes.quarantine_steps import (
+    AddFinalizer,
+    ApproveQuarantine,
+    DeleteQuarantine,
     EndProbe,
-    Flag,
-    Guard,
-    Hold,
+    FlagNode,
+    HoldNode,
     ProbePod,
     Quarantine,
     QuarantineStep,
-    Release,
-    Report,
+    ReleaseNode,
+    RemoveFinalizer,
+    RequeueAfter,
     StartProbe,
-    Unguard,
-    Wait,
+    WriteQuarantineStatus,
 )
-from ..decide.node_suspicion import SUSPICION_SECONDS, begins_a_probe, with_sign
-from ..manifests import ProbeTask
-from ..observation import Ruling
-from ..runtime import Runtime
+from ..kube.client import NODE_OBJECTS, NODE_QUARANTINES, ApiServerBusy, Cluster, Conflict, NotFound, Object
+from ..pods.manifests import NodeProbeTask
 from ..settings import Settings
+from ..state.effect_results import QuarantineDecision
 from . import events, probing
-from .fleet import Fleet, Known, Seen
-from .nodes_first import FEW
+from .node_registry import KnownNode, KnownQuarantine, NodeRegistry
+from .shared.node_priority import NODE_PRIORITY_THRESHOLD
 
-MAX_STEPS = 20
-"""Of one call of `reconcile`: what is not done by then is done by the next."""
-AT_ONCE = 16
-"""Nodes that are looked after at the same time: so many calls the API server has to answer at once, at most."""
-AGAIN_SECONDS = 1.0
-QUIET_SECONDS = 1.0
-"""Within which more than a few nodes were held: what is to be said of them waits for the others."""
-SHOW_SECONDS = 1.0
-"""Between two looks at the metrics."""
-RETRY_SECONDS = 5.0
-MAX_REASON = 1024
+MAX_STEPS_PER_RECONCILE = 20
+"""Steps of one call of `reconcile_node`; the next call continues."""
+MAX_CONCURRENT_RECONCILES = 16
+"""Nodes that are reconciled concurrently, and so the maximum number of concurrent calls to the API server."""
+QUARANTINE_REQUEUE_SECONDS = 1.0
+QUARANTINE_REPORT_QUIET_SECONDS = 1.0
+"""If more than a few nodes were held within this time, reports about them wait for the others."""
+QUARANTINE_METRICS_SECONDS = 1.0
+"""Seconds between two updates of the metrics."""
+QUARANTINE_RETRY_SECONDS = 5.0
+MAX_REASON_CHARACTERS = 1024
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Blame:
-    """What a job says against a node."""
+class NodeAccusation:
+    """An accusation of a node by a job."""
 
     node: str
     uid: str
     reason: str
-    incident: ObjectRef  # its namespace is whose word it is; without a name it is the platform's own
-    at: float  # when it was found, seconds since the epoch: what is said again does not become younger
+    incident: ObjectRef  # its namespace is the accuser; without a name it is the platform
+    found_at: float  # seconds since the epoch; a repetition keeps it
     witness: Witness = Witness.NONE
-    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
-    raised: bool = False  # it has stood in a NodeQuarantine
+    is_weak: bool = False  # not enough to probe the node without a second namespace's
+    recorded: bool = False  # it is or was in a NodeQuarantine
 
 
-async def suspect(fleet: Fleet, blame: Blame) -> Ruling:
-    """Raise a suspicion against a node, and what has become of it so far. Saying it twice is saying it once.
+async def raise_suspicion(registry: NodeRegistry, accusation: NodeAccusation) -> QuarantineDecision:
+    """Raise a suspicion against a node and return the decision so far; idempotent.
 
-    The node stays untouched until a witness confirms it: `watch_over` sees to that. A suspicion that has come to
-    nothing is not raised anew by the same words, and whoever deletes its NodeQuarantine has ended it.
+    The node stays untouched until a witness confirms the suspicion; `run_quarantine_loop` does that. The same
+    accusation does not raise a suspicion again that came to nothing. A user who deletes the NodeQuarantine has ended
+    it.
     """
-    sign = Sign(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON], blame.at)
-    sign = replace(sign, witness=blame.witness, weak=blame.weak)
-    known = await fleet.quarantine(blame.node)
-    if known is None:
-        return await _refusal(fleet, blame) or await _create(fleet, blame, sign)
-    found = known.legible
-    if found.over or found.node_uid not in (None, blame.uid):
-        ending = Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
-        return _ended(blame) or ending
-    signs = with_sign(found.spec.signs, sign)
-    if found.suspicion and signs != found.spec.signs:
-        spec = {"signs": replace(found.spec, signs=signs).to_json()["signs"]}
-        await _patch(fleet, known, {"spec": spec})
-    return replace(ruling(found, blame.uid), raised=found.suspicion)
+    suspicion = NodeSuspicion(
+        accusation.incident.namespace,
+        accusation.incident.name,
+        accusation.reason[:MAX_REASON_CHARACTERS],
+        accusation.found_at,
+    )
+    suspicion = replace(suspicion, witness=accusation.witness, weak=accusation.is_weak)
+    quarantine = await registry.get_quarantine(accusation.node)
+    if quarantine is None:
+        return await _explain_refusal(registry, accusation) or await _create_quarantine(registry, accusation, suspicion)
+    parsed = quarantine.parsed
+    if parsed.is_over or parsed.node_uid not in (None, accusation.uid):
+        ending = QuarantineDecision(
+            QuarantineVerdict.RELEASING,
+            f"an earlier quarantine of {accusation.node} is just ending: the accusation is repeated afterwards",
+        )
+        return _decide_ended(accusation) or ending
+    suspicions = with_sign(parsed.spec.suspicions, suspicion)
+    if parsed.is_suspicion and suspicions != parsed.spec.suspicions:
+        spec = {"suspicions": replace(parsed.spec, suspicions=suspicions).to_json()["suspicions"]}
+        await _patch_quarantine(registry, quarantine, {"spec": spec})
+    return replace(build_quarantine_decision(parsed, accusation.uid), recorded=parsed.is_suspicion)
 
 
-async def look(fleet: Fleet, node: str, node_uid: str) -> Ruling | None:
-    """What has become of a suspicion; None: there is none (any more)."""
-    known = await fleet.quarantine(node)
-    return None if known is None else ruling(known.legible, node_uid)
+async def find_decision(registry: NodeRegistry, node: str, node_uid: str) -> QuarantineDecision | None:
+    """Return the decision about a suspicion; None: there is none (any more)."""
+    quarantine = await registry.get_quarantine(node)
+    return None if quarantine is None else build_quarantine_decision(quarantine.parsed, node_uid)
 
 
-async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
-    """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
+async def reconcile_node(registry: NodeRegistry, name: str, *, write_report: bool = True) -> float:
+    """Bring node and probe pod to the state that the NodeQuarantine `name` specifies.
 
-    Level-triggered and idempotent. math.inf: there is nothing to be done. `words` False: of a node that is held,
-    nothing is written down; 0 says that there is something.
-    Raises InputError where the object is malformed, and what the cluster raises.
+    Returns the seconds until the next call. math.inf: there is nothing to do. Level-triggered and idempotent.
+    `write_report` False: for a held node, no status is written; 0 means that there is one to write. Raises InputError
+    if the object is malformed, and the errors of the cluster client.
     """
-    for _ in range(MAX_STEPS):
-        known, seen = await fleet.quarantine(name), await fleet.node(name)
-        if known is None:
-            if seen is not None and seen.node.marked and not await _release_unanswered(fleet, name, seen):
+    for _ in range(MAX_STEPS_PER_RECONCILE):
+        quarantine, known_node = await registry.get_quarantine(name), await registry.get_node(name)
+        if quarantine is None:
+            if (
+                known_node is not None
+                and known_node.node.marked
+                and not await _release_orphan(registry, name, known_node)
+            ):
                 continue
-            if seen is None or not fleet.broken(name, seen):
+            if known_node is None or not registry.has_new_condition(name, known_node):
                 return math.inf
-            await _blame_by_condition(fleet, name, seen)
+            await _accuse_by_condition(registry, name, known_node)
             continue
         try:
-            step = await _next(fleet, known, seen)
-            if isinstance(step, Approve):  # never upon old news: somebody may have been blamed or quarantined meanwhile
-                step, known = await fleet.approval(name)
-            if isinstance(step, Wait):
+            step = await _decide_next_step(registry, quarantine, known_node)
+            if isinstance(
+                step, ApproveQuarantine
+            ):  # never based on old data: other nodes may be blamed or quarantined by now
+                step, quarantine = await registry.decide_approval(name)
+            if isinstance(step, RequeueAfter):
                 return step.seconds
-            if isinstance(step, Report) and seen is not None and seen.node.held and not words:
+            if (
+                isinstance(step, WriteQuarantineStatus)
+                and known_node is not None
+                and known_node.node.held
+                and not write_report
+            ):
                 return 0.0
-            if begins_a_probe(known.legible, step):
-                async with fleet.probes:  # one after the other, so that no more run than may
-                    await _carry_out(fleet, await _next(fleet, known, seen), known, seen)
+            if is_probe_start(quarantine.parsed, step):
+                async with registry.probe_lock:  # one at a time, to keep within the limit of probes
+                    await _execute_step(
+                        registry, await _decide_next_step(registry, quarantine, known_node), quarantine, known_node
+                    )
             else:
-                await _carry_out(fleet, step, known, seen)
+                await _execute_step(registry, step, quarantine, known_node)
         except (Conflict, NotFound) as error:
-            log.info("quarantine of %s: looking anew: %s", name, error)
-            await fleet.quarantine_anew(name)
-            await fleet.node_anew(name)
+            log.info("quarantine of %s: reading it again: %s", name, error)
+            await registry.fetch_quarantine(name)
+            await registry.fetch_node(name)
             continue
         if isinstance(step, StartProbe):
-            return AGAIN_SECONDS  # pods of its circle wait for each other's addresses
-    return AGAIN_SECONDS
+            return QUARANTINE_REQUEUE_SECONDS  # pods of its group wait for each other's addresses
+    return QUARANTINE_REQUEUE_SECONDS
 
 
-async def look_at_all(fleet: Fleet) -> float:
-    """Reads them all, and does what all of them want; seconds until one of them wants it again."""
-    await fleet.read()
-    fleet.show()
-    waits = [await _try_reconcile(fleet, name) for name in list(fleet.names())]
-    return min([RESYNC_SECONDS, *waits])
+async def reconcile_all(registry: NodeRegistry) -> float:
+    """List all NodeQuarantines and reconcile each. Returns the seconds until the next one is due."""
+    await registry.refresh()
+    registry.publish_metrics()
+    delays = [await _try_reconcile(registry, name) for name in list(registry.list_names())]
+    return min([QUARANTINE_RESYNC_SECONDS, *delays])
 
 
-async def watch_over(fleet: Fleet) -> None:
-    """Brings all nodes to what their NodeQuarantines say, until it is cancelled: whenever something is new about one,
-    and when one wants it."""
-    round_ = _Round(fleet)
-    fleet.first.count(0)  # what was heard while another led waits for nobody
+async def run_quarantine_loop(registry: NodeRegistry) -> None:
+    """Reconcile all nodes until cancelled: on changes, and when a NodeQuarantine is due."""
+    queue = _WorkQueue(registry)
+    registry.priority_gate.set_backlog(0)  # changes from before this operator led block nothing
     try:
         while True:
-            fleet.news.clear()
+            registry.change_event.clear()
             try:
-                delay = await round_.begin()
+                delay = await queue.dispatch()
             except (kopf.TemporaryError, kopf.PermanentError) as error:
-                delay = RETRY_SECONDS
-                log.warning("quarantines cannot be looked at, and are tried again: %s", error)
+                delay = QUARANTINE_RETRY_SECONDS
+                log.warning("NodeQuarantines cannot be reconciled; retrying: %s", error)
             except Exception:
-                delay = RETRY_SECONDS
-                log.exception("quarantines cannot be looked at, and are tried again")
+                delay = QUARANTINE_RETRY_SECONDS
+                log.exception("NodeQuarantines cannot be reconciled; retrying")
             try:
-                await fleet.runtime.within(delay, fleet.news.wait())
+                await registry.runtime.run_with_timeout(delay, registry.change_event.wait())
             except TimeoutError:
                 continue
     finally:
-        await round_.end()
+        await queue.close()
 
 
 @dataclass
-class _Round:
-    """Who is looked after now, and who waits for it. Nodes that are not held yet go before words about those that
-    are, and so do suspicions that are still to be raised where many nodes fail at once."""
+class _WorkQueue:
+    """The nodes that are being reconciled, and those that wait.
 
-    fleet: Fleet
-    _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    Nodes that are not held yet precede status reports about held ones. If many nodes fail at once, so do suspicions
+    that must still be raised.
+    """
+
+    registry: NodeRegistry
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _waiting: dict[str, None] = field(default_factory=dict)
-    _words: dict[str, None] = field(default_factory=dict)
-    _due: dict[str, float] = field(default_factory=dict)  # by the monotonic clock
-    _held_at: deque[float] = field(default_factory=lambda: deque(maxlen=FEW + 1))  # the last ones, by the same clock
+    _unreported: dict[str, None] = field(default_factory=dict)
+    _due_at: dict[str, float] = field(default_factory=dict)  # by the monotonic clock
+    _last_held_at: deque[float] = field(
+        default_factory=lambda: deque(maxlen=NODE_PRIORITY_THRESHOLD + 1)
+    )  # times of the last ones, by the same clock
     _listed_at: float = -math.inf
-    _shown_at: float = -math.inf
+    _metrics_at: float = -math.inf
 
-    async def begin(self) -> float:
-        """Whatever is due, as far as there is room; seconds until more may be."""
-        fleet, now = self.fleet, self.fleet.runtime.monotonic()
-        if now >= self._listed_at + RESYNC_SECONDS:
-            await self._list()
+    async def dispatch(self) -> float:
+        """Start what is due, within the limit, and return the seconds until more may be due."""
+        registry, now = self.registry, self.registry.runtime.monotonic()
+        if now >= self._listed_at + QUARANTINE_RESYNC_SECONDS:
+            await self._enqueue_all()
             self._listed_at = now
-        self._waiting |= fleet.changed
-        fleet.changed.clear()
-        for name in [name for name, at in self._due.items() if at <= now]:
-            del self._due[name]
+        self._waiting |= registry.changed_nodes
+        registry.changed_nodes.clear()
+        for name in [name for name, at in self._due_at.items() if at <= now]:
+            del self._due_at[name]
             self._waiting[name] = None
-        quiet_at = self._held_at[0] + QUIET_SECONDS if len(self._held_at) > FEW else now
-        for queue, words in ((self._waiting, False), (self._words, True)):
-            wait = now < fleet.busy_until or (words and now < quiet_at)
-            room = 0 if wait else AT_ONCE - len(self._under_way)
-            for name in list(islice((name for name in queue if name not in self._under_way), room)):
+        quiet_at = (
+            self._last_held_at[0] + QUARANTINE_REPORT_QUIET_SECONDS
+            if len(self._last_held_at) > NODE_PRIORITY_THRESHOLD
+            else now
+        )
+        for queue, write_report in ((self._waiting, False), (self._unreported, True)):
+            is_blocked = now < registry.busy_until or (write_report and now < quiet_at)
+            room = 0 if is_blocked else MAX_CONCURRENT_RECONCILES - len(self._running)
+            for name in list(islice((name for name in queue if name not in self._running), room)):
                 del queue[name]
-                work = self._attend(name, words=words)
-                self._under_way[name] = fleet.runtime.start(work, f"quarantine of {name}")
-        fleet.first.count(len(self._waiting))
-        if now >= self._shown_at + SHOW_SECONDS:
-            fleet.show()
-            self._shown_at = now
-        if now < fleet.busy_until:
-            return fleet.busy_until - now
-        next_ = min([self._listed_at + RESYNC_SECONDS, self._shown_at + SHOW_SECONDS, *self._due.values()])
+                work = self._process(name, write_report=write_report)
+                self._running[name] = registry.runtime.start_task(work, f"quarantine of {name}")
+        registry.priority_gate.set_backlog(len(self._waiting))
+        if now >= self._metrics_at + QUARANTINE_METRICS_SECONDS:
+            registry.publish_metrics()
+            self._metrics_at = now
+        if now < registry.busy_until:
+            return registry.busy_until - now
+        next_ = min(
+            [
+                self._listed_at + QUARANTINE_RESYNC_SECONDS,
+                self._metrics_at + QUARANTINE_METRICS_SECONDS,
+                *self._due_at.values(),
+            ]
+        )
         return max(0.0, next_ - now)
 
-    async def end(self) -> None:
-        self.fleet.first.count(0)
-        for task in self._under_way.values():
+    async def close(self) -> None:
+        self.registry.priority_gate.set_backlog(0)
+        for task in self._running.values():
             task.cancel()
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _list(self) -> None:
-        """Nodes once: of them watches tell, and what is a moment old is refused when it is written."""
-        fleet = self.fleet
-        if not fleet.nodes.listed.is_set():
-            await fleet.nodes.read(fleet.cluster, ())
-        await fleet.quarantines.read(fleet.cluster, ())
-        self._waiting |= dict.fromkeys(fleet.names())
+    async def _enqueue_all(self) -> None:
+        """Enqueue all nodes.
 
-    async def _attend(self, name: str, *, words: bool) -> None:
-        delay = RETRY_SECONDS
+        Nodes are listed once: watches report changes, and a write that is based on old data is rejected.
+        """
+        registry = self.registry
+        if not registry.nodes.listed.is_set():
+            await registry.nodes.refresh(registry.cluster, ())
+        await registry.quarantines.refresh(registry.cluster, ())
+        self._waiting |= dict.fromkeys(registry.list_names())
+
+    async def _process(self, name: str, *, write_report: bool) -> None:
+        delay = QUARANTINE_RETRY_SECONDS
         try:
-            delay = await _try_reconcile(self.fleet, name, words=words)
+            delay = await _try_reconcile(self.registry, name, write_report=write_report)
         finally:
-            del self._under_way[name]
-            if delay <= 0 and not words:
-                self._words[name] = None
-                self._held_at.append(self.fleet.runtime.monotonic())
+            del self._running[name]
+            if delay <= 0 and not write_report:
+                self._unreported[name] = None
+                self._last_held_at.append(self.registry.runtime.monotonic())
             elif delay < math.inf:
-                self._due[name] = self.fleet.runtime.monotonic() + delay
-            self.fleet.news.set()
+                self._due_at[name] = self.registry.runtime.monotonic() + delay
+            self.registry.change_event.set()
 
 
-async def release_all(cluster: Cluster, runtime: Runtime, seconds: float, settings: Settings | None = None) -> None:
-    """Deletes all NodeQuarantines and returns when their nodes are released, whether the operator runs or not.
-    `settings`: of the installation, which say whether nodes have a condition of ours.
+async def release_all(
+    cluster: Cluster, runtime: OperatorRuntime, seconds: float, settings: Settings | None = None
+) -> None:
+    """Delete all NodeQuarantines, and return when their nodes are released, whether or not the operator runs.
 
-    Raises TimeoutError, naming those that are left, after so many `seconds`.
+    `settings`: those of the installation, which determine whether nodes have a repair condition. Raises TimeoutError,
+    which names the remaining ones, after `seconds`.
     """
-    left = ["those that could not be listed"]
+    remaining = ["those that could not be listed"]
 
     async def release() -> None:
-        while left:
+        while remaining:
             try:
-                left[:] = await _release_once(cluster, runtime, settings or Settings())
+                remaining[:] = await _release_once(cluster, runtime, settings or Settings())
             except kopf.TemporaryError as error:
-                log.warning("releasing is tried again: %s", error)
-            if left:
-                await runtime.sleep(AGAIN_SECONDS)
+                log.warning("releasing failed; retrying: %s", error)
+            if remaining:
+                await runtime.sleep(QUARANTINE_REQUEUE_SECONDS)
 
     try:
-        await runtime.within(seconds, release())
+        await runtime.run_with_timeout(seconds, release())
     except TimeoutError as error:
-        raise TimeoutError(f"not released within {seconds:.0f} s: {', '.join(left)}") from error
+        raise TimeoutError(f"not released within {seconds:.0f} s: {', '.join(remaining)}") from error
 
 
-async def _release_once(cluster: Cluster, runtime: Runtime, settings: Settings) -> list[str]:
-    """Asks for all deletions and does what they demand; the names of those that are left, none if all is done."""
-    fleet = Fleet(cluster, runtime, settings)
+async def _release_once(cluster: Cluster, runtime: OperatorRuntime, settings: Settings) -> list[str]:
+    """Request all deletions and perform the releases. Returns the names of the remaining NodeQuarantines."""
+    registry = NodeRegistry(cluster, runtime, settings)
     try:
-        quarantines = [body["metadata"] for body in await cluster.list(QUARANTINES)]
-    except NotFound:  # the definitions are gone, and all NodeQuarantines with them
+        quarantines = [body["metadata"] for body in await cluster.list(NODE_QUARANTINES)]
+    except NotFound:  # the definition is gone, and all NodeQuarantines with it
         quarantines = []
     for metadata in quarantines:
-        await cluster.delete(QUARANTINES, metadata["name"], uid=metadata["uid"])
+        await cluster.delete(NODE_QUARANTINES, metadata["name"], uid=metadata["uid"])
     for metadata in quarantines:
-        await _try_reconcile(fleet, metadata["name"])
+        await _try_reconcile(registry, metadata["name"])
     if not quarantines:
-        await fleet.nodes.read(cluster, ())
-        await _sweep(fleet)
+        await registry.nodes.refresh(cluster, ())
+        await _release_orphans(registry)
     return [metadata["name"] for metadata in quarantines]
 
 
-async def _sweep(fleet: Fleet) -> None:
-    """Releases nodes with our marks and no NodeQuarantine: somebody has taken a finalizer away by force."""
-    for seen in fleet.nodes:
-        name = seen.body["metadata"]["name"]
-        if seen.node.marked and await _quarantine_of(fleet, name) is None:
-            await _release(fleet, seen)
-            await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+async def _release_orphans(registry: NodeRegistry) -> None:
+    """Release nodes with quarantine marks but without a NodeQuarantine, whose finalizer was removed by force."""
+    for known_node in registry.nodes:
+        name = known_node.body["metadata"]["name"]
+        if known_node.node.marked and await _find_quarantine(registry, name) is None:
+            await _release_node(registry, known_node)
+            await _emit_events(
+                registry,
+                None,
+                known_node,
+                "NodeReleased",
+                "it had Pacekeeper's quarantine marks, but no NodeQuarantine",
+            )
 
 
-async def _release_unanswered(fleet: Fleet, name: str, seen: Seen) -> bool:
-    """Releases a node with our marks for which no NodeQuarantine is known, whenever that is found; whether it is done.
-    That there is none the API server itself has to say: a watch may be late."""
+async def _release_orphan(registry: NodeRegistry, name: str, known_node: KnownNode) -> bool:
+    """Release a marked node without a known NodeQuarantine, and return whether that is done.
+
+    The API server must confirm that there is none: a watch may be late.
+    """
     try:
-        if await fleet.quarantine_anew(name) is not None:
+        if await registry.fetch_quarantine(name) is not None:
             return False
-        await _release(fleet, seen)
+        await _release_node(registry, known_node)
     except (Conflict, NotFound) as error:
-        log.info("marks of %s: looking anew: %s", name, error)
-        await fleet.node_anew(name)
+        log.info("marks of %s: reading the node again: %s", name, error)
+        await registry.fetch_node(name)
         return False
-    await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+    await _emit_events(
+        registry, None, known_node, "NodeReleased", "it had Pacekeeper's quarantine marks, but no NodeQuarantine"
+    )
     return True
 
 
-async def _quarantine_of(fleet: Fleet, name: str) -> Object | None:
+async def _find_quarantine(registry: NodeRegistry, name: str) -> Object | None:
     try:
-        return await fleet.cluster.find(QUARANTINES, name)
+        return await registry.cluster.find(NODE_QUARANTINES, name)
     except NotFound:
         return None
 
 
-async def _try_reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
-    """One that fails does not hold up the others."""
+async def _try_reconcile(registry: NodeRegistry, name: str, *, write_report: bool = True) -> float:
+    """Reconcile one node. An error is logged, and does not stop the others."""
     try:
-        return await reconcile(fleet, name, words=words)
-    except Busy as error:
+        return await reconcile_node(registry, name, write_report=write_report)
+    except ApiServerBusy as error:
         log.warning("quarantine of %s: %s", name, error)
-        fleet.busy(error.delay or RETRY_SECONDS)
-        return error.delay or RETRY_SECONDS
+        registry.back_off(error.delay or QUARANTINE_RETRY_SECONDS)
+        return error.delay or QUARANTINE_RETRY_SECONDS
     except kopf.TemporaryError as error:
         log.warning("quarantine of %s: %s", name, error)
-        return max(RETRY_SECONDS, error.delay or 0.0)
+        return max(QUARANTINE_RETRY_SECONDS, error.delay or 0.0)
     except (kopf.PermanentError, InputError) as error:
         log.warning("quarantine of %s: %s", name, error)
     except Exception:
         log.exception("quarantine of %s: a pass failed", name)
-    return RETRY_SECONDS
+    return QUARANTINE_RETRY_SECONDS
 
 
-async def _blame_by_condition(fleet: Fleet, name: str, seen: Seen) -> None:
-    """The platform's own word against a node."""
-    said = ObjectRef("", fleet.settings.namespace)
-    blame = Blame(name, seen.node.uid, seen.node.broken, said, fleet.broken_since(seen), Witness.NODE_CONDITION)
-    ruling = await suspect(fleet, blame)
-    if ruling.verdict is Verdict.PAUSED:
-        raise kopf.TemporaryError(ruling.words, delay=RETRY_SECONDS)
-    fleet.told(name, seen)
+async def _accuse_by_condition(registry: NodeRegistry, name: str, known_node: KnownNode) -> None:
+    """Raise a suspicion because of a condition by which the platform accuses the node."""
+    accuser = ObjectRef("", registry.settings.namespace)
+    accusation = NodeAccusation(
+        name,
+        known_node.node.uid,
+        known_node.node.broken,
+        accuser,
+        registry.get_broken_since(known_node),
+        Witness.NODE_CONDITION,
+    )
+    decision = await raise_suspicion(registry, accusation)
+    if decision.verdict is QuarantineVerdict.PAUSED:
+        raise kopf.TemporaryError(decision.message, delay=QUARANTINE_RETRY_SECONDS)
+    registry.mark_condition_reported(name, known_node)
 
 
-async def _refusal(fleet: Fleet, blame: Blame) -> Ruling | None:
-    """Why no suspicion is raised; None: it may be."""
-    if ended := _ended(blame):
+async def _explain_refusal(registry: NodeRegistry, accusation: NodeAccusation) -> QuarantineDecision | None:
+    """Return why no suspicion is raised; None: it may be."""
+    if ended := _decide_ended(accusation):
         return ended
-    if fleet.runtime.now() >= blame.at + SUSPICION_SECONDS:
-        return Ruling(Verdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
-    seen = await fleet.node(blame.node)
-    if seen is None or seen.node.uid != blame.uid:
-        return Ruling(Verdict.UNKNOWN_NODE, f"the {blame.node} that was meant does not exist any more")
-    if seen.node.opted_out:
-        return Ruling(Verdict.OPTED_OUT, f"{blame.node} is untouched: its label {LABEL_NO_QUARANTINE} forbids it")
-    paused = await fleet.paused()
-    return Ruling(Verdict.PAUSED, f"{blame.node} is untouched: {paused}") if paused else None
+    if registry.runtime.now() >= accusation.found_at + SUSPICION_TTL_SECONDS:
+        return QuarantineDecision(
+            QuarantineVerdict.CLEARED, f"{accusation.node} is untouched: the suspicion was not confirmed in time"
+        )
+    known_node = await registry.get_node(accusation.node)
+    if known_node is None or known_node.node.uid != accusation.uid:
+        return QuarantineDecision(
+            QuarantineVerdict.UNKNOWN_NODE, f"the accused node {accusation.node} does not exist any more"
+        )
+    if known_node.node.opted_out:
+        return QuarantineDecision(
+            QuarantineVerdict.OPTED_OUT, f"{accusation.node} is untouched: its label {LABEL_NO_QUARANTINE} forbids it"
+        )
+    pause_reason = await registry.get_pause_reason()
+    return (
+        QuarantineDecision(QuarantineVerdict.PAUSED, f"{accusation.node} is untouched: {pause_reason}")
+        if pause_reason
+        else None
+    )
 
 
-def _ended(blame: Blame) -> Ruling | None:
-    """Of what has stood in a NodeQuarantine that is over, deleted by somebody perhaps; None: it is new."""
-    words = f"the NodeQuarantine that told of {blame.node} has ended"
-    return Ruling(Verdict.CLEARED, words) if blame.raised else None
+def _decide_ended(accusation: NodeAccusation) -> QuarantineDecision | None:
+    """Return the decision about an accusation whose NodeQuarantine has ended or was deleted; None: it is new."""
+    message = f"the NodeQuarantine of {accusation.node} has ended"
+    return QuarantineDecision(QuarantineVerdict.CLEARED, message) if accusation.recorded else None
 
 
-async def _create(fleet: Fleet, blame: Blame, sign: Sign) -> Ruling:
-    expiry, of_job = fleet.settings.quarantine_expires_after, not sign.by_platform
-    spec = QuarantineSpec(sign.reason, blame.uid, blame.incident if of_job else None, expiry, signs=(sign,))
-    seen = await fleet.node(blame.node)
-    suspicion = Quarantine(blame.node, "", spec, QuarantineStatus(), guarded=True)
-    approved = seen is not None and await fleet.approved_at_once(suspicion, seen)
+async def _create_quarantine(
+    registry: NodeRegistry, accusation: NodeAccusation, suspicion: NodeSuspicion
+) -> QuarantineDecision:
+    expiry, from_job = registry.settings.quarantine_expires_after, not suspicion.is_from_platform
+    spec = QuarantineSpec(
+        suspicion.reason, accusation.uid, accusation.incident if from_job else None, expiry, suspicions=(suspicion,)
+    )
+    known_node = await registry.get_node(accusation.node)
+    candidate = Quarantine(accusation.node, "", spec, QuarantineStatus(), guarded=True)
+    approved = known_node is not None and await registry.try_immediate_approval(candidate, known_node)
     body: Object = {
         "apiVersion": API_VERSION,
         "kind": "NodeQuarantine",
-        "metadata": {"name": blame.node, "finalizers": [FINALIZER_QUARANTINE]},
+        "metadata": {"name": accusation.node, "finalizers": [FINALIZER_QUARANTINE]},
         "spec": replace(spec, approved=approved).to_json(),
     }
-    if of_job:
-        body["spec"]["incidentRef"] = {"namespace": blame.incident.namespace, "name": blame.incident.name}
-    known = False
+    if from_job:
+        body["spec"]["incidentRef"] = {"namespace": accusation.incident.namespace, "name": accusation.incident.name}
+    written = False
     try:
-        there, raised = await _made_or_found(fleet, body)
-        fleet.quarantines.take(there)
-        known = True
+        stored, created = await _create_or_get(registry, body)
+        registry.quarantines.update(stored)
+        written = True
     finally:
         if approved:
-            await fleet.settled(blame.node, written=known)
-    return replace(ruling(Quarantine.parse(there), blame.uid), raised=raised)
+            await registry.settle_approval(accusation.node, written=written)
+    return replace(build_quarantine_decision(Quarantine.parse(stored), accusation.uid), recorded=created)
 
 
-async def _made_or_found(fleet: Fleet, body: Object) -> tuple[Object, bool]:
-    """And whether it was made. Where somebody was faster, what is said here is said again if it stays so."""
+async def _create_or_get(registry: NodeRegistry, body: Object) -> tuple[Object, bool]:
+    """Return the NodeQuarantine, and whether it was created.
+
+    If another writer was faster, the accusation is repeated later.
+    """
     try:
-        return await fleet.cluster.create(QUARANTINES, body), True
+        return await registry.cluster.create(NODE_QUARANTINES, body), True
     except Conflict:
-        return await fleet.cluster.get(QUARANTINES, body["metadata"]["name"]), False
+        return await registry.cluster.get(NODE_QUARANTINES, body["metadata"]["name"]), False
 
 
-async def _next(fleet: Fleet, known: Known, seen: Seen | None) -> QuarantineStep:
-    probe = known.legible.last_probe
-    pods = () if probe is None else await probing.pods_of(fleet.cluster, fleet.settings, probe.pod)
-    return await fleet.next_step(known, seen, None if probe is None else _probe(fleet, probe.pod, pods))
+async def _decide_next_step(
+    registry: NodeRegistry, quarantine: KnownQuarantine, known_node: KnownNode | None
+) -> QuarantineStep:
+    probe = quarantine.parsed.last_probe
+    pods = () if probe is None else await probing.list_probe_group_pods(registry.cluster, registry.settings, probe.pod)
+    return await registry.decide_next_step(
+        quarantine, known_node, None if probe is None else _select_probe_pod(registry, probe.pod, pods)
+    )
 
 
-def _probe(fleet: Fleet, name: str, bodies: Sequence[Object]) -> ProbePod | None:
-    """The pod on the node in question, with those of its circle; None: there is none of them."""
+def _select_probe_pod(registry: NodeRegistry, name: str, bodies: Sequence[Object]) -> ProbePod | None:
+    """Return the pod on the suspected node, with those of its group; None: there is none of them."""
     pods = {body["metadata"]["name"]: ProbePod.parse(body) for body in bodies}
-    own = pods.pop(name, ProbePod(phase=""))
-    return replace(own, others=tuple(pods.values()), failing_check=fleet.failing_check) if own.phase or pods else None
+    pod = pods.pop(name, ProbePod(phase=""))
+    return (
+        replace(pod, group_peers=tuple(pods.values()), failing_check=registry.failing_check)
+        if pod.phase or pods
+        else None
+    )
 
 
-async def _carry_out(fleet: Fleet, step: QuarantineStep, known: Known, seen: Seen | None) -> None:
-    """One step. It is based upon both as they were read: Conflict, where one of them has changed since."""
-    metadata = known.body["metadata"]
+async def _execute_step(
+    registry: NodeRegistry, step: QuarantineStep, quarantine: KnownQuarantine, known_node: KnownNode | None
+) -> None:
+    """Execute one step, based on both objects as they were read. Raises Conflict if one of them has changed since."""
+    metadata = quarantine.body["metadata"]
     name, finalizers = metadata["name"], metadata.get("finalizers", [])
     match step:
-        case Guard():
-            await _patch(fleet, known, {"metadata": {"finalizers": [*finalizers, FINALIZER_QUARANTINE]}})
-        case Unguard():
-            left = [finalizer for finalizer in finalizers if finalizer != FINALIZER_QUARANTINE]
-            await _patch(fleet, known, {"metadata": {"finalizers": left}})
-            await fleet.quarantine_anew(name)
-        case Approve():
-            await _approve(fleet, known)
-        case Hold(again) if seen is not None:
-            await _hold(fleet, seen)
+        case AddFinalizer():
+            await _patch_quarantine(
+                registry, quarantine, {"metadata": {"finalizers": [*finalizers, FINALIZER_QUARANTINE]}}
+            )
+        case RemoveFinalizer():
+            remaining = [finalizer for finalizer in finalizers if finalizer != FINALIZER_QUARANTINE]
+            await _patch_quarantine(registry, quarantine, {"metadata": {"finalizers": remaining}})
+            await registry.fetch_quarantine(name)
+        case ApproveQuarantine():
+            await _approve_quarantine(registry, quarantine)
+        case HoldNode(again) if known_node is not None:
+            await _hold_node(registry, known_node)
             if again:
-                note = "taint or cordon was taken away; delete the NodeQuarantine to release the node"
-                await _tell(fleet, known, seen, "QuarantineRestored", note, warning=True)
-        case Flag() if seen is not None:
-            await _flag(fleet, step, seen)
-        case Release(reason) if seen is not None:
-            await _release(fleet, seen)
-            await _tell(fleet, known, seen, "NodeReleased", reason)
-        case Report():
-            await _report(fleet, step, known, seen)
-        case StartProbe(pod, share) if seen is not None:
-            await _start_probe(fleet, pod, known, share)
+                note = "taint or cordon was removed, and is restored; delete the NodeQuarantine to release the node"
+                await _emit_events(registry, quarantine, known_node, "QuarantineRestored", note, warning=True)
+        case FlagNode() if known_node is not None:
+            await _set_repair_condition(registry, step, known_node)
+        case ReleaseNode(reason) if known_node is not None:
+            await _release_node(registry, known_node)
+            await _emit_events(registry, quarantine, known_node, "NodeReleased", reason)
+        case WriteQuarantineStatus():
+            await _report_status(registry, step, quarantine, known_node)
+        case StartProbe(pod, share) if known_node is not None:
+            await _start_probe(registry, pod, quarantine, share)
         case EndProbe(pod):
-            await probing.end(fleet.cluster, fleet.settings, pod)
-        case Delete():
-            await fleet.cluster.delete(QUARANTINES, name, uid=metadata["uid"])
-            await fleet.quarantine_anew(name)
-        case _:  # a wait, or what is for a node that has gone
+            await probing.delete_probe_group_pods(registry.cluster, registry.settings, pod)
+        case DeleteQuarantine():
+            await registry.cluster.delete(NODE_QUARANTINES, name, uid=metadata["uid"])
+            await registry.fetch_quarantine(name)
+        case _:  # a wait, or a step for a node that is gone
             return
 
 
-async def _approve(fleet: Fleet, known: Known) -> None:
-    """Whatever becomes of it, it counts as one until that is known."""
+async def _approve_quarantine(registry: NodeRegistry, quarantine: KnownQuarantine) -> None:
+    """Approve the quarantine. Until the result is known, it counts as approved."""
     written = False
     try:
-        await _patch(fleet, known, {"spec": {"approved": True}})
+        await _patch_quarantine(registry, quarantine, {"spec": {"approved": True}})
         written = True
     finally:
-        await fleet.settled(known.body["metadata"]["name"], written=written)
+        await registry.settle_approval(quarantine.body["metadata"]["name"], written=written)
 
 
-async def _report(fleet: Fleet, report: Report, known: Known, seen: Seen | None) -> None:
-    await _patch(fleet, known, {"status": report.status.to_patch()}, subresource="status")
+async def _report_status(
+    registry: NodeRegistry, report: WriteQuarantineStatus, quarantine: KnownQuarantine, known_node: KnownNode | None
+) -> None:
+    await _patch_quarantine(registry, quarantine, {"status": report.status.to_patch()}, subresource="status")
     if report.event:
-        why = f" ({known.body['spec']['reason']})" if report.event == "NodeQuarantined" else ""
-        note = f"{report.status.message}{why}"
-        await _tell(fleet, known, seen, report.event, note, warning=report.warning)
+        reason = f" ({quarantine.body['spec']['reason']})" if report.event == "NodeQuarantined" else ""
+        note = f"{report.status.message}{reason}"
+        await _emit_events(registry, quarantine, known_node, report.event, note, warning=report.warning)
 
 
-async def _patch(fleet: Fleet, known: Known, changes: Object, subresource: str = "") -> None:
-    """Of the NodeQuarantine as it was read."""
-    before = known.body["metadata"]
+async def _patch_quarantine(
+    registry: NodeRegistry, quarantine: KnownQuarantine, changes: Object, subresource: str = ""
+) -> None:
+    """Patch the NodeQuarantine if it is unchanged since it was read."""
+    before = quarantine.body["metadata"]
     metadata = {"resourceVersion": before["resourceVersion"], **changes.get("metadata", {})}
     changes = {**changes, "metadata": metadata}
-    fleet.quarantines.take(await fleet.cluster.patch(QUARANTINES, before["name"], changes, subresource=subresource))
+    registry.quarantines.update(
+        await registry.cluster.patch(NODE_QUARANTINES, before["name"], changes, subresource=subresource)
+    )
 
 
-async def _hold(fleet: Fleet, seen: Seen) -> None:
-    if not seen.node.tainted:
-        await _patch_taints(fleet, seen, [*_taints(seen), {"key": TAINT_QUARANTINE, "effect": "NoSchedule"}])
-    if not seen.node.cordoned:
-        await _apply(fleet, seen, {"spec": {"unschedulable": True}})
+async def _hold_node(registry: NodeRegistry, known_node: KnownNode) -> None:
+    if not known_node.node.tainted:
+        await _patch_taints(
+            registry, known_node, [*_list_taints(known_node), {"key": TAINT_QUARANTINE, "effect": "NoSchedule"}]
+        )
+    if not known_node.node.cordoned:
+        await _apply_cordon(registry, known_node, {"spec": {"unschedulable": True}})
 
 
-async def _release(fleet: Fleet, seen: Seen) -> None:
-    if seen.node.tainted:
-        await _patch_taints(fleet, seen, [taint for taint in _taints(seen) if taint["key"] != TAINT_QUARANTINE])
-    if seen.node.cordoned:
-        await _apply(fleet, seen, {})
-    if seen.node.flagged:  # last: the node takes pods again, whatever becomes of this
-        await _apply_status(fleet, seen, {})
+async def _release_node(registry: NodeRegistry, known_node: KnownNode) -> None:
+    if known_node.node.tainted:
+        await _patch_taints(
+            registry, known_node, [taint for taint in _list_taints(known_node) if taint["key"] != TAINT_QUARANTINE]
+        )
+    if known_node.node.cordoned:
+        await _apply_cordon(registry, known_node, {})
+    if known_node.node.flagged:  # last: the node accepts pods again even if this fails
+        await _apply_conditions(registry, known_node, {})
 
 
-async def _flag(fleet: Fleet, flag: Flag, seen: Seen) -> None:
+async def _set_repair_condition(registry: NodeRegistry, flag: FlagNode, known_node: KnownNode) -> None:
     condition = {
-        "type": fleet.settings.repair_condition,
+        "type": registry.settings.repair_condition,
         "status": "True",
         "reason": flag.reason,
         "message": flag.message,
         "lastHeartbeatTime": format_time(flag.since)[:19] + "Z",
         "lastTransitionTime": format_time(flag.since)[:19] + "Z",
     }
-    await _apply_status(fleet, seen, {"status": {"conditions": [condition]}})
+    await _apply_conditions(registry, known_node, {"status": {"conditions": [condition]}})
 
 
-def _taints(seen: Seen) -> list[Object]:
-    taints: list[Object] = seen.body["spec"]["taints"]
+def _list_taints(known_node: KnownNode) -> list[Object]:
+    taints: list[Object] = known_node.body["spec"]["taints"]
     return taints
 
 
-async def _patch_taints(fleet: Fleet, seen: Seen, taints: list[Object]) -> None:
-    """By compare-and-swap: the API server knows the list only as a whole, and other controllers write it, too.
+async def _patch_taints(registry: NodeRegistry, known_node: KnownNode, taints: list[Object]) -> None:
+    """Patch the taints by compare-and-swap.
 
-    Server-side apply would take the others' taints away, and would leave ours when we give up the list.
+    The API server replaces the list as a whole, and other controllers write it, too. Server-side apply would remove the
+    others' taints, and would leave ours when we give up the list.
     """
-    name, version = seen.body["metadata"]["name"], seen.body["metadata"]["resourceVersion"]
+    name, version = known_node.body["metadata"]["name"], known_node.body["metadata"]["resourceVersion"]
     changes = {"metadata": {"resourceVersion": version}, "spec": {"taints": taints or None}}
-    fleet.nodes.take(await fleet.cluster.patch(NODES, name, changes))
+    registry.nodes.update(await registry.cluster.patch(NODE_OBJECTS, name, changes))
 
 
-async def _apply(fleet: Fleet, seen: Seen, wanted: Object) -> None:
-    """What we want of the cordon. With the UID, or applying to a node that has gone would create one."""
-    metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
-    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
-    fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=FIELD_MANAGER_CORDON))
+async def _apply_cordon(registry: NodeRegistry, known_node: KnownNode, fields: Object) -> None:
+    """Apply the cordon of `fields`. The UID prevents that applying to a deleted node creates one."""
+    metadata = {"name": known_node.body["metadata"]["name"], "uid": known_node.body["metadata"]["uid"]}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **fields}
+    registry.nodes.update(await registry.cluster.apply(NODE_OBJECTS, body, manager=FIELD_MANAGER_CORDON))
 
 
-async def _apply_status(fleet: Fleet, seen: Seen, wanted: Object) -> None:
-    """What we want of the node's conditions: server-side apply leaves those of others alone."""
-    metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
-    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
+async def _apply_conditions(registry: NodeRegistry, known_node: KnownNode, fields: Object) -> None:
+    """Apply the node conditions of `fields`: server-side apply leaves those of other managers unchanged."""
+    metadata = {"name": known_node.body["metadata"]["name"], "uid": known_node.body["metadata"]["uid"]}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **fields}
     manager = FIELD_MANAGER_CONDITION
-    fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=manager, subresource="status"))
+    registry.nodes.update(await registry.cluster.apply(NODE_OBJECTS, body, manager=manager, subresource="status"))
 
 
-async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> None:
-    """With two other nodes beside it, where the cluster has some of its kind: alone no node is slow."""
-    cluster, settings, runtime = fleet.cluster, fleet.settings, fleet.runtime
-    name = known.body["metadata"]["name"]
-    node = await cluster.get(NODES, name)
-    bodies = await probing.pods_of(cluster, settings, pod)
-    company = probing.company(node, await cluster.list(NODES), pod)
-    there = {found["metadata"]["name"]: found["spec"]["nodeName"] for found in bodies}
-    hosts = [there.get(f"{pod}-{i}", other) for i, other in enumerate(company)]
-    circle = [*(Seat(f"{pod}-{i}", other) for i, other in enumerate(hosts)), Seat(pod, name)]
-    probe = known.legible.last_probe
+async def _start_probe(registry: NodeRegistry, pod: str, quarantine: KnownQuarantine, share: bool) -> None:
+    """Start the probe pods on the node and on up to two comparison nodes of its kind: slowness is relative."""
+    cluster, settings, runtime = registry.cluster, registry.settings, registry.runtime
+    name = quarantine.body["metadata"]["name"]
+    node = await cluster.get(NODE_OBJECTS, name)
+    bodies = await probing.list_probe_group_pods(cluster, settings, pod)
+    comparison_nodes = probing.choose_comparison_nodes(node, await cluster.list(NODE_OBJECTS), pod)
+    existing_nodes = {body["metadata"]["name"]: body["spec"]["nodeName"] for body in bodies}
+    peer_nodes = [existing_nodes.get(f"{pod}-{i}", peer) for i, peer in enumerate(comparison_nodes)]
+    members = [
+        *(ProbeGroupMember(f"{pod}-{i}", peer) for i, peer in enumerate(peer_nodes)),
+        ProbeGroupMember(pod, name),
+    ]
+    probe = quarantine.parsed.last_probe
     waited = 0.0 if probe is None else runtime.now() - probe.started
-    secret = probing.secret_of(bodies) or runtime.identifier()
-    for launch in launches(circle, {b["metadata"]["name"]: ProbePod.parse(b) for b in bodies}, waited):
-        place = node if launch.seat.pod == pod else await cluster.find(NODES, launch.seat.node)
-        if place is None:
+    secret = probing.find_probe_group_secret(bodies) or runtime.create_identifier()
+    for launch in plan_probe_launches(members, {b["metadata"]["name"]: ProbePod.parse(b) for b in bodies}, waited):
+        member_node = node if launch.member.pod == pod else await cluster.find(NODE_OBJECTS, launch.member.node)
+        if member_node is None:
             continue
-        own = launch.seat.pod == pod
-        gpus = await probing.gpus(cluster, place, share=share) if own else await probing.one_gpu(cluster, place)
-        task = ProbeTask(pod, secret, gpus, launch.peers, launch.guests)
-        await probing.start(cluster, settings, launch.seat.pod, place, known.body, "NodeQuarantine", task)
+        is_suspect = launch.member.pod == pod
+        gpus = (
+            await probing.count_probe_gpus(cluster, member_node, share=share)
+            if is_suspect
+            else await probing.count_single_gpu(cluster, member_node)
+        )
+        task = NodeProbeTask(pod, secret, gpus, launch.peers, launch.participants)
+        await probing.start_probe_pod(
+            cluster, settings, launch.member.pod, member_node, quarantine.body, "NodeQuarantine", task
+        )
 
 
-async def _tell(
-    fleet: Fleet, known: Known | None, seen: Seen | None, reason: str, note: str, *, warning: bool = False
+async def _emit_events(
+    registry: NodeRegistry,
+    quarantine: KnownQuarantine | None,
+    known_node: KnownNode | None,
+    reason: str,
+    note: str,
+    *,
+    warning: bool = False,
 ) -> None:
-    """Events about the node and its quarantine, which `kubectl describe` shows."""
-    about = [] if known is None else [(API_VERSION, "NodeQuarantine", known.body["metadata"])]
-    about += [] if seen is None else [("v1", "Node", seen.body["metadata"])]
-    for version, kind, metadata in about:
+    """Emit Events about the node and its quarantine, which `kubectl describe` shows."""
+    objects = [] if quarantine is None else [(API_VERSION, "NodeQuarantine", quarantine.body["metadata"])]
+    objects += [] if known_node is None else [("v1", "Node", known_node.body["metadata"])]
+    for version, kind, metadata in objects:
         reference = {"apiVersion": version, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
-        await events.tell_about(fleet.cluster, fleet.runtime, reference, reason, note, reason, warning=warning)
+        await events.emit_event(registry.cluster, registry.runtime, reference, reason, note, reason, warning=warning)

@@ -1,4 +1,4 @@
-"""A job's Workload: made, looked at, and told how far the job is."""
+"""A job's Kueue Workload: created, read, and updated with the job's progress."""
 
 from __future__ import annotations
 
@@ -6,129 +6,144 @@ from collections.abc import Mapping
 
 import kopf
 
-from .. import queues
-from ..api import LABEL_PRIORITY, Job, Object
-from ..cluster import Cluster, Kind
-from ..manifests import Installation, worker_pod
-from ..queues import Placing, Stage, Turn
-from ..state import Draft
+from ..api.names import LABEL_PRIORITY, Object
+from ..api.training_job import TrainingJob
+from ..kube.client import Cluster, ResourceKind
+from ..pods import queues
+from ..pods.manifests import Installation, build_worker_pod
+from ..pods.queues import NodePlacement, QueueDecision, WorkloadProgress
+from ..state.desired_state import DesiredState
 from .operator import Operator
 
-PRIORITY_CLASSES = Kind("/apis/scheduling.k8s.io/v1", "priorityclasses", namespaced=False)
+PRIORITY_CLASS_KIND = ResourceKind("/apis/scheduling.k8s.io/v1", "priorityclasses", namespaced=False)
 
 
-async def look(operator: Operator, job: Job, draft: Draft | None = None) -> Turn:
-    """What the queue says, without changing anything. `draft`: what is written of the job, which says whether it was
-    admitted where Kueue is not there."""
-    cluster = operator.cluster
-    version = await cluster.served(queues.KUEUE, queues.VERSIONS)
-    if not version:
-        return Turn(False, queues.NOT_SERVED) if draft is None else queues.turn_of(draft)
-    found = await cluster.find(_workloads(version), queues.workload_name(job), job.namespace)
-    return Turn(False, queues.NOT_MADE) if found is None else await _turn(cluster, version, found, job, None)
+async def read_decision(operator: Operator, job: TrainingJob, desired: DesiredState | None = None) -> QueueDecision:
+    """Return the queue's decision without changing anything.
 
-
-async def attend(operator: Operator, job: Job, known: Turn | None, stage: Stage) -> Turn:
-    """Has the job's Workload be as it should, and says what the queue says of it.
-
-    Raises what the cluster does, and TemporaryError where a job was admitted and Kueue is not there: it may be
-    upgraded, and its quota is not taken away by that.
+    `desired`: the job's stored state, which shows whether it was admitted if Kueue is not available.
     """
     cluster = operator.cluster
-    version = await cluster.served(queues.KUEUE, queues.VERSIONS)
-    if not version and known is not None and known.admitted and not stage.finished:
+    version = await cluster.find_served_version(queues.KUEUE, queues.KUEUE_VERSIONS)
+    if not version:
+        return QueueDecision(False, queues.NOT_SERVED) if desired is None else queues.restore_queue_decision(desired)
+    workload = await cluster.find(_get_workload_kind(version), queues.workload_name(job), job.namespace)
+    return (
+        QueueDecision(False, queues.NOT_MADE)
+        if workload is None
+        else await _build_decision(cluster, version, workload, job, None)
+    )
+
+
+async def sync_workload(
+    operator: Operator, job: TrainingJob, previous: QueueDecision | None, stage: WorkloadProgress
+) -> QueueDecision:
+    """Bring the job's Workload to its desired state, and return the queue's decision.
+
+    Raises the errors of the cluster client, and TemporaryError if the job was admitted and Kueue is not available.
+    Kueue may be in an upgrade, and the job keeps its quota during that.
+    """
+    cluster = operator.cluster
+    version = await cluster.find_served_version(queues.KUEUE, queues.KUEUE_VERSIONS)
+    if not version and previous is not None and previous.admitted and not stage.finished:
         raise kopf.TemporaryError(queues.NOT_SERVED_NOW, delay=5)
     if not version:
-        return Turn(False, queues.NOT_SERVED)
-    kind, name, active = _workloads(version), queues.workload_name(job), not job.spec.suspend
-    found = await cluster.find(kind, name, job.namespace)
-    if found is None and job.prebuilt:
-        return Turn(False, queues.NOT_SENT)
-    if found is None:
+        return QueueDecision(False, queues.NOT_SERVED)
+    kind, name, active = _get_workload_kind(version), queues.workload_name(job), not job.spec.suspend
+    workload = await cluster.find(kind, name, job.namespace)
+    if workload is None and job.prebuilt_workload:
+        return QueueDecision(False, queues.NOT_SENT)
+    if workload is None:
         if stage.finished:
-            return Turn(False, "the job has ended")
-        found = await cluster.create(kind, await _workload(operator, job, version))
-    elif queues.is_anothers(found, job):
-        return Turn(False, queues.NOT_ITS_OWN)
-    elif (metadata := queues.taking(found, job)) is not None:
-        found = await _patched(cluster, kind, found, {"metadata": metadata})
-    elif not queues.asks_for_pods_of(found, job) and not stage.finished:
-        if queues.has_quota(found):
+            return QueueDecision(False, "the job has ended")
+        workload = await cluster.create(kind, await _build_workload(operator, job, version))
+    elif queues.is_owned_by_other_job(workload, job):
+        return QueueDecision(False, queues.NOT_ITS_OWN)
+    elif (metadata := queues.build_adoption_patch(workload, job)) is not None:
+        workload = await _patch_workload(cluster, kind, workload, {"metadata": metadata})
+    elif not queues.has_requested_pods(workload, job) and not stage.finished:
+        if queues.has_quota(workload):
             if not stage.pods_left:
-                await cluster.delete(kind, name, job.namespace, uid=found["metadata"]["uid"])
-            return Turn(False, queues.OTHER_PODS)
-        found = await _replaced(cluster, kind, found, await _workload(operator, job, version))
-    elif found["spec"].get("active", True) != active:
-        found = await _patched(cluster, kind, found, {"spec": {"active": active}})
-    elif queues.priority_class_of(found) != queues.priority_class(job) and not stage.finished:
-        value = await _priority(cluster, job, version)
-        priority = queues.priority(queues.priority_class(job), version, value)
-        found = await _patched(cluster, kind, found, {"spec": priority})
-    status = queues.status_due(found, stage, operator.runtime.now())
+                await cluster.delete(kind, name, job.namespace, uid=workload["metadata"]["uid"])
+            return QueueDecision(False, queues.OTHER_PODS)
+        workload = await _replace_workload(cluster, kind, workload, await _build_workload(operator, job, version))
+    elif workload["spec"].get("active", True) != active:
+        workload = await _patch_workload(cluster, kind, workload, {"spec": {"active": active}})
+    elif queues.read_priority_class(workload) != queues.find_priority_class(job) and not stage.finished:
+        value = await _find_priority(cluster, job, version)
+        priority = queues.build_priority_fields(queues.find_priority_class(job), version, value)
+        workload = await _patch_workload(cluster, kind, workload, {"spec": priority})
+    status = queues.build_status_update(workload, stage, operator.runtime.now())
     if status is not None:
-        found = await _patched(cluster, kind, found, {"status": status}, "status")
-    return await _turn(cluster, version, found, job, known)
+        workload = await _patch_workload(cluster, kind, workload, {"status": status}, "status")
+    return await _build_decision(cluster, version, workload, job, previous)
 
 
-async def _workload(operator: Operator, job: Job, version: str) -> Object:
-    value = await _priority(operator.cluster, job, version)
-    return queues.workload(job, version, _templates(job, operator.installation), value)
+async def _build_workload(operator: Operator, job: TrainingJob, version: str) -> Object:
+    value = await _find_priority(operator.cluster, job, version)
+    return queues.build_workload(job, version, _build_templates(job, operator.installation), value)
 
 
-async def _priority(cluster: Cluster, job: Job, version: str) -> int:
-    """Raises TemporaryError where there is no such class."""
-    wanted = queues.priority_class(job)
-    if wanted is None:
+async def _find_priority(cluster: Cluster, job: TrainingJob, version: str) -> int:
+    """Return the value of the job's priority class, 0 without one. Raises TemporaryError for an unknown class."""
+    requested = queues.find_priority_class(job)
+    if requested is None:
         return 0
-    kind = PRIORITY_CLASSES if wanted.of_pods else _of_queues(version, "workloadpriorityclasses")
-    found = await cluster.find(kind, wanted.name)
-    if found is None:
-        where = "priorityClassName of its template" if wanted.of_pods else f"label {LABEL_PRIORITY}"
+    kind = PRIORITY_CLASS_KIND if requested.is_pod_class else _get_cluster_kind(version, "workloadpriorityclasses")
+    stored = await cluster.find(kind, requested.name)
+    if stored is None:
+        source = "priorityClassName of its template" if requested.is_pod_class else f"label {LABEL_PRIORITY}"
         raise kopf.TemporaryError(
-            f"its priority class {wanted.name} ({where}) is not among the {kind.plural}: make it, or name another",
+            f"its priority class {requested.name} ({source}) is not among the {kind.plural}: make it, or name another",
             delay=5,
         )
-    return int(found["value"])
+    return int(stored["value"])
 
 
-def _templates(job: Job, installation: Installation) -> Mapping[str, Object]:
+def _build_templates(job: TrainingJob, installation: Installation) -> Mapping[str, Object]:
     return {
-        name: _template(worker_pod(job, 0, 0, installation, spare=name == queues.SPARES))
-        for name in (queues.WORKERS, queues.SPARES)
+        name: _build_template(build_worker_pod(job, 0, 0, installation, spare=name == queues.SPARES_POD_SET))
+        for name in (queues.WORKERS_POD_SET, queues.SPARES_POD_SET)
     }
 
 
-def _template(pod: Object) -> Object:
+def _build_template(pod: Object) -> Object:
     metadata = {"labels": pod["metadata"]["labels"], "annotations": pod["metadata"]["annotations"]}
     return {"metadata": metadata, "spec": pod["spec"]}
 
 
-async def _replaced(cluster: Cluster, kind: Kind, found: Object, wanted: Object) -> Object:
-    metadata = {**found["metadata"], "annotations": wanted["metadata"]["annotations"]}
-    return await cluster.replace(kind, {**found, "metadata": metadata, "spec": wanted["spec"]})
+async def _replace_workload(cluster: Cluster, kind: ResourceKind, workload: Object, desired: Object) -> Object:
+    metadata = {**workload["metadata"], "annotations": desired["metadata"]["annotations"]}
+    return await cluster.replace(kind, {**workload, "metadata": metadata, "spec": desired["spec"]})
 
 
-async def _patched(cluster: Cluster, kind: Kind, found: Object, change: Object, subresource: str = "") -> Object:
-    """Compare-and-swap: Kueue writes, too."""
-    metadata = found["metadata"]
+async def _patch_workload(
+    cluster: Cluster, kind: ResourceKind, workload: Object, change: Object, subresource: str = ""
+) -> Object:
+    """Patch by compare-and-swap: Kueue writes it, too."""
+    metadata = workload["metadata"]
     body = {**change, "metadata": {**change.get("metadata", {}), "resourceVersion": metadata["resourceVersion"]}}
     return await cluster.patch(kind, metadata["name"], body, metadata["namespace"], subresource=subresource)
 
 
-async def _turn(cluster: Cluster, version: str, found: Object, job: Job, known: Turn | None) -> Turn:
-    """Flavours are read once for an admission."""
-    if queues.is_anothers(found, job):
-        return Turn(False, queues.NOT_ITS_OWN)
-    placing: dict[str, Placing] = dict(known.placing) if known is not None else {}
-    for name in queues.flavors_of(found) - placing.keys():
-        placing[name] = queues.placing_by(await cluster.get(_of_queues(version, "resourceflavors"), name))
-    return queues.turn(found, placing)
+async def _build_decision(
+    cluster: Cluster, version: str, workload: Object, job: TrainingJob, previous: QueueDecision | None
+) -> QueueDecision:
+    """Build the decision. Each flavor of an admission is read once."""
+    if queues.is_owned_by_other_job(workload, job):
+        return QueueDecision(False, queues.NOT_ITS_OWN)
+    placements: dict[str, NodePlacement] = dict(previous.placements) if previous is not None else {}
+    for name in queues.read_flavors(workload) - placements.keys():
+        placements[name] = queues.read_node_placement(
+            await cluster.get(_get_cluster_kind(version, "resourceflavors"), name)
+        )
+    return queues.read_queue_decision(workload, placements)
 
 
-def _workloads(version: str) -> Kind:
-    return Kind(f"/apis/{queues.KUEUE}/{version}", "workloads")
+def _get_workload_kind(version: str) -> ResourceKind:
+    return ResourceKind(f"/apis/{queues.KUEUE}/{version}", "workloads")
 
 
-def _of_queues(version: str, plural: str) -> Kind:
-    """What the whole cluster has."""
-    return Kind(f"/apis/{queues.KUEUE}/{version}", plural, namespaced=False)
+def _get_cluster_kind(version: str, plural: str) -> ResourceKind:
+    """Return a cluster-scoped kind of Kueue."""
+    return ResourceKind(f"/apis/{queues.KUEUE}/{version}", plural, namespaced=False)

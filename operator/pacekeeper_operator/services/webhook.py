@@ -1,8 +1,9 @@
-"""Incidents for other systems: each beginning and each end is posted to a webhook, in the format in which Alertmanager
-posts alerts (version 4), so that whatever receives those receives these.
+"""Incidents for other systems: the start and end of each Incident are posted to a webhook.
 
-What could not be delivered is tried again for an hour. An operator that ends takes along what it has not delivered: the
-Incidents themselves stay the record.
+The format is that of Alertmanager's alerts (version 4), so that receivers of alerts can receive Incidents.
+
+Failed deliveries are retried for an hour. If the operator ends, undelivered messages are lost: the Incidents themselves
+remain the record.
 """
 
 from __future__ import annotations
@@ -20,81 +21,87 @@ from typing import Any
 import aiohttp
 
 from .. import metrics
-from ..api import Job, format_time
+from ..api.formats import format_time
+from ..api.training_job import TrainingJob
+from ..async_runtime import OperatorRuntime
 from ..limits import Backoff
-from ..runtime import Runtime
-from ..state import Incident
+from ..state.desired_state import Incident
 
-MOST_WAITING = 1000
-"""Messages of some KB; the oldest go first."""
-PATIENCE_SECONDS = 3600.0
-FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 60.0
-POST_SECONDS = 10.0
-NEVER = "0001-01-01T00:00:00Z"
-"""As Alertmanager says that an alert has not ended."""
+MAX_QUEUED_MESSAGES = 1000
+"""Messages of a few KB each; the oldest are dropped first."""
+WEBHOOK_DELIVERY_TIMEOUT_SECONDS = 3600.0
+FIRST_WEBHOOK_BACKOFF_SECONDS, LONGEST_WEBHOOK_BACKOFF_SECONDS = 1.0, 60.0
+WEBHOOK_POST_TIMEOUT_SECONDS = 10.0
+NO_END_TIME = "0001-01-01T00:00:00Z"
+"""Alertmanager's end time of an alert that has not ended."""
 log = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
+WebhookMessage = Mapping[str, Any]
 
 
-class Undelivered(Exception):
-    """The message is to be sent again."""
+class WebhookUndelivered(Exception):
+    """The message must be sent again."""
 
 
-class Refused(Exception):
-    """The receiver does not want it: sending it again is of no use."""
+class WebhookRefused(Exception):
+    """The receiver rejects the message: another attempt is useless."""
 
 
 @dataclass
 class Webhook:
-    post: Callable[[Message], Awaitable[None]]
-    """Raises Undelivered or Refused."""
-    runtime: Runtime
-    _waiting: deque[tuple[float, Message]] = field(default_factory=deque)  # with the monotonic time of each
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Posts Incidents in order, with retries."""
 
-    def tell(self, job: Job, incident: Incident) -> None:
-        """As it is now. It returns at once."""
-        if len(self._waiting) >= MOST_WAITING:
-            self._waiting.popleft()
-            self._lose(f"more than {MOST_WAITING} wait")
-        self._waiting.append((self.runtime.monotonic(), message(job, incident, self.runtime.now())))
-        self._news.set()
+    post: Callable[[WebhookMessage], Awaitable[None]]
+    """Posts one message. Raises WebhookUndelivered or WebhookRefused."""
+    runtime: OperatorRuntime
+    _queue: deque[tuple[float, WebhookMessage]] = field(default_factory=deque)  # with the monotonic time of each
+    _queued_event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enqueue(self, job: TrainingJob, incident: Incident) -> None:
+        """Enqueue the Incident as it is now, and return at once."""
+        if len(self._queue) >= MAX_QUEUED_MESSAGES:
+            self._queue.popleft()
+            self._drop(f"more than {MAX_QUEUED_MESSAGES} messages wait")
+        self._queue.append((self.runtime.monotonic(), build_message(job, incident, self.runtime.now())))
+        self._queued_event.set()
 
     async def deliver(self) -> None:
-        """One after the other, in order: until cancelled."""
-        backoff = Backoff(FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS)
+        """Deliver messages one by one, in order, until cancelled."""
+        backoff = Backoff(FIRST_WEBHOOK_BACKOFF_SECONDS, LONGEST_WEBHOOK_BACKOFF_SECONDS)
         while True:
-            if not self._waiting:
-                self._news.clear()
-                await self._news.wait()
-            first = since, body = self._waiting[0]
+            if not self._queue:
+                self._queued_event.clear()
+                await self._queued_event.wait()
+            first = since, body = self._queue[0]
             pause = 0.0
             try:
                 await self.post(body)
-                backoff.succeeded()
-            except Refused as error:
-                self._lose(str(error))
-            except Undelivered as error:
-                if self.runtime.monotonic() - since <= PATIENCE_SECONDS:
-                    pause = backoff.failed()
-                    log.warning("the webhook for incidents: %s; tried again in %.0f s", error, pause)
+                backoff.record_success()
+            except WebhookRefused as error:
+                self._drop(str(error))
+            except WebhookUndelivered as error:
+                if self.runtime.monotonic() - since <= WEBHOOK_DELIVERY_TIMEOUT_SECONDS:
+                    pause = backoff.record_failure()
+                    log.warning("the incident webhook: %s; retrying in %.0f s", error, pause)
                 else:
-                    self._lose(str(error))
-            if not pause and self._waiting and self._waiting[0] is first:
-                self._waiting.popleft()
+                    self._drop(str(error))
+            if not pause and self._queue and self._queue[0] is first:
+                self._queue.popleft()
             await self.runtime.sleep(pause)
 
-    def _lose(self, why: str) -> None:
-        metrics.WEBHOOK_LOST.inc()
-        log.warning("an incident is not sent to the webhook: %s", why)
+    def _drop(self, reason: str) -> None:
+        metrics.WEBHOOK_MESSAGES_LOST.inc()
+        log.warning("a message about an Incident is dropped, the webhook did not get it: %s", reason)
 
 
-def message(job: Job, incident: Incident, now: float) -> Message:
-    """Alertmanager's webhook payload, version 4, with one alert. Labels name what does not change, annotations say
-    how it is. `now`: when it ended, where it has."""
-    over = incident.outcome is not None
-    status = "resolved" if over else "firing"
+def build_message(job: TrainingJob, incident: Incident, now: float) -> WebhookMessage:
+    """Build Alertmanager's webhook payload, version 4, with one alert.
+
+    Labels identify the Incident and do not change; annotations describe its state. `now`: its end, if it has no
+    recovery.
+    """
+    is_over = incident.outcome is not None
+    status = "resolved" if is_over else "firing"
     labels = {
         "alertname": "PacekeeperIncident",
         "severity": "warning",
@@ -108,17 +115,17 @@ def message(job: Job, incident: Incident, now: float) -> Message:
     annotations = {
         "summary": f"{job.namespace}/{job.name}: {incident.message}",
         "remedy": incident.remedy or "none",
-        **({"outcome": str(incident.outcome)} if over else {}),
+        **({"outcome": str(incident.outcome)} if is_over else {}),
         **({"recovered_seconds": f"{incident.recovered - incident.first_sign:.1f}"} if incident.recovered else {}),
         "command": f"kubectl pacekeeper incidents {job.name} -n {job.namespace}",
     }
-    ended = format_time(incident.recovered or now) if over else NEVER
+    ends_at = format_time(incident.recovered or now) if is_over else NO_END_TIME
     alert = {
         "status": status,
         "labels": labels,
         "annotations": annotations,
         "startsAt": format_time(incident.first_sign),
-        "endsAt": ended,
+        "endsAt": ends_at,
         "generatorURL": "",
         "fingerprint": hashlib.sha256(f"{job.uid}/{incident.name}".encode()).hexdigest()[:16],
     }
@@ -136,36 +143,44 @@ def message(job: Job, incident: Incident, now: float) -> Message:
     }
 
 
-def over_http(folder: Path) -> Callable[[Message], Awaitable[None]]:
-    """`folder`: a mounted Secret with `url`, and where they are there `token` and `ca.crt`; read each time. No word of
-    the URL, which may hold a secret, gets into an error."""
+def create_http_post(folder: Path) -> Callable[[WebhookMessage], Awaitable[None]]:
+    """Return a function that posts a message to the URL in the mounted Secret `folder`.
 
-    async def post(body: Message) -> None:
+    The Secret has `url`, and optionally `token` and `ca.crt`; it is read each time. Errors never contain the URL, which
+    may hold a secret.
+    """
+
+    async def post(body: WebhookMessage) -> None:
         try:
             url = (folder / "url").read_text().strip()
             token = (folder / "token").read_text().strip() if (folder / "token").exists() else ""
             authority = folder / "ca.crt"
             context = ssl.create_default_context(cafile=str(authority)) if authority.exists() else True
         except (OSError, ValueError) as error:
-            raise Undelivered(f"its Secret cannot be read: {type(error).__name__}; it needs the key url") from None
+            raise WebhookUndelivered(
+                f"its Secret cannot be read: {type(error).__name__}; it needs the key url"
+            ) from None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        patience = aiohttp.ClientTimeout(total=POST_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=WEBHOOK_POST_TIMEOUT_SECONDS)
         try:
             async with (
-                aiohttp.ClientSession(timeout=patience, trust_env=True) as session,
-                session.post(url, json=body, headers=headers, ssl=context, allow_redirects=False) as answer,
+                aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+                session.post(url, json=body, headers=headers, ssl=context, allow_redirects=False) as response,
             ):
-                _judge(answer.status)
+                _check_status(response.status)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise Undelivered(f"no answer: {type(error).__name__}") from None
+            raise WebhookUndelivered(f"no answer: {type(error).__name__}") from None
 
     return post
 
 
-def _judge(status: int) -> None:
-    """Raises Undelivered or Refused. Credentials and addresses may be mended in time."""
+def _check_status(status: int) -> None:
+    """Raise WebhookUndelivered or WebhookRefused for an error status.
+
+    Wrong credentials and addresses may be corrected in time.
+    """
     if status < 300:
         return
     if status in (400, 413, 422):
-        raise Refused(f"it is refused with status {status}")
-    raise Undelivered(f"it is answered with status {status}")
+        raise WebhookRefused(f"the receiver rejects it with status {status}")
+    raise WebhookUndelivered(f"the receiver responds with status {status}")

@@ -8,7 +8,9 @@ import pkgutil
 from ..border import Border
 
 
-def all_of_them() -> dict[str, Border]:
+def load_borders() -> dict[str, Border]:
     """By name."""
-    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    modules = [
+        importlib.import_module(f"{__name__}.{module_info.name}") for module_info in pkgutil.iter_modules(__path__)
+    ]
     return {border.name: border for module in modules for border in module.BORDERS}

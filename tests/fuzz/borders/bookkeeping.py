@@ -11,123 +11,148 @@ from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
 
-from pacekeeper.launcher.plans import PlanFile
-from pacekeeper.modes.follower import parse_plan
-from pacekeeper.sidecar.sidecar import _plan_on_disk
+from pacekeeper.launcher.rendezvous.plan_file import PlanFile
+from pacekeeper.sidecar.sidecar import _read_stored_plan
+from pacekeeper.sync.plan_reader import parse_plan
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import (
+from pacekeeper_analysis.protocol.plan import (
     EvidencePart,
     Hop,
     Paths,
     Plan,
     PlannedPath,
-    Probe,
+    ProbeRequest,
     ProbeTarget,
-    Profile,
+    ProfileRequest,
 )
-from pacekeeper_operator import ledger, legacy
-from pacekeeper_operator.decide.think import think
-from tests.support.worlds import NOW, policy, stalls, training
+from pacekeeper_operator import legacy
+from pacekeeper_operator.decide.evaluate import evaluate_job
+from pacekeeper_operator.state import state_codec
+from testing.operators.observations import NOW, build_policy, build_stalls, build_training
 
-from ..border import Border, Enter, by
-from ..mutations import document, one_of, text, written
-from .manifests import Refused, let_through
+from ..border import Border, Enter, call_directly
+from ..mutations import mutate_document, mutate_one_part, mutate_text, to_bytes
+from .manifests import Refused, parse_admitted
 
 W0 = "j-w0-0"
 
 
-def plan() -> Plan:
+def build_plan() -> Plan:
     """With something in each field."""
     paths = Paths((PlannedPath(0, 1, "s1"), PlannedPath(1, 0)), (Hop("10.9.0.1", "s1"),))
     return replace(
-        training().plan,
+        build_training().plan,
         shares=(8, 8, 8, 9),
         sequence_cost=(0.1, 1e-6, 1e-9),
         evidence_request="why",
         evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS),
-        probe=Probe("p", (W0,), ((ProbeTarget("j-w1-0", "10.0.0.1:5000"),),)),
-        profile=Profile("b", 100),
+        probe=ProbeRequest("p", (W0,), ((ProbeTarget("j-w1-0", "10.0.0.1:5000"),),)),
+        profile=ProfileRequest("b", 100),
         paths=paths,
         secret="ab" * 32,
     )
 
 
-def bookkeeping() -> dict[str, Any]:
+def build_bookkeeping() -> dict[str, Any]:
     """Of a job in which something has just been decided."""
-    world = training()
-    thought = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
-    draft = replace(thought, plan=replace(plan(), version=thought.plan.version))
-    content: dict[str, Any] = json.loads(json.dumps(ledger.write(draft, "j")))
+    observation = build_training()
+    decided = evaluate_job(replace(observation, faults=build_stalls(observation, culprit=2)), build_policy()).desired
+    desired = replace(decided, plan=replace(build_plan(), version=decided.plan.version))
+    content: dict[str, Any] = json.loads(json.dumps(state_codec.encode_state(desired, "j")))
     return content
 
 
-def of_older_operator() -> dict[str, Any]:
+def build_legacy_state() -> dict[str, Any]:
     state = {"workers": [{"name": W0, "ordinal": 0, "incarnation": 0}], "incarnations": {"0": 0}, "restartsTotal": 1}
-    return {"plan.json": plan().to_json(), "state.json": state}
+    return {"plan.json": build_plan().to_json(), "state.json": state}
 
 
-def adopted(data: dict[str, Any]) -> object:
+def convert_legacy(data: dict[str, Any]) -> object:
     """`data`: as JSON's bytes, or what becomes of them."""
-    texts = {name: written(part) for name, part in data.items()}
-    return legacy.adopted({name: part.decode(errors="replace") for name, part in texts.items()}, "j", NOW)
+    texts = {name: to_bytes(document) for name, document in data.items()}
+    return legacy.convert_legacy_state(
+        {name: document.decode(errors="replace") for name, document in texts.items()}, "j", NOW
+    )
 
 
-def written_down(content: Any) -> object:
+def check_round_trip(content: Any) -> object:
     """What is read of it, and what is written again, is the same."""
-    found = ledger.read(content, "j").draft
-    assert ledger.read(json.loads(json.dumps(ledger.write(found, "j"))), "j").draft == found
-    return found
+    desired = state_codec.decode_state(content, "j").desired
+    assert (
+        state_codec.decode_state(json.loads(json.dumps(state_codec.encode_state(desired, "j"))), "j").desired == desired
+    )
+    return desired
 
 
 @contextmanager
-def in_a_file(read: Callable[[File], object]) -> Iterator[Enter]:
+def open_plan_file(read: Callable[[File], object]) -> Iterator[Enter]:
     with tempfile.TemporaryDirectory() as folder:
         path = File(folder, "plan.json")
 
         def enter(content: Any) -> object:
-            path.write_bytes(written(content))
+            path.write_bytes(to_bytes(content))
             return read(path)
 
         yield enter
 
 
-def followed(path: File) -> object:
+def read_as_launcher(path: File) -> object:
     """The launcher's: what is no plan leaves the one before in force."""
     return PlanFile(path).read()
 
 
-def for_ranks(path: File) -> object:
+def read_as_rank(path: File) -> object:
     return parse_plan(path.read_text(errors="replace"))
 
 
-def kept(path: File) -> object:
-    return _plan_on_disk(path)
+def read_as_sidecar(path: File) -> object:
+    return _read_stored_plan(path)
 
 
-def part() -> dict[str, Any]:
-    return plan().part(W0).to_json()
+def build_worker_plan() -> dict[str, Any]:
+    return build_plan().build_worker_plan(W0).to_json()
 
 
-TEXT = {"plan.json": text, "state.json": text}
+TEXT_PARTS = {"plan.json": mutate_text, "state.json": mutate_text}
 
 BORDERS = [
-    Border("plans", lambda: [plan().to_json()], document, by(Plan.from_json), cases=400),
+    Border("plans", lambda: [build_plan().to_json()], mutate_document, call_directly(Plan.from_json), cases=400),
     Border(
         "bookkeeping",
-        lambda: [bookkeeping() | {"metadata": {}}],
-        document,
-        by(let_through("trainingjobstates", written_down)),
+        lambda: [build_bookkeeping() | {"metadata": {}}],
+        mutate_document,
+        call_directly(parse_admitted("trainingjobstates", check_round_trip)),
         (InputError, Refused),
         cases=300,
     ),
     Border(
         "bookkeeping of older operators",
-        lambda: [of_older_operator()],
-        lambda dice, valid: one_of(dice, valid, TEXT),
-        by(adopted),
+        lambda: [build_legacy_state()],
+        lambda rng, valid: mutate_one_part(rng, valid, TEXT_PARTS),
+        call_directly(convert_legacy),
         cases=300,
     ),
-    Border("a worker's plan, for its ranks", lambda: [part()], text, lambda: in_a_file(for_ranks), cases=300),
-    Border("a worker's plan, for its launcher", lambda: [part()], text, lambda: in_a_file(followed), (), cases=300),
-    Border("a worker's plan, kept by its sidecar", lambda: [part()], text, lambda: in_a_file(kept), (), cases=150),
+    Border(
+        "a worker's plan, for its ranks",
+        lambda: [build_worker_plan()],
+        mutate_text,
+        lambda: open_plan_file(read_as_rank),
+        cases=300,
+    ),
+    Border(
+        "a worker's plan, for its launcher",
+        lambda: [build_worker_plan()],
+        mutate_text,
+        lambda: open_plan_file(read_as_launcher),
+        (),
+        cases=300,
+    ),
+    Border(
+        "a worker's plan, kept by its sidecar",
+        lambda: [build_worker_plan()],
+        mutate_text,
+        lambda: open_plan_file(read_as_sidecar),
+        (),
+        cases=150,
+    ),
 ]

@@ -18,23 +18,26 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from pacekeeper import exchange
+from pacekeeper import object_collectives
+from pacekeeper.checkpointing.rank_state import capture_rank_state, restore_rank_state
+from pacekeeper.checkpointing.snapshots.snapshot_slots import Snapshots, unpack_slot
+from pacekeeper.checkpointing.storage.checkpoint_folder import CheckpointFolder
+from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
+from pacekeeper.checkpointing.storage.distributed_checkpoint import (
+    CheckpointSaver,
+    TornCheckpointError,
+    load_checkpoint,
+)
+from pacekeeper.checkpointing.storage.manifests import Manifest
+from pacekeeper.checkpointing.versions import NO_STATE_VERSION
 from pacekeeper.environment import JobIdentity
-from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.distributed_checkpoint import Saver, Torn, load
-from pacekeeper.keep.manifests import Manifest
-from pacekeeper.keep.news import read_news
-from pacekeeper.keep.rank_state import capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import Snapshots, unpack
-from pacekeeper.keep.versions import NOTHING
-from pacekeeper.observe.cpu_group import CpuGroup
-from pacekeeper.plain import pack
-from pacekeeper.plain import unpack as unpack_plain
+from pacekeeper.observe.collectives.cpu_group import CpuGroup
+from pacekeeper.safe_serialization import pack_value, unpack_value
 
-from ..border import Border, Enter, by
-from ..mutations import Mutated, as_json, content, document, one_of, text, written
+from ..border import Border, Enter, call_directly
+from ..mutations import Mutated, as_json, mutate_bytes, mutate_document, mutate_one_part, mutate_text, to_bytes
 
-ALONE = cast(ProcessGroup, SimpleNamespace(rank=lambda: 0))
+SINGLE_RANK_GROUP = cast(ProcessGroup, SimpleNamespace(rank=lambda: 0))
 JOB = JobIdentity("team/one", "uid-1")
 OWNER = {
     "owner": "r1-00",
@@ -51,7 +54,7 @@ STEP = "step-00000100"
 MANIFEST = f"{STEP}/manifest.json"
 
 
-def state(value: float) -> dict[str, Any]:
+def build_state(value: float) -> dict[str, Any]:
     return {
         "large": torch.full((1000,), value),
         "half": torch.full((3,), value, dtype=torch.bfloat16),
@@ -60,112 +63,116 @@ def state(value: float) -> dict[str, Any]:
     }
 
 
-def told(found: dict[str, Any]) -> object:
+def to_comparable(state: dict[str, Any]) -> object:
     """What can be compared."""
-    return {name: its.tolist() if isinstance(its, torch.Tensor) else its for name, its in found.items()}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 @cache
-def volume() -> dict[str, Any]:
+def build_volume() -> dict[str, Any]:
     """A published checkpoint: its files by name, the manifest as a document."""
-    group = cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine]))
-    with tempfile.TemporaryDirectory() as place:
-        folder = CheckpointFolder(Path(place), round_=1, job=JOB)
+    group = cast(CpuGroup, SimpleNamespace(group=SINGLE_RANK_GROUP, all_agree=bool, all_gather=lambda value: [value]))
+    with tempfile.TemporaryDirectory() as location:
+        folder = CheckpointFolder(Path(location), round_=1, job=JOB)
         folder.claim()
         with (
-            patch.object(exchange, "collect", lambda mine, _: [mine]),
-            patch.object(exchange, "scatter", lambda each, _: each[0]),
+            patch.object(object_collectives, "gather_objects", lambda value, _: [value]),
+            patch.object(object_collectives, "scatter_objects", lambda values, _: values[0]),
         ):
-            saver = Saver(group, lambda _: lambda: None)
-            files = saver.write(saver.stage(state(2.0)), folder.partial(100), ALONE)
+            saver = CheckpointSaver(group, lambda _: lambda: None)
+            files = saver.write(saver.stage(build_state(2.0)), folder.get_partial_path(100), SINGLE_RANK_GROUP)
         manifest = Manifest(100, 1, 1, {"large": "float32 [1000]"}, ("model",), files, JOB.name, JOB.uid)
         assert folder.publish(manifest)
-        found: dict[str, Any] = {
-            str(path.relative_to(place)): path.read_bytes() for path in Path(place, STEP).iterdir() if path.is_file()
+        contents: dict[str, Any] = {
+            str(path.relative_to(location)): path.read_bytes()
+            for path in Path(location, STEP).iterdir()
+            if path.is_file()
         }
-        said = json.loads(found[MANIFEST])
-        del said["checksum"]  # as of an older version: nothing that is behind it would be tried
-        return {**found, MANIFEST: said, "owner.json": OWNER}
+        document = json.loads(contents[MANIFEST])
+        del document["checksum"]  # as of an older version: nothing that is behind it would be tried
+        return {**contents, MANIFEST: document, "owner.json": OWNER}
 
 
 @contextmanager
-def on_a_volume() -> Iterator[Enter]:
+def open_volume() -> Iterator[Enter]:
     """What is there is restored, or nothing is: `None`."""
-    with tempfile.TemporaryDirectory() as place:
-        (Path(place) / STEP).mkdir()
+    with tempfile.TemporaryDirectory() as path:
+        (Path(path) / STEP).mkdir()
 
         def enter(files: dict[str, Any]) -> object:
             for name, data in files.items():
-                (Path(place) / name).write_bytes(written(data))
-            for claim in Path(place).glob(".owner-*"):  # of the case before
+                (Path(path) / name).write_bytes(to_bytes(data))
+            for claim in Path(path).glob(".owner-*"):  # of the case before
                 shutil.rmtree(claim)
-            folder = CheckpointFolder(Path(place), round_=2, job=JOB)
+            folder = CheckpointFolder(Path(path), round_=2, job=JOB)
             folder.claim()
-            for manifest in folder.published():
-                empty = state(0.0)
+            for manifest in folder.list_published():
+                loaded = build_state(0.0)
                 try:
-                    load(empty, folder.folder(manifest), manifest.files)
-                except Torn:
+                    load_checkpoint(loaded, folder.find_folder(manifest), manifest.files)
+                except TornCheckpointError:
                     continue
-                return manifest.step, told(empty)
+                return manifest.step, to_comparable(loaded)
             return None
 
         yield enter
 
 
-def mutate_volume(dice: Random, files: dict[str, Any]) -> Mutated:
+def mutate_volume(rng: Random, files: dict[str, Any]) -> Mutated:
     """A file is another one, is damaged, or is in the place of another."""
     names = sorted(files)
-    if dice.random() < 0.15:
-        one, other = dice.sample(names, 2)
-        return Mutated({**files, one: files[other], other: files[one]}, f"{one} and {other} are exchanged")
-    return one_of(dice, files, {name: content if isinstance(files[name], bytes) else text for name in names})
+    if rng.random() < 0.15:
+        first, second = rng.sample(names, 2)
+        return Mutated({**files, first: files[second], second: files[first]}, f"{first} and {second} are exchanged")
+    return mutate_one_part(
+        rng, files, {name: mutate_bytes if isinstance(files[name], bytes) else mutate_text for name in names}
+    )
 
 
-def whole_or_none(found: Any, valid: Any) -> str:
-    return "" if found is None or found == valid else f"another state: {str(found)[:300]}"
+def check_whole_or_none(result: Any, valid: Any) -> str:
+    return "" if result is None or result == valid else f"another state: {str(result)[:300]}"
 
 
 @cache
-def slot() -> bytes:
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        snapshots = Snapshots(folder, "replica", round_=1, world_size=2, fingerprint=7, left=lambda: 1e12)
-        snapshots.write(5, {"model": state(3.0)}, fingerprint=7)
+def build_slot() -> bytes:
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        snapshots = Snapshots(folder, "replica", round_=1, world_size=2, fingerprint=7, read_memory_left=lambda: 1e12)
+        snapshots.write(5, {"model": build_state(3.0)}, fingerprint=7)
         snapshots.publish(torch.frombuffer(bytearray(capture_rank_state(9) * 2), dtype=torch.uint8))
         return (folder / "replica.0").read_bytes()
 
 
 @contextmanager
-def in_shared_memory() -> Iterator[Enter]:
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+def open_shared_memory() -> Iterator[Enter]:
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
 
         def enter(data: bytes) -> object:
             (folder / "replica.0").write_bytes(data)
-            reader = Snapshots(folder, "replica", round_=2, world_size=2, fingerprint=7, left=lambda: 1e12)
-            for version, _ in reader.held():
-                found = None if version == NOTHING else reader.read(version)
-                if found is not None:
-                    kept, ranks = unpack(found, None)
-                    return version, told(kept["model"]), ranks
+            reader = Snapshots(folder, "replica", round_=2, world_size=2, fingerprint=7, read_memory_left=lambda: 1e12)
+            for version, _ in reader.list_versions():
+                slot = None if version == NO_STATE_VERSION else reader.read(version)
+                if slot is not None:
+                    state, ranks = unpack_slot(slot, None)
+                    return version, to_comparable(state["model"]), ranks
             return None
 
         yield enter
 
 
-def from_a_peer(data: bytes) -> object:
+def unpack_from_peer(data: bytes) -> object:
     """A slot whose checksum is good all the same: its writer is another program, or hostile."""
-    kept, ranks = unpack(torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), None)
-    return [restore_rank_state(rank) for rank in ranks[:2]], kept
+    state, ranks = unpack_slot(torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), None)
+    return [restore_rank_state(rank) for rank in ranks[:2]], state
 
 
-def plain(data: bytes) -> None:
+def unpack_without_check(data: bytes) -> None:
     """What a state may hold is its owner's affair: NaN, too."""
-    unpack_plain(data)
+    unpack_value(data)
 
 
-def packed() -> list[bytes]:
+def pack_examples() -> list[bytes]:
     values = {
         "array": np.arange(6.0).reshape(2, 3),
         "number": np.float32(1.5),
@@ -177,33 +184,33 @@ def packed() -> list[bytes]:
         "size": torch.Size([1, 2]),
         "manifest": Manifest(1, 1, 1, {"a": "b"}, ("c",)),
     }
-    return [pack(values), pack(state(1.0)), pack([])]
+    return [pack_value(values), pack_value(build_state(1.0)), pack_value([])]
 
 
-def mutate_packed(dice: Random, data: bytes) -> Mutated:
+def mutate_packed(rng: Random, data: bytes) -> Mutated:
     """Its bytes, or its description with a length that fits."""
     length = int.from_bytes(data[8:16], "little")
-    if dice.random() < 0.3:
-        return content(dice, data)
-    found = document(dice, json.loads(data[16 : 16 + length]))
-    described = as_json(found.value)
+    if rng.random() < 0.3:
+        return mutate_bytes(rng, data)
+    mutated = mutate_document(rng, json.loads(data[16 : 16 + length]))
+    description = as_json(mutated.value)
     start = -(-(16 + length) // 64) * 64
-    head = data[:8] + len(described).to_bytes(8, "little") + described
-    return Mutated(head.ljust(-(-len(head) // 64) * 64, b"\0") + data[start:], found.how, found.place)
+    head = data[:8] + len(description).to_bytes(8, "little") + description
+    return Mutated(head.ljust(-(-len(head) // 64) * 64, b"\0") + data[start:], mutated.how, mutated.place)
 
 
-def news(data: Any) -> object:
+def read_status(data: Any) -> object:
     with tempfile.NamedTemporaryFile() as file:
-        Path(file.name).write_bytes(written(data))
-        return read_news(Path(file.name))
+        Path(file.name).write_bytes(to_bytes(data))
+        return read_checkpoint_status(Path(file.name))
 
 
-NEWS = {"step": 100, "kept_ns": 10**12, "failed_rank": 3, "error": "rank 3: no room"}
+STATUS = {"step": 100, "published_ns": 10**12, "failed_rank": 3, "error": "rank 3: no room"}
 
 BORDERS = [
-    Border("checkpoints", lambda: [volume()], mutate_volume, on_a_volume, judge=whole_or_none, cases=250),
-    Border("snapshots", lambda: [slot()], content, in_shared_memory, judge=whole_or_none, cases=200),
-    Border("snapshots of peers", lambda: [slot()], content, by(from_a_peer), cases=200),
-    Border("packed values", packed, mutate_packed, by(plain), cases=400),
-    Border("news of checkpoints", lambda: [NEWS], text, by(news), refusals=()),
+    Border("checkpoints", lambda: [build_volume()], mutate_volume, open_volume, judge=check_whole_or_none, cases=250),
+    Border("snapshots", lambda: [build_slot()], mutate_bytes, open_shared_memory, judge=check_whole_or_none, cases=200),
+    Border("snapshots of peers", lambda: [build_slot()], mutate_bytes, call_directly(unpack_from_peer), cases=200),
+    Border("packed values", pack_examples, mutate_packed, call_directly(unpack_without_check), cases=400),
+    Border("news of checkpoints", lambda: [STATUS], mutate_text, call_directly(read_status), refusals=()),
 ]

@@ -14,21 +14,21 @@ from unittest.mock import patch
 
 from aiohttp import ClientSession
 
-from pacekeeper_operator.cluster import Cluster, Kind, Object
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.server import serve
-from pacekeeper_operator.services import sidecars
-from pacekeeper_operator.services.sidecars import Sidecars
-from tests.support.patterns import WORK, answers, pattern
-from tests.support.worlds import NOW, training
+from pacekeeper_operator.async_runtime import OperatorRuntime
+from pacekeeper_operator.endpoint import sidecars
+from pacekeeper_operator.endpoint.server import serve_endpoint
+from pacekeeper_operator.endpoint.sidecars import SidecarService
+from pacekeeper_operator.kube.client import Cluster, Object, ResourceKind
+from pacekeeper_operator.observe.job_cache import JobRegistry
+from testing.operators.observations import NOW, build_training
+from testing.training.patterns import HEALTHY_WORK, build_answers, build_pattern
 
 from ..border import Border, Enter
-from ..mutations import Mutated, one_of, text, word, written
-from .reports import evidence, faults, heartbeat
+from ..mutations import Mutated, mutate_one_part, mutate_text, mutate_word, to_bytes
+from .reports import build_evidence, build_faults, build_heartbeat
 
 POD, UID = "j-w0-0", "uid-0"
-WORLD = training(replicas=2, spares=1)
+OBSERVATION = build_training(replicas=2, spares=1)
 CLAIMS = {"aud": ["pacekeeper"], "exp": NOW + 3600, "kubernetes.io": {"pod": {"name": POD, "uid": UID}}}
 
 
@@ -36,7 +36,7 @@ class Refused(Exception):
     """With a status and words."""
 
 
-class _Clock(Runtime):
+class _Clock(OperatorRuntime):
     def now(self) -> float:
         return NOW
 
@@ -44,76 +44,76 @@ class _Clock(Runtime):
 class _Reviews:
     """Nobody forges here: whatever is not refused before is this worker's."""
 
-    async def create(self, _kind: Kind, body: Object) -> Object:
+    async def create(self, _kind: ResourceKind, body: Object) -> Object:
         extra = {"authentication.kubernetes.io/pod-name": [POD], "authentication.kubernetes.io/pod-uid": [UID]}
         user = {"username": "system:serviceaccount:ns:default", "extra": extra}
         return {"status": {"authenticated": True, "audiences": body["spec"]["audiences"], "user": user}}
 
 
 @contextmanager
-def served() -> Iterator[Enter]:
+def serve_operator() -> Iterator[Enter]:
     loop = asyncio.new_event_loop()
-    troubles: list[str] = []
-    loop.set_exception_handler(lambda _, context: troubles.append(str(context.get("exception") or context["message"])))
-    memory, runtime = Memory(0.0), _Clock()
+    problems: list[str] = []
+    loop.set_exception_handler(lambda _, context: problems.append(str(context.get("exception") or context["message"])))
+    registry, runtime = JobRegistry(0.0), _Clock()
 
-    ends = AsyncExitStack()
+    exit_stack = AsyncExitStack()
 
     async def begin() -> ClientSession:
-        memory.of(WORLD.job).publish(WORLD.draft.with_plan(evidence_request="why"), "1")
-        sidecars = Sidecars(cast(Cluster, _Reviews()), memory, runtime)
-        port = await ends.enter_async_context(serve(sidecars, runtime, 0, None, address="127.0.0.1"))
-        return await ends.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
+        registry.get_or_create(OBSERVATION.job).publish(OBSERVATION.desired.with_plan(evidence_request="why"), "1")
+        sidecars = SidecarService(cast(Cluster, _Reviews()), registry, runtime)
+        port = await exit_stack.enter_async_context(serve_endpoint(sidecars, runtime, 0, None, address="127.0.0.1"))
+        return await exit_stack.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
 
-    async def ask(call: dict[str, Any]) -> object:
-        claims = base64.urlsafe_b64encode(written(call["claims"])).decode().rstrip("=")
+    async def send_call(call: dict[str, Any]) -> object:
+        claims = base64.urlsafe_b64encode(to_bytes(call["claims"])).decode().rstrip("=")
         headers = {"Authorization": f"Bearer header.{claims}.signature"}
-        answer = await client.post(call["path"], data=written(call["body"]), headers=headers)
-        words = await answer.text()
-        if answer.status == 503:  # it is looked into
-            return answer.status
-        if answer.status >= 500:
-            raise RuntimeError(f"status {answer.status}: {words}")
-        if answer.status >= 400:
-            raise Refused(json.loads(words)["error"] if words.startswith("{") else words)
-        return words
+        response = await client.post(call["path"], data=to_bytes(call["body"]), headers=headers)
+        text = await response.text()
+        if response.status == 503:  # it is looked into
+            return response.status
+        if response.status >= 500:
+            raise RuntimeError(f"status {response.status}: {text}")
+        if response.status >= 400:
+            raise Refused(json.loads(text)["error"] if text.startswith("{") else text)
+        return text
 
     client = loop.run_until_complete(begin())
 
     def enter(call: dict[str, Any]) -> object:
-        found = loop.run_until_complete(ask(call))
-        assert not troubles, troubles
-        return found
+        result = loop.run_until_complete(send_call(call))
+        assert not problems, problems
+        return result
 
     try:
-        with patch.object(sidecars, "TAKE_SECONDS", 0.0):
+        with patch.object(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0):
             yield enter
     finally:
-        loop.run_until_complete(ends.aclose())
+        loop.run_until_complete(exit_stack.aclose())
         loop.close()
 
 
-def calls() -> list[dict[str, Any]]:
-    beat = heartbeat().to_json() | {"worker": POD}
-    window = json.loads(answers([pattern(0, WORK, 0.7)])[0][1])
+def build_calls() -> list[dict[str, Any]]:
+    heartbeat = build_heartbeat().to_json() | {"worker": POD}
+    window = json.loads(build_answers([build_pattern(0, HEALTHY_WORK, 0.7)])[0][1])
     bodies = [
-        ("/v1/plan?after=-1&wait=0&hold=0", beat),
-        ("/v1/faults", replace(faults()[1], worker=POD, name=f"{POD}-x-stall-1").to_json()),
-        ("/v1/evidence/why", evidence().to_json()),
+        ("/v1/plan?after=-1&wait=0&hold=0", heartbeat),
+        ("/v1/faults", replace(build_faults()[1], worker=POD, name=f"{POD}-x-stall-1").to_json()),
+        ("/v1/evidence/why", build_evidence().to_json()),
         ("/v1/patterns/b/0", window),
     ]
     return [{"path": path, "claims": CLAIMS, "body": body} for path, body in bodies]
 
 
-def mutate(dice: Random, call: dict[str, Any]) -> Mutated:
-    how = {"body": text, "claims": text, "path": path}
-    return one_of(dice, call, how if dice.random() < 0.4 else {"body": text})
+def mutate_call(rng: Random, call: dict[str, Any]) -> Mutated:
+    mutations = {"body": mutate_text, "claims": mutate_text, "path": mutate_path}
+    return mutate_one_part(rng, call, mutations if rng.random() < 0.4 else {"body": mutate_text})
 
 
-def path(dice: Random, valid: str) -> Mutated:
+def mutate_path(rng: Random, valid: str) -> Mutated:
     """The query, or a part of the way."""
-    found = word(dice, valid[4:])
-    return Mutated("/v1/" + found.value.replace("#", "").replace(" ", "%20"), found.how)
+    mutated = mutate_word(rng, valid[4:])
+    return Mutated("/v1/" + mutated.value.replace("#", "").replace(" ", "%20"), mutated.how)
 
 
-BORDERS = [Border("the operator's endpoint", calls, mutate, served, (Refused,), cases=150)]
+BORDERS = [Border("the operator's endpoint", build_calls, mutate_call, serve_operator, (Refused,), cases=150)]

@@ -1,4 +1,4 @@
-"""What ranks and people hand to the analysis: behaviour windows, fabrics, groups, collectives, NCCL's words."""
+"""What ranks and people hand to the analysis: behavior windows, fabrics, groups, collectives, NCCL's words."""
 
 from __future__ import annotations
 
@@ -7,46 +7,49 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper.launcher.ras import shortened, summary
-from pacekeeper.observe.flight import oldest
-from pacekeeper_analysis.behaviour import command as behaviour
-from pacekeeper_analysis.behaviour.localise import localise
-from pacekeeper_analysis.behaviour.page import page
-from pacekeeper_analysis.behaviour.pattern import Answer
-from pacekeeper_analysis.behaviour.table import read_table
-from pacekeeper_analysis.communicators import format_ranks, parse_entered, parse_ranks
-from pacekeeper_analysis.fabric import command as fabric
-from pacekeeper_analysis.fabric.text import text as fabric_text
-from pacekeeper_analysis.operations import OPERATION, decode, encode
-from pacekeeper_analysis.reading import parse_json
-from tests.support.patterns import LOAD, WORK, answers, pattern
+from pacekeeper.launcher.health.nccl_ras import shorten_text, summarize_status
+from pacekeeper.observe.collectives.flight_recorder import find_oldest_collective
+from pacekeeper_analysis.fabric import command as fabric_command
+from pacekeeper_analysis.fabric.text import render_text
+from pacekeeper_analysis.profiling import command as profile_command
+from pacekeeper_analysis.profiling.localize import localize_fault
+from pacekeeper_analysis.profiling.page import write_profile_page
+from pacekeeper_analysis.profiling.pattern import ProfileAnswer
+from pacekeeper_analysis.profiling.table import read_table
+from pacekeeper_analysis.protocol.communicators import format_ranks, parse_entered, parse_ranks
+from pacekeeper_analysis.protocol.decoding import parse_json
+from pacekeeper_analysis.protocol.operations import OPERATION, decode_operations, encode_operations
+from testing.training.patterns import HEALTHY_WORK, LOAD_FUNCTION, build_answers, build_pattern
 
-from ..border import Border, by
-from ..mutations import text, word, written
+from ..border import Border, call_directly
+from ..mutations import mutate_text, mutate_word, to_bytes
 
-PATTERNS = [pattern(rank, {**WORK, LOAD: 0.3 if rank == 2 else 0.03}, 0.7, samples=8) for rank in range(4)]
+PATTERNS = [
+    build_pattern(rank, {**HEALTHY_WORK, LOAD_FUNCTION: 0.3 if rank == 2 else 0.03}, 0.7, samples=8)
+    for rank in range(4)
+]
 
 
-def patterns() -> list[Any]:
-    return [json.loads(data) for _, data in answers(PATTERNS, PATTERNS)]
+def build_pattern_documents() -> list[Any]:
+    return [json.loads(data) for _, data in build_answers(PATTERNS, PATTERNS)]
 
 
-def answered(data: bytes) -> object:
+def read_answer(data: bytes) -> object:
     """One rank's answer, and what a table makes of it beside the others'; it costs no other rank."""
-    others = [(rank, sent) for rank, sent in answers(PATTERNS, PATTERNS) if rank]
-    everybody = [(0, written(data)), *others]
-    assert set(read_table(everybody).ranks.tolist()) >= {1, 2, 3}
-    localise(everybody, 4)
-    return Answer.from_bytes(written(data)).pattern.step_seconds
+    others = [(rank, answer) for rank, answer in build_answers(PATTERNS, PATTERNS) if rank]
+    answers = [(0, to_bytes(data)), *others]
+    assert set(read_table(answers).ranks.tolist()) >= {1, 2, 3}
+    localize_fault(answers, 4)
+    return ProfileAnswer.from_bytes(to_bytes(data)).pattern.step_seconds
 
 
-def window() -> Any:
-    sent = answers(PATTERNS, PATTERNS)
-    return json.loads(page(localise(sent, 4), read_table(sent), dict(sent)))
+def build_window() -> Any:
+    answers = build_answers(PATTERNS, PATTERNS)
+    return json.loads(write_profile_page(localize_fault(answers, 4), read_table(answers), dict(answers)))
 
 
-def looked_at(data: Any) -> object:
-    return behaviour.load(written(data))[0].localisation
+def read_window(data: Any) -> object:
+    return profile_command.parse_profile_window(to_bytes(data))[0].localization
 
 
 FABRIC = {
@@ -61,25 +64,25 @@ FABRIC = {
 }
 
 
-def shown(data: Any) -> object:
-    views = fabric.load(written(data))
-    return fabric_text(fabric.chosen(views))
+def render_fabric(data: Any) -> object:
+    views = fabric_command.parse_fabrics(to_bytes(data))
+    return render_text(fabric_command.choose_fabric(views))
 
 
-def ranks(text: str) -> object:
-    found = parse_ranks(text)
-    assert parse_ranks(format_ranks(found)) == found
-    return found
+def check_ranks(text: str) -> object:
+    ranks = parse_ranks(text)
+    assert parse_ranks(format_ranks(ranks)) == ranks
+    return ranks
 
 
-def operations() -> list[str]:
-    told = np.zeros(3, OPERATION)
-    told["step"], told["end"] = (7, 8, 9), 0.5
-    return [encode(told)]
+def build_operations() -> list[str]:
+    operations = np.zeros(3, OPERATION)
+    operations["step"], operations["end"] = (7, 8, 9), 0.5
+    return [encode_operations(operations)]
 
 
-def asked(data: Any) -> object:
-    return shortened(summary(parse_json(written(data))))
+def summarize_ras(data: Any) -> object:
+    return shorten_text(summarize_status(parse_json(to_bytes(data))))
 
 
 RAS = {
@@ -115,17 +118,17 @@ FLIGHT = {
 }
 
 
-def watched(data: Any) -> object:
-    return oldest(written(data))
+def read_flight_recorder(data: Any) -> object:
+    return find_oldest_collective(to_bytes(data))
 
 
 BORDERS = [
-    Border("patterns", patterns, text, by(answered), cases=100),
-    Border("behaviour windows", lambda: [window()], text, by(looked_at), cases=100),
-    Border("fabrics, by people", lambda: [FABRIC, {"items": [FABRIC]}], text, by(shown)),
-    Border("ranks", lambda: ["0-7,9,16-64:8"], word, by(ranks), cases=300),
-    Border("groups entered", lambda: ["1f:12,7:3"], word, by(parse_entered), cases=300),
-    Border("collectives", operations, word, by(decode), cases=300),
-    Border("NCCL's RAS", lambda: [RAS], text, by(asked)),
-    Border("NCCL's flight recorder", lambda: [FLIGHT], text, by(watched), refusals=()),
+    Border("patterns", build_pattern_documents, mutate_text, call_directly(read_answer), cases=100),
+    Border("behavior windows", lambda: [build_window()], mutate_text, call_directly(read_window), cases=100),
+    Border("fabrics, by people", lambda: [FABRIC, {"items": [FABRIC]}], mutate_text, call_directly(render_fabric)),
+    Border("ranks", lambda: ["0-7,9,16-64:8"], mutate_word, call_directly(check_ranks), cases=300),
+    Border("groups entered", lambda: ["1f:12,7:3"], mutate_word, call_directly(parse_entered), cases=300),
+    Border("collectives", build_operations, mutate_word, call_directly(decode_operations), cases=300),
+    Border("NCCL's RAS", lambda: [RAS], mutate_text, call_directly(summarize_ras)),
+    Border("NCCL's flight recorder", lambda: [FLIGHT], mutate_text, call_directly(read_flight_recorder), refusals=()),
 ]

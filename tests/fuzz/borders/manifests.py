@@ -11,14 +11,16 @@ from typing import Any
 import orjson
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import Fabric, Job, NodeHistory, NodeHistoryStatus, NodeIncident, NodeTrouble
-from pacekeeper_operator.decide.node_history import count_days, with_entry, without_old
-from pacekeeper_operator.decide.node_steps import Quarantine
-from simulation.kubernetes.schema import schema
-from tests.support.worlds import TEMPLATE
+from pacekeeper_operator.api.fabric import Fabric
+from pacekeeper_operator.api.node_history import NodeHistory, NodeHistoryStatus, NodeIncident, NodeIncidentKind
+from pacekeeper_operator.api.training_job import TrainingJob
+from pacekeeper_operator.decide.nodes.node_history import count_incident_days, drop_old_entries, with_entry
+from pacekeeper_operator.decide.nodes.quarantine_steps import Quarantine
+from simulation.kubernetes.api.schema import load_schema
+from testing.operators.observations import TEMPLATE
 
-from ..border import Border, by
-from ..mutations import as_json, document
+from ..border import Border, call_directly
+from ..mutations import as_json, mutate_document
 
 METADATA = {
     "name": "j",
@@ -52,7 +54,7 @@ FABRIC = {
     "hops": {"10.98.1.3": "s1"},
     "pathControl": {"mode": "Probe", "ports": "20000-29999"},
 }
-SIGN = {"namespace": "ns", "incident": "i", "reason": "r", "at": "2026-01-31T12:00:00Z", "witness": "GpuSeries"}
+SUSPICION = {"namespace": "ns", "incident": "i", "reason": "r", "at": "2026-01-31T12:00:00Z", "witness": "GpuSeries"}
 CONDITION = {
     "type": "Quarantined",
     "status": "True",
@@ -66,19 +68,21 @@ QUARANTINE = {
     "incidentRef": {"namespace": "ns", "name": "i"},
     "expiresAfter": "1h",
     "approved": False,
-    "signs": [SIGN],
+    "suspicions": [SUSPICION],
 }
 PROBE = {"pod": "p-1", "started": "2026-01-31T12:00:00Z", "finished": "2026-01-31T12:05:00Z", "passed": True}
-REMEMBERED = {"namespace": "ns", "name": "i", "kind": "Lost", "at": "2026-01-31T12:00:00Z", "leftWithNode": True}
-COUNT = {"kind": "Lost", "count": 1, "firstAt": "2026-01-31T12:00:00Z", "lastAt": "2026-01-31T12:00:00Z"}
-FIGURES = b'{"core_seconds": 0.1, "memory_bytes_per_second": 1e9, "links": [{"peer": "n", "up": 1e9, "down": 1e9}]}'
+INCIDENT_ENTRY = {"namespace": "ns", "name": "i", "kind": "Lost", "at": "2026-01-31T12:00:00Z", "resolvedByMove": True}
+INCIDENT_COUNT = {"kind": "Lost", "count": 1, "firstAt": "2026-01-31T12:00:00Z", "lastAt": "2026-01-31T12:00:00Z"}
+MEASUREMENTS = (
+    b'{"core_seconds": 0.1, "memory_bytes_per_second": 1e9, "links": [{"peer": "n", "up": 1e9, "down": 1e9}]}'
+)
 
 
 class Refused(Exception):
     """By the API server."""
 
 
-def let_through(plural: str, parse: Callable[[Any], object]) -> Callable[[Any], object]:
+def parse_admitted(plural: str, parse: Callable[[Any], object]) -> Callable[[Any], object]:
     """Takes a whole object as somebody writes it, and has the operator read what the API server makes of it."""
 
     def enter(body: object) -> object:
@@ -93,37 +97,58 @@ def let_through(plural: str, parse: Callable[[Any], object]) -> Callable[[Any], 
             strings = metadata.get(key, {})
             if not isinstance(strings, dict) or not all(isinstance(value, str) for value in strings.values()):
                 raise Refused(key)
-        stored = schema(plural).pruned(written | {"metadata": metadata})
-        if causes := schema(plural).causes(stored) or schema(plural).broken_rules(stored):
+        stored = load_schema(plural).prune(written | {"metadata": metadata})
+        if causes := load_schema(plural).find_errors(stored) or load_schema(plural).find_broken_rules(stored):
             raise Refused(str(causes[0])[:1000])
         return parse(stored)
 
     return enter
 
 
-def manifest(plural: str, spec: Any, parse: Callable[[Any], object], **more: Any) -> Border:
-    whole = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "K", "metadata": {"labels": {}}, "spec": spec, **more}
-    return Border(plural, lambda: [whole], document, by(let_through(plural, parse)), (InputError, Refused), cases=300)
+def build_border(plural: str, spec: Any, parse: Callable[[Any], object], **more: Any) -> Border:
+    document = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "K", "metadata": {"labels": {}}, "spec": spec, **more}
+    return Border(
+        plural,
+        lambda: [document],
+        mutate_document,
+        call_directly(parse_admitted(plural, parse)),
+        (InputError, Refused),
+        cases=300,
+    )
 
 
-def quarantine(body: Any) -> object:
+def parse_quarantine(body: Any) -> object:
     """With what is derived of it."""
-    read = Quarantine.parse(body)
-    return read, read.suspicion, read.last_word, read.open_signs, read.last_sign, read.verdict
+    quarantine = Quarantine.parse(body)
+    return (
+        quarantine,
+        quarantine.is_suspicion,
+        quarantine.last_conclusive_probe,
+        quarantine.open_signs,
+        quarantine.last_sign_at,
+        quarantine.verdict,
+    )
 
 
-def history(body: Any) -> object:
+def parse_history(body: Any) -> object:
     """With what is derived and written of it, which the API server takes."""
-    read = NodeHistory.parse(body)
-    added = with_entry(read, NodeIncident("ns", "new", NodeTrouble.LOST, 1.8e9, True))
-    status = NodeHistoryStatus.of(without_old(added, 1.8e9).incidents).to_patch()
-    assert schema("nodehistories").causes(body | {"status": status}) == []
-    return read, count_days(added, 1.8e9)
+    history = NodeHistory.parse(body)
+    extended = with_entry(history, NodeIncident("ns", "new", NodeIncidentKind.LOST, 1.8e9, True))
+    status = NodeHistoryStatus.from_incidents(drop_old_entries(extended, 1.8e9).incidents).to_patch()
+    assert load_schema("nodehistories").find_errors(body | {"status": status}) == []
+    return history, count_incident_days(extended, 1.8e9)
 
 
 BORDERS = [
-    manifest("trainingjobs", JOB, Job.parse),
-    manifest("fabrics", FABRIC, Fabric.parse),
-    manifest("nodehistories", {"nodeUID": "node-uid"}, history, status={"incidents": [REMEMBERED], "counts": [COUNT]}),
-    manifest("nodequarantines", QUARANTINE, quarantine, status={"conditions": [CONDITION], "probes": [PROBE]}),
+    build_border("trainingjobs", JOB, TrainingJob.parse),
+    build_border("fabrics", FABRIC, Fabric.parse),
+    build_border(
+        "nodehistories",
+        {"nodeUID": "node-uid"},
+        parse_history,
+        status={"incidents": [INCIDENT_ENTRY], "counts": [INCIDENT_COUNT]},
+    ),
+    build_border(
+        "nodequarantines", QUARANTINE, parse_quarantine, status={"conditions": [CONDITION], "probes": [PROBE]}
+    ),
 ]

@@ -6,57 +6,57 @@ from dataclasses import replace
 
 import numpy as np
 
-from pacekeeper_analysis.communicators import Communicator
-from pacekeeper_analysis.operations import OPERATION, encode
-from pacekeeper_analysis.reports import (
+from pacekeeper_analysis.protocol.communicators import Communicator
+from pacekeeper_analysis.protocol.operations import OPERATION, encode_operations
+from pacekeeper_analysis.protocol.reports import (
     BlockedConnection,
     Evidence,
-    Fault,
+    FaultReport,
     FlowWindow,
     GpuHealth,
     Heartbeat,
     LinkProbe,
     LinkWindow,
     PathReport,
-    RankFigures,
+    RankMetrics,
     RankOperations,
     RankWindow,
 )
-from tests.support.worlds import crash, stall, training
+from testing.operators.observations import build_crash, build_stall, build_training
 
-from ..border import Border, by
-from ..mutations import document
+from ..border import Border, call_directly
+from ..mutations import mutate_document
 
 GROUP = Communicator(7, "0-3", "shard")
 
 
-def heartbeat() -> Heartbeat:
+def build_heartbeat() -> Heartbeat:
     """With something in each field."""
-    told = training().workers[0].heartbeat
-    assert told is not None
+    heartbeat = build_training().workers[0].heartbeat
+    assert heartbeat is not None
     return replace(
-        told,
+        heartbeat,
         unkillable_ranks=(1,),
-        figures=(RankFigures(0, 32, 0.5, 0.4, 0.01, 0.1, 8, 0.5, 0.1),),
+        rank_metrics=(RankMetrics(0, 32, 0.5, 0.4, 0.01, 0.1, 8, 0.5, 0.1),),
         gpus=(GpuHealth("GPU-1", ("RowsPending",), 1, 2, 3, 4, 16, 5, 6, 7, 0.9, 60, 300.0),),
         paths=(PathReport(0, 1, True),),
         refused="because",
         sync_mode="Sync",
-        sent_at=told.round_started_at + 1,
+        sent_at=heartbeat.round_started_at + 1,
     )
 
 
-def faults() -> list[Fault]:
-    hung = stall("j-w1-0", 1, culprit=True)
+def build_faults() -> list[FaultReport]:
+    hung = build_stall("j-w1-0", 1, culprit=True)
     entered = tuple(replace(rank, entered="7:12", stack="f") for rank in hung.ranks)
     blocked = (BlockedConnection(1, "10.0.0.1:5000", 12.0),)
     return [
-        crash("j-w0-0", 0),
+        build_crash("j-w0-0", 0),
         replace(hung, ranks=entered, communicators=(GROUP,), blocked=blocked, unreachable=("x",)),
     ]
 
 
-def evidence() -> Evidence:
+def build_evidence() -> Evidence:
     """With something in each field."""
     operations = np.zeros(3, OPERATION)
     operations["end"] = 1.0
@@ -68,7 +68,7 @@ def evidence() -> Evidence:
         1,
         windows=(window, replace(window, rank=1)),
         communicators=(GROUP,),
-        operations=(RankOperations(0, encode(operations)),),
+        operations=(RankOperations(0, encode_operations(operations)),),
         links=(LinkWindow("10.0.0.1:1", "10.0.0.2:2", 0, 1, 5.0, 10**9, 2.0, 0.1, 0.1, 0, 0, 1e-4, 10**9, 1.0),),
         flows=(FlowWindow(2**63, 0, 1, 0, 0, 10**9, 1.0),),
         probes=(LinkProbe("j-w1-0", 1e9, 1e-4, 0, ""),),
@@ -76,7 +76,21 @@ def evidence() -> Evidence:
 
 
 BORDERS = [
-    Border("heartbeats", lambda: [heartbeat().to_json()], document, by(Heartbeat.from_json), cases=400),
-    Border("faults", lambda: [fault.to_json() for fault in faults()], document, by(Fault.from_json), cases=400),
-    Border("evidence", lambda: [evidence().to_json()], document, by(Evidence.from_json), cases=400),
+    Border(
+        "heartbeats",
+        lambda: [build_heartbeat().to_json()],
+        mutate_document,
+        call_directly(Heartbeat.from_json),
+        cases=400,
+    ),
+    Border(
+        "faults",
+        lambda: [fault.to_json() for fault in build_faults()],
+        mutate_document,
+        call_directly(FaultReport.from_json),
+        cases=400,
+    ),
+    Border(
+        "evidence", lambda: [build_evidence().to_json()], mutate_document, call_directly(Evidence.from_json), cases=400
+    ),
 ]

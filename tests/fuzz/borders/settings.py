@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from pacekeeper_operator.decide.node_figures import read_figures
-from pacekeeper_operator.decide.node_steps import ProbePod
-from pacekeeper_operator.policies import parse_peers
+from pacekeeper_operator.decide.nodes.probe_measurements import read_measurements
+from pacekeeper_operator.decide.nodes.quarantine_steps import ProbePod
+from pacekeeper_operator.pods.network_policies import parse_peers
+from pacekeeper_operator.pods.resources import SIDECAR_RESOURCES, parse_resources
+from pacekeeper_operator.pods.tolerations import parse_tolerations
 from pacekeeper_operator.prometheus_options import parse_headers, parse_matchers
-from pacekeeper_operator.resources import SIDECAR_RESOURCES, parse_resources
-from pacekeeper_operator.tolerations import parse_tolerations
 
-from ..border import Border, Enter, by
-from ..mutations import text, written
+from ..border import Border, Enter, call_directly
+from ..mutations import mutate_text, to_bytes
 
 TOLERATIONS = [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}]
 HEADERS = {"X-Scope-OrgID": "training"}
 MATCHERS = ['cluster="a"', 'region=~"eu.*"']
 PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
-FIGURES = {
+MEASUREMENTS = {
     "core_seconds": 0.1,
     "cores": 8,
     "held_back": 0.1,
@@ -27,11 +27,11 @@ FIGURES = {
 }
 
 
-def words(read: Any) -> Enter:
-    return lambda value: read(written(value).decode(errors="replace"))
+def read_as_text(read: Any) -> Enter:
+    return lambda value: read(to_bytes(value).decode(errors="replace"))
 
 
-def probe(message: str) -> object:
+def parse_probe(message: str) -> object:
     """Of a pod that has ended with these words: they are shown, whatever they are."""
     state = {"terminated": {"exitCode": 0, "message": message}}
     pod = {"spec": {"nodeName": "n"}, "status": {"phase": "Succeeded", "containerStatuses": [{"state": state}]}}
@@ -39,11 +39,27 @@ def probe(message: str) -> object:
 
 
 BORDERS = [
-    Border("tolerations of probes", lambda: [TOLERATIONS], text, by(words(parse_tolerations))),
-    Border("Prometheus' headers", lambda: [HEADERS], text, by(words(parse_headers))),
-    Border("Prometheus' matchers", lambda: [MATCHERS], text, by(words(parse_matchers))),
-    Border("peers", lambda: [PEERS], text, by(words(parse_peers))),
-    Border("the sidecar's resources", lambda: [SIDECAR_RESOURCES], text, by(words(parse_resources))),
-    Border("figures of probes", lambda: [FIGURES, {"unfit": "no GPU"}], text, by(words(read_figures))),
-    Border("probe pods", lambda: [FIGURES, {"unfit": "no GPU"}], text, by(words(probe)), refusals=()),
+    Border("tolerations of probes", lambda: [TOLERATIONS], mutate_text, call_directly(read_as_text(parse_tolerations))),
+    Border("Prometheus' headers", lambda: [HEADERS], mutate_text, call_directly(read_as_text(parse_headers))),
+    Border("Prometheus' matchers", lambda: [MATCHERS], mutate_text, call_directly(read_as_text(parse_matchers))),
+    Border("peers", lambda: [PEERS], mutate_text, call_directly(read_as_text(parse_peers))),
+    Border(
+        "the sidecar's resources",
+        lambda: [SIDECAR_RESOURCES],
+        mutate_text,
+        call_directly(read_as_text(parse_resources)),
+    ),
+    Border(
+        "figures of probes",
+        lambda: [MEASUREMENTS, {"unfit": "no GPU"}],
+        mutate_text,
+        call_directly(read_as_text(read_measurements)),
+    ),
+    Border(
+        "probe pods",
+        lambda: [MEASUREMENTS, {"unfit": "no GPU"}],
+        mutate_text,
+        call_directly(read_as_text(parse_probe)),
+        refusals=(),
+    ),
 ]

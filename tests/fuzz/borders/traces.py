@@ -13,15 +13,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pacekeeper_analysis.whatif.causes import Cause
+from pacekeeper_analysis.whatif.causes import SlowdownCause
 from pacekeeper_analysis.whatif.command import main
-from pacekeeper_analysis.whatif.faults import Case
 from pacekeeper_analysis.whatif.inputs.parquet import write_parquet
-from pacekeeper_analysis.whatif.synthetic import Shape
-from tests.support.rings import write_ring
+from pacekeeper_analysis.whatif.synthetic import JobShape
+from pacekeeper_analysis.whatif.synthetic_faults import SyntheticJob
+from testing.training.rings import write_ring
 
 from ..border import Border, Enter
-from ..mutations import Mutated, content, one_of, text, word, written
+from ..mutations import Mutated, mutate_bytes, mutate_one_part, mutate_text, mutate_word, to_bytes
 
 Files = dict[str, Any]
 """By name: bytes, or a document."""
@@ -32,26 +32,26 @@ class Refused(Exception):
 
 
 @contextmanager
-def command(arguments: Callable[[Files], Sequence[str]]) -> Iterator[Enter]:
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+def run_command(arguments: Callable[[Files], Sequence[str]]) -> Iterator[Enter]:
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
 
         def enter(files: Files) -> object:
             for name, data in files.items():
-                (folder / name).write_bytes(data.encode(errors="replace") if isinstance(data, str) else written(data))
-            said, result = io.StringIO(), folder / "result.json"
+                (folder / name).write_bytes(data.encode(errors="replace") if isinstance(data, str) else to_bytes(data))
+            errors, result = io.StringIO(), folder / "result.json"
             result.unlink(missing_ok=True)
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
                 status = main([str(folder / name) for name in arguments(files)] + ["--json", str(result)])
             if status:
-                raise Refused(said.getvalue())
+                raise Refused(errors.getvalue())
             return json.loads(result.read_text(), parse_constant=float)["slowdown"]
 
         yield enter
 
 
 @cache
-def rings() -> Files:
+def build_rings() -> Files:
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(4):
             write_ring(Path(folder, str(rank)), rank)
@@ -59,22 +59,22 @@ def rings() -> Files:
 
 
 @cache
-def parquet() -> Files:
+def build_parquet() -> Files:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace-a.parquet")
-        shape = Shape(dp=2, pp=2, microbatches=3, steps=5)
-        trace = Case(Cause.SLOW_WORKER, shape, strength=1.0, noise=0.02, seed=1).trace()
+        shape = JobShape(dp=2, pp=2, microbatches=3, steps=5)
+        trace = SyntheticJob(SlowdownCause.SLOW_WORKER, shape, strength=1.0, noise=0.02, seed=1).build_trace()
         write_parquet(path, trace)
         meta = "dp_size: 2\npp_size: 2\nworld_size: 4\nvpp_size: 1\ntrial_name: 'x'\n"
         return {"trace-a.parquet": path.read_bytes(), "meta-a.yaml": meta}
 
 
-def kineto() -> Files:
+def build_kineto() -> Files:
     """Of two ranks; the second one waits for the first."""
-    return {f"{rank}.json": _kineto(rank, forward, 5 - forward) for rank, forward in enumerate((5.0, 3.0))}
+    return {f"{rank}.json": _build_rank_kineto(rank, forward, 5 - forward) for rank, forward in enumerate((5.0, 3.0))}
 
 
-def _kineto(rank: int, forward: float, wait: float) -> Any:
+def _build_rank_kineto(rank: int, forward: float, wait: float) -> Any:
     events, begin = [], 7.0 * rank
     for step in (3, 4):
         backward = begin + forward
@@ -92,30 +92,33 @@ def _kineto(rank: int, forward: float, wait: float) -> Any:
     return {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": events}
 
 
-PARQUET: Mapping[str, Callable[[Random, Any], Mutated]] = {"trace-a.parquet": content, "meta-a.yaml": word}
+PARQUET_MUTATIONS: Mapping[str, Callable[[Random, Any], Mutated]] = {
+    "trace-a.parquet": mutate_bytes,
+    "meta-a.yaml": mutate_word,
+}
 
 BORDERS = [
     Border(
         "recordings",
-        lambda: [rings()],
-        lambda dice, files: one_of(dice, files, dict.fromkeys("012", content)),
-        lambda: command(sorted),
+        lambda: [build_rings()],
+        lambda rng, files: mutate_one_part(rng, files, dict.fromkeys("012", mutate_bytes)),
+        lambda: run_command(sorted),
         (Refused,),
         cases=120,
     ),
     Border(
         "published traces",
-        lambda: [parquet()],
-        lambda dice, files: one_of(dice, files, PARQUET),
-        lambda: command(lambda files: [name for name in files if name.startswith("trace")]),
+        lambda: [build_parquet()],
+        lambda rng, files: mutate_one_part(rng, files, PARQUET_MUTATIONS),
+        lambda: run_command(lambda files: [name for name in files if name.startswith("trace")]),
         (Refused,),
         cases=120,
     ),
     Border(
         "profiler traces",
-        lambda: [kineto()],
-        lambda dice, files: one_of(dice, files, dict.fromkeys(("0.json", "1.json"), text)),
-        lambda: command(sorted),
+        lambda: [build_kineto()],
+        lambda rng, files: mutate_one_part(rng, files, dict.fromkeys(("0.json", "1.json"), mutate_text)),
+        lambda: run_command(sorted),
         (Refused,),
         cases=120,
     ),

@@ -7,36 +7,41 @@ import pytest
 from bench.scripts.decisions import agreement
 from bench.scripts.decisions.agreement import LEAD_SECONDS
 from bench.scripts.decisions.simulated import (
-    COMPARED,
-    FOR_EVER,
-    STRIKES,
+    COMPARED_KINDS,
+    SLOWDOWN_AT_SECONDS,
     TAIL_SECONDS,
-    Case,
+    UNBOUNDED_SECONDS,
     Played,
     Result,
-    cases,
-    report,
-    results,
+    SimulatedCase,
+    build_results,
+    list_cases,
+    print_report,
 )
 
 SECONDS = 100.0
-ENDS = STRIKES + SECONDS + TAIL_SECONDS
+ENDS = SLOWDOWN_AT_SECONDS + SECONDS + TAIL_SECONDS
 
 
-def played(case: Case, *course: tuple[float, float], **changes: float | tuple[float, ...]) -> Played:
+def played(case: SimulatedCase, *course: tuple[float, float], **changes: float | tuple[float, ...]) -> Played:
     """course: (time, samples), with 10 samples a second until the fault begins."""
-    at, samples = zip((0.0, 0.0), (STRIKES, 10 * STRIKES), *course, strict=True)
+    at, samples = zip((0.0, 0.0), (SLOWDOWN_AT_SECONDS, 10 * SLOWDOWN_AT_SECONDS), *course, strict=True)
     return Played(case, at, samples, (2.0, 1.25), **changes)  # type: ignore[arg-type]  # as named
 
 
-HEALTHY = played(Case(0, 1, seconds=SECONDS), (ENDS, 10 * ENDS))
+HEALTHY = played(SimulatedCase(0, 1, seconds=SECONDS), (ENDS, 10 * ENDS))
 
 
 def test_a_cost_is_of_all_that_is_not_trained_until_the_tail_is_over() -> None:
     """20 s at half the pace until it is noticed, 3 s to exchange the worker, and as usual from then on."""
-    trained = 10 * (ENDS - STRIKES) - 100 - 30
-    slow = played(Case(0, 1, 2.0, SECONDS), (ENDS, 10 * STRIKES + trained), decided=STRIKES + 20, exchanges=(2.0, 4.0))
-    (result,) = results([HEALTHY, slow])
+    trained = 10 * (ENDS - SLOWDOWN_AT_SECONDS) - 100 - 30
+    slow = played(
+        SimulatedCase(0, 1, 2.0, SECONDS),
+        (ENDS, 10 * SLOWDOWN_AT_SECONDS + trained),
+        decided=SLOWDOWN_AT_SECONDS + 20,
+        exchanges=(2.0, 4.0),
+    )
+    (result,) = build_results([HEALTHY, slow])
     assert result.cost == pytest.approx(13.0)
     assert result.clairvoyant == pytest.approx(3.0), "what an exchange takes on average"
     assert result.noticing == pytest.approx(10.0)
@@ -45,36 +50,38 @@ def test_a_cost_is_of_all_that_is_not_trained_until_the_tail_is_over() -> None:
 
 
 def test_a_clairvoyant_without_a_spare_shares() -> None:
-    without = played(Case(0, 0, seconds=SECONDS), (ENDS, 10 * ENDS))
-    slow = played(Case(0, 0, 2.0, SECONDS), (ENDS, 10 * ENDS - 300), decided=STRIKES + 20, uneven=10.0)
-    exchanged = played(Case(0, 1, 2.0, SECONDS), (ENDS, 10 * ENDS), exchanges=(3.0,))
-    result = results([without, HEALTHY, slow, exchanged])[0]
+    without = played(SimulatedCase(0, 0, seconds=SECONDS), (ENDS, 10 * ENDS))
+    slow = played(
+        SimulatedCase(0, 0, 2.0, SECONDS), (ENDS, 10 * ENDS - 300), decided=SLOWDOWN_AT_SECONDS + 20, uneven=10.0
+    )
+    exchanged = played(SimulatedCase(0, 1, 2.0, SECONDS), (ENDS, 10 * ENDS), exchanges=(3.0,))
+    result = build_results([without, HEALTHY, slow, exchanged])[0]
     assert result.clairvoyant == pytest.approx(20.0), "100 s at 1.25 ×"
     assert result.cost == pytest.approx(30.0)
     assert result.noticing == pytest.approx(20 * 0.5 + 10 * 0.2), "and that it is over"
 
 
 def test_what_is_never_noticed_costs_what_it_costs_unmended() -> None:
-    slow = played(Case(0, 1, 2.0, SECONDS), (ENDS, 10 * ENDS - 500), exchanges=(3.0,))
-    (result,) = results([HEALTHY, slow])
+    slow = played(SimulatedCase(0, 1, 2.0, SECONDS), (ENDS, 10 * ENDS - 500), exchanges=(3.0,))
+    (result,) = build_results([HEALTHY, slow])
     assert result.decided_after == SECONDS
     assert result.noticing == pytest.approx(50.0)
 
 
 def test_cases_are_all_kinds_in_each_world_beside_what_they_are_held_against() -> None:
-    assert len(cases(3)) == 3 * (2 + 48)
-    few = cases(0)
-    assert {case.kind for case in few if case.factor > 1} == set(COMPARED)
+    assert len(list_cases(3)) == 3 * (2 + 48)
+    few = list_cases(0)
+    assert {case.kind for case in few if case.factor > 1} == set(COMPARED_KINDS)
     assert {case.spares for case in few if case.factor == 1} == {0, 1}
     assert few == sorted(few, key=lambda case: -case.ends)
 
 
 def result(spares: int, factor: float, seconds: float, cost: float) -> Result:
-    return Result(Case(0, spares, factor, seconds), cost, 10.0, 2.0, 5.0, 1 - cost / 100, 0.9)
+    return Result(SimulatedCase(0, spares, factor, seconds), cost, 10.0, 2.0, 5.0, 1 - cost / 100, 0.9)
 
 
 def test_goals_are_of_means_over_the_worlds(capsys: pytest.CaptureFixture[str]) -> None:
-    told, holds = report([result(1, 2.0, 600.0, 18.0), result(1, 2.0, 600.0, 26.0), result(0, 2.0, 30.0, 12.0)])
+    told, holds = print_report([result(1, 2.0, 600.0, 18.0), result(1, 2.0, 600.0, 26.0), result(0, 2.0, 30.0, 12.0)])
     assert told["times_the_clairvoyant"] == {"2 times as slow for 600 s, spares: 1": 2.0}
     assert told["points_behind"] == {"2 times as slow for 600 s, spares: 1": pytest.approx(12.0)}
     assert list(holds.values()) == [True, False]
@@ -82,11 +89,11 @@ def test_goals_are_of_means_over_the_worlds(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_case_of_both_parts_has_the_same_slow_rank() -> None:
-    of = agreement.scenario(0, 0, 1.6, 600.0)
-    assert (of.timeline.onset, of.timeline.over, of.timeline.end) == (LEAD_SECONDS, LEAD_SECONDS + 600, 810)
-    (strain,) = {strain for strain in of.timeline.by_second if strain.slow}
+    of = agreement.build_scenario(0, 0, 1.6, 600.0)
+    assert (of.timeline.onset, of.timeline.end_second, of.timeline.end) == (LEAD_SECONDS, LEAD_SECONDS + 600, 810)
+    (strain,) = {strain for strain in of.timeline.strains_by_second if strain.slow}
     assert strain.slow == ((1, 1.6),)
-    endless = agreement.scenario(0, 1, 1.6, FOR_EVER).timeline
-    assert endless.end == endless.over == LEAD_SECONDS + FOR_EVER
+    endless = agreement.build_scenario(0, 1, 1.6, UNBOUNDED_SECONDS).timeline
+    assert endless.end == endless.end_second == LEAD_SECONDS + UNBOUNDED_SECONDS
     assert agreement.Compared(0, 1.6, 600.0, 0.7, 0.84).agrees
     assert not agreement.Compared(0, 1.6, 600.0, 0.7, 0.86).agrees

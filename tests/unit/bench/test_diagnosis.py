@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 
 from bench.scripts.diagnosis import rules
-from bench.scripts.diagnosis.days import Steps, at_pace
-from bench.scripts.diagnosis.faults import Truth, catalogue
+from bench.scripts.diagnosis.days import Steps, scale_to_step_time
+from bench.scripts.diagnosis.faults import Truth, list_faults
 from bench.scripts.diagnosis.hosts import RANKS, RANKS_A_HOST
-from bench.scripts.diagnosis.perturb import perturbed
-from bench.scripts.diagnosis.record import Recording, pace
-from bench.scripts.diagnosis.replay import Outcome, Verdict, confident_and_wrong, measured, quantile, succession
-from bench.scripts.diagnosis.thresholds import AS_IT_IS, TRIED, Threshold, choose
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
+from bench.scripts.diagnosis.perturb import perturb_recording
+from bench.scripts.diagnosis.record import Recording, measure_relative_time
+from bench.scripts.diagnosis.replay import (
+    Outcome,
+    ReplayVerdict,
+    apply_succession_rule,
+    compute_quantile,
+    count_confident_and_wrong,
+    count_right_verdicts,
+)
+from bench.scripts.diagnosis.thresholds import TRIED_THRESHOLDS, UNCHANGED_THRESHOLD, Threshold, choose_thresholds
+from pacekeeper_analysis.failures.finding import FaultClass, Finding
 
 NETWORK, CODE = frozenset({FaultClass.NETWORK}), frozenset({FaultClass.CODE})
 LINK, EGRESS, INGRESS = (
@@ -56,7 +63,7 @@ class TestTruth:
         assert not LINK.is_blamed(frozenset({0}))
 
     def test_every_fault_has_a_name_of_its_own_and_a_truth_at_each_place(self) -> None:
-        faults = catalogue()
+        faults = list_faults()
         assert len({fault.name for fault in faults}) == len(faults)
         assert all(fault.truths(place) for fault in faults for place in range(3))
 
@@ -88,25 +95,25 @@ def recording(own: float = 0.05) -> Recording:
 
 
 def test_a_busy_machine_is_told_by_the_pace_of_its_steps() -> None:
-    assert pace(recording().told) == pytest.approx(1.2)
-    assert pace([words for words in recording().told if "evidence" not in words]) == math.inf
+    assert measure_relative_time(recording().told) == pytest.approx(1.2)
+    assert measure_relative_time([words for words in recording().told if "evidence" not in words]) == math.inf
 
 
 def test_recordings_of_a_busier_hour_are_brought_to_one_pace() -> None:
     slow = [Steps(np.full((4, RANKS), 0.2, np.float32), np.full((4, RANKS), 0.1, np.float32))]
-    (same,) = at_pace(slow, 0.1)
+    (same,) = scale_to_step_time(slow, 0.1)
     assert same.step[0, 0] == pytest.approx(0.1)
     assert same.own[0, 0] == pytest.approx(0.05)
 
 
 class TestPerturbed:
     def test_a_seed_makes_the_same_copy_and_another_one_another(self) -> None:
-        assert perturbed(recording(), (), 1) == perturbed(recording(), (), 1)
-        assert perturbed(recording(), (), 1) != perturbed(recording(), (), 2)
+        assert perturb_recording(recording(), (), 1) == perturb_recording(recording(), (), 1)
+        assert perturb_recording(recording(), (), 1) != perturb_recording(recording(), (), 2)
 
     def test_a_step_takes_the_same_in_all_answers_that_tell_of_it(self) -> None:
         seen: dict[tuple[int, int], set[float]] = {}
-        for words in perturbed(recording(), (), 3).told:
+        for words in perturb_recording(recording(), (), 3).told:
             for window in words.get("evidence", {}).get("windows", ()):
                 for step, seconds in zip(window["steps"], window["compute_seconds"], strict=True):
                     seen.setdefault((window["rank"], step), set()).add(round(seconds, 12))
@@ -114,7 +121,7 @@ class TestPerturbed:
         assert len({value for values in seen.values() for value in values}) > 100
 
     def test_clocks_differ_by_minutes_and_stalls_keep_their_age(self) -> None:
-        copy = perturbed(recording(), (), 4)
+        copy = perturb_recording(recording(), (), 4)
         clocks = {words["worker"]: words["clock"] for words in copy.told}
         assert max(map(abs, clocks.values())) > 60
         told = [words for words in copy.told if "fault" in words]
@@ -126,49 +133,49 @@ class TestRules:
     def test_a_rank_at_half_speed_is_blamed_by_all_of_them(self) -> None:
         now, early = np.array([0.05] * 3 + [0.1] + [0.051] * 4), np.full(8, 0.05)
         assert {rule(now, early) for rule in rules.RULES.values()} == {frozenset({3})}
-        assert rules.far_from_median(early, early) == rules.relative_score(early, early) == frozenset()
-        assert rules.individual_score(2 * early, early) == frozenset(range(8))
+        assert rules.blame_far_from_median(early, early) == rules.blame_by_relative_score(early, early) == frozenset()
+        assert rules.blame_by_individual_score(2 * early, early) == frozenset(range(8))
 
     def test_alarms_are_counted_as_they_begin(self) -> None:
         calm, slow = np.full(8, 0.05), np.array([0.05] * 7 + [0.1])
         table = np.array([calm, slow, slow, calm, slow])
-        assert rules.alarms(table, calm, rules.relative_score) == 2
+        assert rules.count_alarms(table, calm, rules.blame_by_relative_score) == 2
 
     def test_who_is_blamed_first_in_a_recording(self) -> None:
-        assert rules.first_blamed(recording(), rules.relative_score, after=2.0) == (2.0, frozenset({3}))
+        assert rules.find_first_blamed(recording(), rules.blame_by_relative_score, after=2.0) == (2.0, frozenset({3}))
 
 
 def outcome(fault: str, right: bool, copy: int) -> Outcome:
-    verdict = Verdict(5.0, "rank 3", "Code", frozenset({"Times", "Waits"}), named=right, classed=right)
+    verdict = ReplayVerdict(5.0, "rank 3", "Code", frozenset({"Times", "Waits"}), named=right, classed=right)
     return Outcome(fault, False, 0, copy, False, verdict, verdict, {})
 
 
 class TestConfidence:
     def test_by_the_rule_of_succession(self) -> None:
-        shares = measured([outcome("a", True, 0), outcome("a", True, 1), outcome("a", False, 2)])
+        shares = count_right_verdicts([outcome("a", True, 0), outcome("a", True, 1), outcome("a", False, 2)])
         assert shares == {("Code", frozenset({"Times", "Waits"})): (3, 2)}
-        assert succession(3, 2) == pytest.approx(0.6)
+        assert apply_succession_rule(3, 2) == pytest.approx(0.6)
 
     def test_a_fault_is_judged_by_what_the_others_were_worth(self) -> None:
         """Its own wrong verdicts must not make evidence like theirs look unsure."""
         others = [outcome("a", True, copy) for copy in range(40)]
         wrong = [outcome("b", False, copy) for copy in range(5)]
-        assert confident_and_wrong([*others, *wrong]) == 5
-        assert confident_and_wrong(wrong) == 0
+        assert count_confident_and_wrong([*others, *wrong]) == 5
+        assert count_confident_and_wrong(wrong) == 0
 
     def test_quantiles_of_what_may_never_come(self) -> None:
-        assert quantile([1.0, float("inf"), 2.0], 0.5) == 2.0
-        assert quantile([], 0.5) == float("inf")
+        assert compute_quantile([1.0, float("inf"), 2.0], 0.5) == 2.0
+        assert compute_quantile([], 0.5) == float("inf")
 
 
 class TestThresholds:
     def test_the_one_that_is_best_for_the_others_judges_a_fault(self) -> None:
         """Doubled it is made for the one fault that has been left out, and halved it is as good as it is."""
         half, twice = Threshold("m", "LIMIT", 0.5), Threshold("m", "LIMIT", 2.0)
-        found = choose(
+        found = choose_thresholds(
             {
                 half: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
-                AS_IT_IS: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
+                UNCHANGED_THRESHOLD: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
                 twice: {"a": [1.0, 1.0], "b": [-1.0, 0.0], "c": [1.0, 1.0]},
             }
         )
@@ -177,5 +184,5 @@ class TestThresholds:
         assert found.chosen == {"as they are": 2, "LIMIT × 2": 1}
 
     def test_each_is_there(self) -> None:
-        for threshold in TRIED[1:]:
+        for threshold in TRIED_THRESHOLDS[1:]:
             assert getattr(import_module(threshold.module), threshold.name) > 0

@@ -13,10 +13,10 @@ import torch
 
 from bench import edit
 from bench.scripts.edit import drawing, training
-from bench.scripts.edit.training import SYNC_EVERY, Fleet, Run
+from bench.scripts.edit.training import SYNC_EVERY, ReplicaSet, Run
 from bench.scripts.stragglers.workload import GPT, make_optimizer
 from pacekeeper.replication.local_sgd import OuterSGD
-from pacekeeper_analysis.pseudo_gradient import Penalty
+from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
 
 RUN = Run(replicas=4, steps=400, warmup=16, learning_rate=1e-3, seed=3, clean_periods=5, dirty=True)
 
@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def moved(fleet: Fleet, scale: float, replica: int, seed: int) -> None:
+def moved(fleet: ReplicaSet, scale: float, replica: int, seed: int) -> None:
     """Something that the replica has learnt."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -38,10 +38,10 @@ def moved(fleet: Fleet, scale: float, replica: int, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
 
 
-def fleet_of(settings: OuterSGD, replicas: int = 3) -> tuple[GPT, Fleet]:
+def fleet_of(settings: OuterSGD, replicas: int = 3) -> tuple[GPT, ReplicaSet]:
     torch.manual_seed(1)
     model = GPT()
-    return model, Fleet(model, make_optimizer(model, 1e-3), settings, replicas)
+    return model, ReplicaSet(model, make_optimizer(model, 1e-3), settings, replicas)
 
 
 def test_diloco_is_torchs_sgd_with_nesterov_momentum_on_the_plain_mean() -> None:
@@ -58,7 +58,7 @@ def test_diloco_is_torchs_sgd_with_nesterov_momentum_on_the_plain_mean() -> None
         for index, parameter in enumerate(theirs.parameters()):
             parameter.grad = torch.stack([parameter.detach() - its[index].detach() for its in replicas]).mean(dim=0)
         outer.step()
-        fleet.synchronise()
+        fleet.synchronize()
         for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     for its in fleet._models:
@@ -73,35 +73,38 @@ def test_a_replica_gone_bad_does_not_move_the_common_model() -> None:
             next(iter(fleet._models[replica].parameters())).fill_(torch.nan)
     moved(fleet, 0.001, 0, 1)
     expected = [its.detach().clone() for its in fleet._models[0].parameters()]
-    fleet.synchronise()
+    fleet.synchronize()
     for one, other in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(one.detach(), other)
 
 
 def test_a_mean_above_the_clip_is_scaled_down_to_it() -> None:
     mean = torch.tensor([3.0, 4.0])
-    torch.testing.assert_close(training.clipped(mean, Penalty(clip=1.0)), mean / 5)
-    assert torch.equal(training.clipped(mean, Penalty(clip=6.0)), mean)
-    assert torch.equal(training.clipped(mean, Penalty(clip=1.0, enabled=False)), mean)
+    torch.testing.assert_close(training.clip_mean(mean, Penalty(clip=1.0)), mean / 5)
+    assert torch.equal(training.clip_mean(mean, Penalty(clip=6.0)), mean)
+    assert torch.equal(training.clip_mean(mean, Penalty(clip=1.0, enabled=False)), mean)
 
 
 def test_what_is_garbled_lasts_from_one_synchronisation_to_the_next() -> None:
     first = RUN.warmup + RUN.clean_periods * SYNC_EVERY
-    assert not any(RUN.garbled(step) for step in range(first))
-    periods = [{RUN.garbled(step) for step in range(at, at + SYNC_EVERY)} for at in range(first, 20_000, SYNC_EVERY)]
+    assert not any(RUN.draw_garbled_replicas(step) for step in range(first))
+    periods = [
+        {RUN.draw_garbled_replicas(step) for step in range(at, at + SYNC_EVERY)}
+        for at in range(first, 20_000, SYNC_EVERY)
+    ]
     assert all(len(its) == 1 for its in periods)
     counts = [len(next(iter(its))) for its in periods]
     assert counts.count(1) / len(counts) == pytest.approx(training.ONE_GARBLED, abs=0.02)
     assert counts.count(4) / len(counts) == pytest.approx(training.ALL_GARBLED, abs=0.015)
-    assert not any(replace(RUN, dirty=False).garbled(step) for step in range(5000))
+    assert not any(replace(RUN, dirty=False).draw_garbled_replicas(step) for step in range(5000))
 
 
 def test_a_run_is_a_function_of_its_seed_and_learns() -> None:
     run = Run(replicas=2, steps=16, warmup=8, learning_rate=4e-3, seed=1, dirty=True)
-    curve = training.train(run, edit.SIDES["penalty"], 2)
+    curve = training.train_side(run, edit.SIDES["penalty"], 2)
     assert [step for step, _ in curve] == [8, 16]
     assert curve[-1][1] < curve[0][1] < 5.6
-    assert training.train(run, edit.SIDES["penalty"], 2) == curve
+    assert training.train_side(run, edit.SIDES["penalty"], 2) == curve
 
 
 def losses(**of_sides: float) -> dict[str, list[float]]:
@@ -110,7 +113,7 @@ def losses(**of_sides: float) -> dict[str, list[float]]:
 
 
 def test_goals_at_their_edges() -> None:
-    assert all(edit.goals(losses(penalty=2.02), losses(penalty=1.99)).values())
+    assert all(edit.check_goals(losses(penalty=2.02), losses(penalty=1.99)).values())
 
 
 @pytest.mark.parametrize(
@@ -124,12 +127,12 @@ def test_goals_at_their_edges() -> None:
     ],
 )
 def test_a_goal_that_is_missed_is_the_only_one(missed: str, clean: dict[str, float], dirty: dict[str, float]) -> None:
-    held = edit.goals(losses(**clean), losses(**({"penalty": 1.9} | dirty)))
+    held = edit.check_goals(losses(**clean), losses(**({"penalty": 1.9} | dirty)))
     assert [name for name, its in held.items() if not its] == [missed]
 
 
 def test_numbers_are_short_and_all_the_rest_as_it_was() -> None:
-    assert edit.rounded({"a": [1.23456, (2, True)], "b": "x"}) == {"a": [1.2346, [2, True]], "b": "x"}
+    assert edit.round_numbers({"a": [1.23456, (2, True)], "b": "x"}) == {"a": [1.2346, [2, True]], "b": "x"}
 
 
 def test_curves_are_drawn_within_their_panels() -> None:
@@ -137,12 +140,12 @@ def test_curves_are_drawn_within_their_panels() -> None:
         name: {side: [(0, 9.0), (320, 2.5), (640, end)] for side in edit.SIDES}
         for name, end in (("clean", 2.0), ("dirty", 2.2))
     }
-    drawn = ElementTree.fromstring(drawing.picture(curves))
+    drawn = ElementTree.fromstring(drawing.draw_picture(curves))
     panels = drawn.findall("{*}g")
     assert len(panels) == 2
     for panel in panels:
         lines = panel.findall("{*}polyline")
-        assert len(lines) == len(drawing.COLOURS)
+        assert len(lines) == len(drawing.COLORS)
         for line in lines:
             points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
             assert len(points) == 2, "what is above the panel is left out"
@@ -154,6 +157,6 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_trained(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CURVES", str(tmp_path / path))
-    monkeypatch.setattr(edit, "ablation", lambda _: pytest.fail("it trains"))
+    monkeypatch.setattr(edit, "run_ablation", lambda _: pytest.fail("it trains"))
     with pytest.raises(SystemExit, match="it is a folder, or lies in none"):
         edit.main()

@@ -35,9 +35,9 @@ def family(last: str, seconds: float) -> str:
     command = [sys.executable, "-c", FAMILY + last]
     return f"""
 import signal, sys
-from bench.scripts.guard import run
+from bench.scripts.guard import run_guarded
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
-sys.exit(run({command!r}, {seconds}, lambda line: print(line, end="", flush=True)))
+sys.exit(run_guarded({command!r}, {seconds}, lambda line: print(line, end="", flush=True)))
 """
 
 
@@ -115,7 +115,10 @@ try:
 finally:
     Path({str(made)!r}).unlink()
 """
-    program = f"import sys\nfrom bench.scripts.guard import run\nrun([sys.executable, '-c', {command!r}], 60, print)"
+    program = (
+        f"import sys\nfrom bench.scripts.guard import run_guarded\n"
+        f"run_guarded([sys.executable, '-c', {command!r}], 60, print)"
+    )
     waiting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT, stderr=subprocess.DEVNULL)
     assert until(made.exists)
     waiting.terminate()
@@ -127,5 +130,5 @@ finally:
 def test_status_and_output_are_the_commands_own(code: str, status: int) -> None:
     lines: list[str] = []
     command = [sys.executable, "-c", f"import os, sys; print('one'); print('two', flush=True); {code}"]
-    assert guard.run(command, 60, lines.append, cwd=PROJECT) == status
+    assert guard.run_guarded(command, 60, lines.append, cwd=PROJECT) == status
     assert lines == ["one\n", "two\n"]

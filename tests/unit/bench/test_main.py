@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench import __main__ as benches
-from bench.__main__ import NOT_RUN, Verdict, verdict
+from bench.__main__ import NOT_RUN, Verdict, build_verdict
 from bench.scripts.guard import TIMED_OUT
 
 
@@ -21,22 +21,22 @@ from bench.scripts.guard import TIMED_OUT
     ],
 )
 def test_a_goal_that_is_not_reached_is_a_failure(holds: object, failure: str) -> None:
-    assert verdict(0, json.dumps({"bench": "b", "holds": holds})) == Verdict(failure=failure)
+    assert build_verdict(0, json.dumps({"bench": "b", "holds": holds})) == Verdict(failure=failure)
 
 
 def test_a_result_without_goals_is_none() -> None:
-    assert verdict(0, json.dumps({"bench": "b"})) == Verdict()
+    assert build_verdict(0, json.dumps({"bench": "b"})) == Verdict()
 
 
 @pytest.mark.parametrize("line", ["", "Traceback", "3"])
 def test_no_result_is_a_failure(line: str) -> None:
-    assert verdict(0, line).failure == "no result"
+    assert build_verdict(0, line).failure == "no result"
 
 
 def test_exit_status_counts_as_well() -> None:
-    assert verdict(1, json.dumps({"holds": True})).failure == verdict(1, "").failure == "exit status 1"
-    assert verdict(TIMED_OUT, "").failure == "not done in time"
-    assert verdict(NOT_RUN, "") == Verdict(ran=False)
+    assert build_verdict(1, json.dumps({"holds": True})).failure == build_verdict(1, "").failure == "exit status 1"
+    assert build_verdict(TIMED_OUT, "").failure == "not done in time"
+    assert build_verdict(NOT_RUN, "") == Verdict(ran=False)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_exit_status_counts_as_well() -> None:
 )
 def test_status_of_all(verdicts: tuple[Verdict, ...], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["causes", "overlap", "whatif"][: len(verdicts)]
-    monkeypatch.setattr(benches, "bench", dict(zip(names, verdicts, strict=True)).get)
+    monkeypatch.setattr(benches, "run_bench", dict(zip(names, verdicts, strict=True)).get)
     assert benches.main(names) == status
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bench.scripts.soak import invariants
-from bench.scripts.soak.growth import LEAST_SAMPLES, growth
-from pacekeeper_operator.api import TAINT_QUARANTINE
+from bench.scripts.soak.growth import MIN_SAMPLES, estimate_growth
+from pacekeeper_operator.api.names import TAINT_QUARANTINE
 
 MINUTE = 60.0
 
@@ -21,7 +21,7 @@ def series(an_hour: float, noise: float, minutes: int = 120, level: float = 100.
 
 class TestGrowth:
     def test_its_slope_is_found(self) -> None:
-        found = growth(series(an_hour=6.0, noise=0.5))
+        found = estimate_growth(series(an_hour=6.0, noise=0.5))
         assert found is not None
         assert found.slope == pytest.approx(6.0, abs=0.5)
         assert found.hours == pytest.approx(1.5, abs=0.02)
@@ -29,21 +29,21 @@ class TestGrowth:
 
     @pytest.mark.parametrize(("an_hour", "noise"), [(0.0, 0.0), (0.0, 10.0), (-5.0, 1.0), (1.0, 0.1)])
     def test_noise_and_what_is_little_is_none(self, an_hour: float, noise: float) -> None:
-        found = growth(series(an_hour, noise))
+        found = estimate_growth(series(an_hour, noise))
         assert found is not None
         assert not found.grows
 
     def test_what_fills_at_the_beginning_is_none(self) -> None:
         filling = [(at, 100.0 + min(at, 20 * MINUTE) / 60) for at in (n * MINUTE for n in range(120))]
-        found = growth(filling)
+        found = estimate_growth(filling)
         assert found is not None
         assert not found.grows
 
     def test_too_few_tell_nothing(self) -> None:
-        assert growth([]) is None
-        assert growth(series(50.0, 0.0, minutes=30)) is None, "all of it may be what settles"
-        assert growth(series(50.0, 0.0)[::20]) is None
-        assert growth([(3.0, 1.0)] * 2 * LEAST_SAMPLES) is None
+        assert estimate_growth([]) is None
+        assert estimate_growth(series(50.0, 0.0, minutes=30)) is None, "all of it may be what settles"
+        assert estimate_growth(series(50.0, 0.0)[::20]) is None
+        assert estimate_growth([(3.0, 1.0)] * 2 * MIN_SAMPLES) is None
 
 
 def pod(name: str, going: bool = False) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def member(worker: str, *ranks: int) -> dict[str, Any]:
     ],
 )
 def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None:
-    found = invariants.of_plan({"members": members}, 2, [pod("a"), pod("b"), pod("going", going=True)])
+    found = invariants.check_plan({"members": members}, 2, [pod("a"), pod("b"), pod("going", going=True)])
     assert wrong in (found[0] if found else "")
     assert bool(found) == bool(wrong)
 
@@ -75,7 +75,7 @@ def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None
     ("tainted", "phase", "wrong"),
     [
         (True, "Active", ""),
-        (False, "Held", ""),
+        (False, "Blocked", ""),
         (False, "Active", "is quarantined, and has not our taint"),
         (True, "", "no NodeQuarantine says why"),
         (False, "", ""),
@@ -84,11 +84,11 @@ def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None
 def test_nodes_fit_their_quarantines(tainted: bool, phase: str, wrong: str) -> None:
     node = {"metadata": {"name": "n"}, "spec": {"taints": [{"key": TAINT_QUARANTINE}] if tainted else []}}
     quarantines = [{"metadata": {"name": "n"}, "status": {"phase": phase}}] if phase else []
-    found = invariants.of_nodes([node], quarantines)
+    found = invariants.check_nodes([node], quarantines)
     assert wrong in "".join(found)
     assert bool(found) == bool(wrong)
 
 
 def test_samples_that_are_left_out_or_there_again_are_seen() -> None:
-    assert invariants.of_samples([[2, 0, 1], [1, 2, 0]], 3) == []
-    assert invariants.of_samples([[2, 0, 1], [1, 1, 0]], 3) == ["epoch 2: 1 samples are left out, 1 are there again"]
+    assert invariants.check_samples([[2, 0, 1], [1, 2, 0]], 3) == []
+    assert invariants.check_samples([[2, 0, 1], [1, 1, 0]], 3) == ["epoch 2: 1 samples are left out, 1 are there again"]

@@ -13,7 +13,7 @@ import pytest
 
 from bench import stragglers
 from bench.scripts.stragglers import bounds, diaries, hosts
-from bench.scripts.stragglers.diaries import Entry
+from bench.scripts.stragglers.diaries import DiaryEntry
 from bench.scripts.stragglers.draws import Costs, Scenario, draw_costs
 from bench.scripts.stragglers.run import Run
 
@@ -51,37 +51,42 @@ def test_seeds_give_other_draws() -> None:
 
 
 def test_bound_without_straggler_is_one_sample_a_unit_and_rank() -> None:
-    assert bounds.bound(costs_of(Scenario.NONE), BATCH) == pytest.approx(4.0)
+    assert bounds.compute_bound(costs_of(Scenario.NONE), BATCH) == pytest.approx(4.0)
 
 
 def test_bound_with_a_rank_half_as_fast_is_three_and_a_half_for_shares_and_leases() -> None:
     costs = costs_of(Scenario.CONSTANT)
-    shares, rate = bounds.fixed_shares(costs, BATCH)
+    shares, rate = bounds.find_fixed_shares(costs, BATCH)
     assert shares == (8, 8, 8, 4)
     assert rate == pytest.approx(3.5)
-    assert bounds.leases(costs, LEASE) == pytest.approx(3.5)
-    assert bounds.bound(costs, BATCH) == pytest.approx(3.5)
-    assert bounds.shares_rate(costs, (7, 7, 7, 7)) == pytest.approx(2.0)
+    assert bounds.compute_lease_rate(costs, LEASE) == pytest.approx(3.5)
+    assert bounds.compute_bound(costs, BATCH) == pytest.approx(3.5)
+    assert bounds.compute_shares_rate(costs, (7, 7, 7, 7)) == pytest.approx(2.0)
 
 
 def test_the_grain_caps_integer_shares() -> None:
     costs = draw_costs(Scenario.CONSTANT, RANKS, 32 * 50, 32, 1)
-    assert bounds.fixed_shares(costs, 32)[1] == pytest.approx(3.2)  # of 3.5: 91.4 %
+    assert bounds.find_fixed_shares(costs, 32)[1] == pytest.approx(3.2)  # of 3.5: 91.4 %
 
 
 @pytest.mark.parametrize("scenario", [Scenario.RANDOM, Scenario.NOISE])
 def test_nothing_beats_the_bound(scenario: Scenario) -> None:
     costs = costs_of(scenario, 400)
-    best = bounds.bound(costs, BATCH)
-    within_reach = bounds.leases(costs, LEASE)
-    assert bounds.shares_rate(costs, (7, 7, 7, 7)) <= bounds.fixed_shares(costs, BATCH)[1] < within_reach <= best
-    assert bounds.foreseen_shares(costs, BATCH) <= best
+    best = bounds.compute_bound(costs, BATCH)
+    within_reach = bounds.compute_lease_rate(costs, LEASE)
+    assert (
+        bounds.compute_shares_rate(costs, (7, 7, 7, 7))
+        <= bounds.find_fixed_shares(costs, BATCH)[1]
+        < within_reach
+        <= best
+    )
+    assert bounds.compute_foreseen_rate(costs, BATCH) <= best
 
 
 def test_bound_with_a_random_straggler_is_that_of_a_known_one() -> None:
     costs = costs_of(Scenario.RANDOM)
-    assert bounds.bound(costs, BATCH) == pytest.approx(3.5, rel=0.01)
-    assert bounds.shares_rate(costs, (7, 7, 7, 7)) == pytest.approx(2.0)
+    assert bounds.compute_bound(costs, BATCH) == pytest.approx(3.5, rel=0.01)
+    assert bounds.compute_shares_rate(costs, (7, 7, 7, 7)) == pytest.approx(2.0)
 
 
 def test_fixed_shares_are_the_best_of_all_by_brute_force() -> None:
@@ -98,32 +103,38 @@ def test_fixed_shares_are_the_best_of_all_by_brute_force() -> None:
         return total
 
     ways = [way for way in itertools.product(range(1, 8), repeat=3) if sum(way) == 9]
-    assert sorted(map(tuple, bounds.all_shares(9, 3).tolist())) == sorted(ways)
+    assert sorted(map(tuple, bounds.list_shares(9, 3).tolist())) == sorted(ways)
     best = min(ways, key=seconds)
-    shares, rate = bounds.fixed_shares(costs, 9)
+    shares, rate = bounds.find_fixed_shares(costs, 9)
     assert shares == best
     assert rate == pytest.approx(9 * 40 / seconds(best))
 
 
 def test_no_rank_waits_under_leases() -> None:
     costs = np.ones((2, 60))
-    assert bounds.leases(costs, 1) == pytest.approx(2.0)
+    assert bounds.compute_lease_rate(costs, 1) == pytest.approx(2.0)
     costs[1] = 3.0
-    assert bounds.leases(costs, 1) == pytest.approx(1 + 1 / 3)
+    assert bounds.compute_lease_rate(costs, 1) == pytest.approx(1 + 1 / 3)
 
 
 @pytest.mark.parametrize("scenario", [Scenario.NONE, Scenario.CONSTANT])
 def test_local_sgd_wastes_nothing_where_steps_fit_the_clock(scenario: Scenario) -> None:
     costs = costs_of(scenario)
     for lease in (1, LEASE):
-        assert bounds.local_sgd(costs, lease, LEASE, 16) == pytest.approx(bounds.bound(costs, BATCH))
+        assert bounds.compute_local_sgd_rate(costs, lease, LEASE, 16) == pytest.approx(
+            bounds.compute_bound(costs, BATCH)
+        )
 
 
 def test_ranks_wait_for_the_last_one_at_a_synchronisation() -> None:
     """Steps of 2 and 3 units; the clock is up after 4: the second rank makes one step, or two, and the first waits."""
     costs = np.array([[2.0] * 100, [3.0] * 100])
-    assert bounds.local_sgd(costs, 1, 1, 4) == pytest.approx(3 / 4)  # ends at 4 (two samples) and at 3 (one)
-    assert bounds.local_sgd(costs, 1, 1, 5) == pytest.approx(4 / 6)  # at 4, next is nearer to 5: at 6 (two) and 4 …
+    assert bounds.compute_local_sgd_rate(costs, 1, 1, 4) == pytest.approx(
+        3 / 4
+    )  # ends at 4 (two samples) and at 3 (one)
+    assert bounds.compute_local_sgd_rate(costs, 1, 1, 5) == pytest.approx(
+        4 / 6
+    )  # at 4, next is nearer to 5: at 6 (two) and 4 …
 
 
 @pytest.mark.parametrize(("scenario", "whole", "fine"), [(Scenario.RANDOM, 0.945, 0.98), (Scenario.NOISE, 0.998, 0.99)])
@@ -133,7 +144,7 @@ def test_what_aedit_can_reach_at_best(scenario: Scenario, whole: float, fine: fl
     for lease in (2, LEASE):
         costs = [costs_of(scenario, 400, seed) for seed in range(1, 5)]
         of_bound[lease] = np.mean(
-            [bounds.local_sgd(its, lease, LEASE, 128) / bounds.bound(its, BATCH) for its in costs]
+            [bounds.compute_local_sgd_rate(its, lease, LEASE, 128) / bounds.compute_bound(its, BATCH) for its in costs]
         )
     assert of_bound[LEASE] < whole
     assert of_bound[2] > fine
@@ -141,12 +152,14 @@ def test_what_aedit_can_reach_at_best(scenario: Scenario, whole: float, fine: fl
 
 def test_a_failed_side_is_left_out_and_its_goals_are_not_reached() -> None:
     run = stragglers.Measured(0.97, 10.0, 1.0, [0.25] * 4, 0.05, 0)
-    found = stragglers.summary(Scenario.CONSTANT, {"ddp": {0: run, 1: run}, "aedit": {1: run}, "torchft_diloco": {}})
+    found = stragglers.summarize_scenario(
+        Scenario.CONSTANT, {"ddp": {0: run, 1: run}, "aedit": {1: run}, "torchft_diloco": {}}
+    )
     assert found["aedit"] == found["ddp"] == 0.97
     assert found["against_ddp"] == {"aedit": {"ratio": 1.0, "interval": None}}  # of the repeat that both have
     assert found["torchft_best"] is None
     assert "torchft_diloco" not in found
-    holds = stragglers.holds({"constant": found, "random": {"aedit": 0.96}, "loss": {"against_ddp": {}}})
+    holds = stragglers.check_goals({"constant": found, "random": {"aedit": 0.96}, "loss": {"against_ddp": {}}})
     assert not holds["constant_1.4_torchft"]
     assert not holds["constant_95_percent"]  # `shares` is missing
     assert holds["random_95_percent"]
@@ -156,7 +169,7 @@ def test_a_failed_side_is_left_out_and_its_goals_are_not_reached() -> None:
 def test_the_whole_interval_of_the_loss_must_be_within_a_percent() -> None:
     def goal(ratio: float, interval: float | None) -> bool:
         of_pairs = {"ratio": ratio, "interval": interval}
-        return stragglers.holds({"loss": {"against_ddp": {"aedit": of_pairs}}})["aedit_loss_1_percent"]
+        return stragglers.check_goals({"loss": {"against_ddp": {"aedit": of_pairs}}})["aedit_loss_1_percent"]
 
     assert goal(1.0, 0.009)
     assert not goal(1.0, 0.02)
@@ -177,44 +190,44 @@ def test_a_host_that_ends_is_a_failure_with_its_last_words(tmp_path: Path, monke
     started.close()
 
 
-def diary(*steps: tuple[float, int, float, int]) -> list[Entry]:
+def diary(*steps: tuple[float, int, float, int]) -> list[DiaryEntry]:
     """Steps as (end, number of samples, cost, period)."""
-    return [Entry(at, tuple(range(samples)), cost, 0.01, period) for at, samples, cost, period in steps]
+    return [DiaryEntry(at, tuple(range(samples)), cost, 0.01, period) for at, samples, cost, period in steps]
 
 
 def test_a_period_lasts_until_its_last_rank_and_counts_all_samples() -> None:
     fast = diary((1.0, 7, 7, 1), (2.0, 7, 7, 2), (3.0, 7, 7, 2), (5.0, 7, 7, 3))
     slow = diary((1.5, 7, 9, 1), (4.0, 4, 14, 2), (5.5, 7, 14, 3))
-    second, third = diaries.complete_periods([fast, slow])
+    second, third = diaries.list_complete_periods([fast, slow])
     assert (second.seconds, second.samples, second.virtual) == (2.5, (14, 4), 14)
     assert (third.seconds, third.samples, third.virtual) == (1.5, (7, 7), 14)
-    assert diaries.virtual_time([fast, slow], 2) == 9 + 14
-    assert diaries.samples_until([fast, slow], 2) == 7 + 14 + 7 + 4
+    assert diaries.compute_virtual_time([fast, slow], 2) == 9 + 14
+    assert diaries.count_samples([fast, slow], 2) == 7 + 14 + 7 + 4
 
 
 def test_a_period_of_local_steps_lasts_from_its_first_step_to_the_next_ones() -> None:
     fast = diary((1.5, 7, 1, 1), (2.5, 7, 1, 1), (6.0, 7, 1, 2))
     slow = diary((2.6, 7, 2, 1), (6.8, 7, 2, 2))
-    (first,) = diaries.begun_periods([fast, slow], unit_seconds=1.0)
+    (first,) = diaries.list_begun_periods([fast, slow], unit_seconds=1.0)
     assert first.seconds == pytest.approx(5.0 - 0.6)  # fast begins at 0.5 and 5.0, slow at 0.6 and 4.8
     assert (first.samples, first.virtual) == ((14, 7), 2)
     left_behind = diary((2.6, 7, 2, 1), (5.6, 7, 2, 1))
-    (first,) = diaries.begun_periods([fast, left_behind], unit_seconds=1.0)
+    (first,) = diaries.list_begun_periods([fast, left_behind], unit_seconds=1.0)
     assert first.samples == (14, 7)
 
 
 def test_work_counts_as_far_as_the_rank_weighs() -> None:
     done = [(8, 8, 8, 4), (8, 8, 8, 4)]
-    assert diaries.counted(done, [(8 / 28, 8 / 28, 8 / 28, 4 / 28)] * 2) == pytest.approx(1.0)
-    assert diaries.counted(done, [(0.25, 0.25, 0.25, 0.25)] * 2) == pytest.approx(25 / 28)
-    assert diaries.counted(done, [(1 / 3, 1 / 3, 1 / 3, 0)] * 2) == pytest.approx(24 / 28)
+    assert diaries.compute_counted_share(done, [(8 / 28, 8 / 28, 8 / 28, 4 / 28)] * 2) == pytest.approx(1.0)
+    assert diaries.compute_counted_share(done, [(0.25, 0.25, 0.25, 0.25)] * 2) == pytest.approx(25 / 28)
+    assert diaries.compute_counted_share(done, [(1 / 3, 1 / 3, 1 / 3, 0)] * 2) == pytest.approx(24 / 28)
     uneven = [(0.3, 0.2, 0.25, 0.25), (0.2, 0.3, 0.25, 0.25)]
-    assert diaries.counted([(7, 7, 7, 7)] * 2, uneven) == pytest.approx(1.0)  # chance evens out
-    assert diaries.weight_per_rank([(7, 7, 7, 7)] * 2, uneven) == pytest.approx([0.25] * 4)
+    assert diaries.compute_counted_share([(7, 7, 7, 7)] * 2, uneven) == pytest.approx(1.0)  # chance evens out
+    assert diaries.compute_rank_weights([(7, 7, 7, 7)] * 2, uneven) == pytest.approx([0.25] * 4)
 
 
 def test_interval_is_students() -> None:
-    mean, half = diaries.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    mean, half = diaries.compute_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0
     assert half == pytest.approx(2.776 * math.sqrt(2.5 / 5))
-    assert diaries.interval([1.0]) == (1.0, math.inf)
+    assert diaries.compute_interval([1.0]) == (1.0, math.inf)

@@ -12,46 +12,53 @@ import numpy as np
 import pytest
 
 from bench import traffic as bench
-from bench.scripts.traffic.bounds import speed_bound
+from bench.scripts.traffic.bounds import compute_speed_bound
 from bench.scripts.traffic.clusters import (
     HOSTS,
     NICS,
-    RACK,
+    RACK_HOSTS,
     STAGES,
-    Fabric,
-    Job,
+    SimulatedFabric,
     Traffic,
-    damaged,
-    eight_jobs,
-    fabrics,
-    hundred_jobs,
-    one_large_job,
-    one_uplink_dead,
-    traffic_of,
+    TrafficJob,
+    break_busiest_uplink,
+    build_fabrics,
+    build_one_large_job,
+    build_traffic,
+    damage_fabric,
+    draw_eight_jobs,
+    draw_hundred_jobs,
 )
-from bench.scripts.traffic.figures import Cut, Run, figures
-from bench.scripts.traffic.planners import PLANNERS, Case, enough_parts
-from bench.scripts.traffic.progress import Progress, recovered_after
-from bench.scripts.traffic.real import COUNTS, CROWDED, ROOMY, Setting, fullest, simulated
-from bench.scripts.traffic.shifts import shifted
-from bench.scripts.traffic.speeds import Plan, at_once, busy_slots, by_turns
+from bench.scripts.traffic.planners import PLANNERS, PlannerCase, choose_parts
+from bench.scripts.traffic.progress import Progress, compute_recovery_seconds
+from bench.scripts.traffic.real import CROWDED, JOB_COUNTS, ROOMY, Setting, count_fullest_link_flows, simulate_job_rates
+from bench.scripts.traffic.shifts import shift_jobs
+from bench.scripts.traffic.speeds import (
+    PlannedTraffic,
+    compute_busy_slots,
+    compute_concurrent_speeds,
+    compute_turn_speeds,
+)
 from bench.scripts.traffic.switches import Flow, Switches
-from pacekeeper_analysis.fabric.topology import uniform
-from tests.support.fabric import FabricHost, LeafSpine, leaf_spine
-from tests.support.paths import python
+from bench.scripts.traffic.traffic_statistics import Cut, Run, compute_statistics
+from pacekeeper_analysis.fabric.topology import build_uniform_topology
+from testing.network.fabric import FabricHost, HostedLeafSpine, create_leaf_spine
+from testing.network.paths import build_python_command
 
-HALF = Job((0, 1), period=12, busy=6)
+HALF = TrafficJob((0, 1), period=12, busy=6)
 
 
 def traffic(*flows: tuple[int, int, int], parts: int = 1) -> Traffic:
     """(job, source, destination); each has NICs of its own."""
     job, source, destination = np.array(flows, dtype=np.int64).T
     nics = np.arange(len(flows))
-    return Traffic(job, nics, nics, source, destination, np.ones(len(flows), dtype=np.int64), planes=1).in_parts(parts)
+    return Traffic(job, nics, nics, source, destination, np.ones(len(flows), dtype=np.int64), planes=1).split_flows(
+        parts
+    )
 
 
-def case(fabric: Fabric, of: Traffic, *jobs: Job) -> Case:
-    return Case(fabric, jobs, of, speed_bound(fabric, of), np.zeros(len(jobs), dtype=np.int64))
+def case(fabric: SimulatedFabric, of: Traffic, *jobs: TrafficJob) -> PlannerCase:
+    return PlannerCase(fabric, jobs, of, compute_speed_bound(fabric, of), np.zeros(len(jobs), dtype=np.int64))
 
 
 def chance() -> np.random.Generator:
@@ -60,167 +67,204 @@ def chance() -> np.random.Generator:
 
 class TestClusters:
     def test_eight_jobs_fill_each_leaf_and_meet_under_all_of_them(self) -> None:
-        jobs = eight_jobs(chance())
-        racks = np.array([job.hosts for job in jobs]) // RACK
-        assert all(sorted(of_job) == list(range(HOSTS // RACK)) for of_job in racks.tolist())
-        found = traffic_of(fabrics()["1:1"], jobs)
+        jobs = draw_eight_jobs(chance())
+        racks = np.array([job.hosts for job in jobs]) // RACK_HOSTS
+        assert all(sorted(of_job) == list(range(HOSTS // RACK_HOSTS)) for of_job in racks.tolist())
+        found = build_traffic(build_fabrics()["1:1"], jobs)
         for ends in (found.source, found.destination):
-            assert (np.bincount(ends) == RACK * NICS).all(), "whole leaves send and receive"
+            assert (np.bincount(ends) == RACK_HOSTS * NICS).all(), "whole leaves send and receive"
         assert found.unit == 1.0
 
     @pytest.mark.parametrize("packed", [True, False])
     def test_of_a_hundred_jobs_nobody_shares_a_host(self, packed: bool) -> None:
-        hosts = [host for job in hundred_jobs(chance(), packed) for host in job.hosts]
+        hosts = [host for job in draw_hundred_jobs(chance(), packed) for host in job.hosts]
         assert len(hosts) == len(set(hosts))
         assert 0.7 * HOSTS < len(hosts) <= HOSTS
 
     def test_packed_jobs_cross_fewer_leaves(self) -> None:
-        crossing = [len(traffic_of(fabrics()["1:1"], hundred_jobs(chance(), packed)).job) for packed in (True, False)]
+        crossing = [
+            len(build_traffic(build_fabrics()["1:1"], draw_hundred_jobs(chance(), packed)).job)
+            for packed in (True, False)
+        ]
         assert crossing[0] < crossing[1] / 2
 
-    @pytest.mark.parametrize("name", list(fabrics()))
+    @pytest.mark.parametrize("name", list(build_fabrics()))
     def test_a_ring_leaves_each_leaf_once_in_each_rail(self, name: str) -> None:
-        fabric, job = fabrics()[name], max(hundred_jobs(chance(), packed=False), key=lambda job: len(job.hosts))
-        found = traffic_of(fabric, [job])
-        leaves = {fabric.place(host) for host in job.hosts}
+        fabric, job = (
+            build_fabrics()[name],
+            max(draw_hundred_jobs(chance(), packed=False), key=lambda job: len(job.hosts)),
+        )
+        found = build_traffic(fabric, [job])
+        leaves = {fabric.find_location(host) for host in job.hosts}
         assert len(found.job) == len(leaves) * NICS
         assert (found.sender % NICS == found.receiver % NICS).all()
         if fabric.by_rail:
             assert (found.source % NICS == found.sender % NICS).all()
 
     def test_stages_of_the_large_job_send_on_and_back_beside_their_rings(self) -> None:
-        found = traffic_of(fabrics()["1:1"], one_large_job())
+        found = build_traffic(build_fabrics()["1:1"], build_one_large_job())
         rings, steps = found.weight > 1, found.weight == 1
-        assert rings.sum() == HOSTS // RACK * NICS
+        assert rings.sum() == HOSTS // RACK_HOSTS * NICS
         assert steps.sum() == 2 * (STAGES - 1) * HOSTS // STAGES * NICS
         assert found.unit == 1 / 9, "a NIC with a ring's edge, one step on and one back"
 
     def test_the_dead_uplink_is_one_that_was_used_and_damage_is_slower_or_dead(self) -> None:
-        fabric, draws = fabrics()["8 trunks"], chance()
-        dead = one_uplink_dead(fabric, traffic_of(fabric, eight_jobs(draws)))
+        fabric, draws = build_fabrics()["8 trunks"], chance()
+        dead = break_busiest_uplink(fabric, build_traffic(fabric, draw_eight_jobs(draws)))
         assert (dead.topology.up == 0).sum() == 1
-        worse = damaged(fabrics()["1:1"], draws)
+        worse = damage_fabric(build_fabrics()["1:1"], draws)
         shares = [(worse.topology.up == capacity).mean() for capacity in (0, 1, 2)]
         assert shares == pytest.approx([0.01, 0.01, 0.98], abs=0.005)
 
 
 class TestSpeeds:
     def test_two_jobs_on_one_link_have_half_of_it_and_all_of_it_apart(self) -> None:
-        fabric, of = Fabric(uniform(2, 2)), traffic((0, 0, 1), (1, 0, 1))
-        together, apart = Plan(of, np.array([0, 0])), Plan(of, np.array([0, 1]))
-        assert (together.load(fabric), apart.load(fabric)) == (2.0, 1.0)
-        assert at_once(together.usage(fabric), jobs=3).tolist() == [0.5, 0.5, 1.0], "the third has no flows"
-        assert at_once(apart.usage(fabric), jobs=2).tolist() == [1.0, 1.0]
+        fabric, of = SimulatedFabric(build_uniform_topology(2, 2)), traffic((0, 0, 1), (1, 0, 1))
+        together, apart = PlannedTraffic(of, np.array([0, 0])), PlannedTraffic(of, np.array([0, 1]))
+        assert (together.compute_load(fabric), apart.compute_load(fabric)) == (2.0, 1.0)
+        assert compute_concurrent_speeds(together.compute_usage(fabric), jobs=3).tolist() == [0.5, 0.5, 1.0], (
+            "the third has no flows"
+        )
+        assert compute_concurrent_speeds(apart.compute_usage(fabric), jobs=2).tolist() == [1.0, 1.0]
 
     def test_a_job_is_as_fast_as_its_slowest_edge(self) -> None:
-        fabric, of = Fabric(uniform(3, 2)), traffic((0, 0, 1), (0, 1, 2), (1, 1, 2))
-        assert at_once(Plan(of, np.array([0, 0, 0])).usage(fabric), jobs=2).tolist() == [0.5, 0.5]
+        fabric, of = SimulatedFabric(build_uniform_topology(3, 2)), traffic((0, 0, 1), (0, 1, 2), (1, 1, 2))
+        assert compute_concurrent_speeds(
+            PlannedTraffic(of, np.array([0, 0, 0])).compute_usage(fabric), jobs=2
+        ).tolist() == [
+            0.5,
+            0.5,
+        ]
 
     def test_sub_connections_share_what_a_flow_sends(self) -> None:
-        fabric, of = Fabric(uniform(2, 2)), traffic((0, 0, 1), (1, 0, 1), parts=2)
-        assert Plan(of, np.array([0, 1, 0, 0])).load(fabric) == 1.5
-        assert at_once(Plan(of, np.array([0, 1, 0, 1])).usage(fabric), jobs=2).tolist() == [1.0, 1.0]
+        fabric, of = SimulatedFabric(build_uniform_topology(2, 2)), traffic((0, 0, 1), (1, 0, 1), parts=2)
+        assert PlannedTraffic(of, np.array([0, 1, 0, 0])).compute_load(fabric) == 1.5
+        assert compute_concurrent_speeds(
+            PlannedTraffic(of, np.array([0, 1, 0, 1])).compute_usage(fabric), jobs=2
+        ).tolist() == [
+            1.0,
+            1.0,
+        ]
 
     def test_by_turns_by_hand(self) -> None:
-        fabric, of = Fabric(uniform(2, 1)), traffic((0, 0, 1), (1, 0, 1))
-        used = Plan(of, np.array([0, 0])).usage(fabric)
-        assert by_turns(used, [HALF, HALF], np.array([0, 6])).tolist() == [1.0, 1.0]
-        assert by_turns(used, [HALF, HALF], np.array([0, 0])).tolist() == pytest.approx([12 / 18] * 2)
-        assert by_turns(used, [HALF, HALF], np.array([0, 3])).tolist() == pytest.approx([12 / 14] * 2)
+        fabric, of = SimulatedFabric(build_uniform_topology(2, 1)), traffic((0, 0, 1), (1, 0, 1))
+        used = PlannedTraffic(of, np.array([0, 0])).compute_usage(fabric)
+        assert compute_turn_speeds(used, [HALF, HALF], np.array([0, 6])).tolist() == [1.0, 1.0]
+        assert compute_turn_speeds(used, [HALF, HALF], np.array([0, 0])).tolist() == pytest.approx([12 / 18] * 2)
+        assert compute_turn_speeds(used, [HALF, HALF], np.array([0, 3])).tolist() == pytest.approx([12 / 14] * 2)
 
 
 class TestShifts:
     def test_jobs_that_share_a_link_are_shifted_apart_and_others_stay(self) -> None:
-        fabric, of = Fabric(uniform(2, 2)), traffic((0, 0, 1), (1, 0, 1), (2, 0, 1))
-        used, jobs = Plan(of, np.array([0, 0, 1])).usage(fabric), [HALF] * 3
-        shifts = shifted(used, jobs, np.array([1, 2, 3]))
+        fabric, of = SimulatedFabric(build_uniform_topology(2, 2)), traffic((0, 0, 1), (1, 0, 1), (2, 0, 1))
+        used, jobs = PlannedTraffic(of, np.array([0, 0, 1])).compute_usage(fabric), [HALF] * 3
+        shifts = shift_jobs(used, jobs, np.array([1, 2, 3]))
         assert shifts[2] == 3
-        assert not (busy_slots(jobs, shifts)[0] & busy_slots(jobs, shifts)[1]).any()
-        assert by_turns(used, jobs, shifts).tolist() == [1.0] * 3
+        assert not (compute_busy_slots(jobs, shifts)[0] & compute_busy_slots(jobs, shifts)[1]).any()
+        assert compute_turn_speeds(used, jobs, shifts).tolist() == [1.0] * 3
 
     def test_shifts_never_make_it_worse(self) -> None:
-        jobs, fabric = eight_jobs(chance()), fabrics()["2:1"]
-        of, start = traffic_of(fabric, jobs), chance().integers(24, size=8)
-        used = PLANNERS["ecmp"](Case(fabric, jobs, of, 1.0, start), chance()).usage(fabric)
-        assert by_turns(used, jobs, shifted(used, jobs, start)).mean() >= by_turns(used, jobs, start).mean()
+        jobs, fabric = draw_eight_jobs(chance()), build_fabrics()["2:1"]
+        of, start = build_traffic(fabric, jobs), chance().integers(24, size=8)
+        used = PLANNERS["ecmp"](PlannerCase(fabric, jobs, of, 1.0, start), chance()).compute_usage(fabric)
+        assert (
+            compute_turn_speeds(used, jobs, shift_jobs(used, jobs, start)).mean()
+            >= compute_turn_speeds(used, jobs, start).mean()
+        )
 
 
 class TestPlanners:
     @pytest.mark.parametrize("name", list(PLANNERS))
     def test_nobody_goes_over_a_dead_link(self, name: str) -> None:
-        fabric = Fabric(uniform(4, 3).without(up=[(0, 1)], down=[(1, 0), (2, 2)]))
+        fabric = SimulatedFabric(build_uniform_topology(4, 3).with_dead_links(up=[(0, 1)], down=[(1, 0), (2, 2)]))
         ends = [(source, destination) for source in range(4) for destination in range(4) if source != destination]
         of = traffic(*[(0, *pair) for pair in ends])
         plan = PLANNERS[name](case(fabric, of, HALF), chance())
-        assert (fabric.topology.up[plan.traffic.source, plan.ways] > 0).all()
-        assert (fabric.topology.down[plan.traffic.destination, plan.ways] > 0).all()
+        assert (fabric.topology.up[plan.traffic.source, plan.routes] > 0).all()
+        assert (fabric.topology.down[plan.traffic.destination, plan.routes] > 0).all()
 
     def test_ecmp_is_even_by_chance_only(self) -> None:
         of = traffic(*[(0, 0, 1)] * 800)
-        counts = np.bincount(PLANNERS["ecmp"](case(Fabric(uniform(2, 8)), of, HALF), chance()).ways, minlength=8)
+        counts = np.bincount(
+            PLANNERS["ecmp"](case(SimulatedFabric(build_uniform_topology(2, 8)), of, HALF), chance()).routes,
+            minlength=8,
+        )
         assert counts.min() > 60
         assert counts.max() > 100
 
     def test_sub_connections_are_hashed_by_themselves(self) -> None:
-        plan = PLANNERS["e-ecmp 16"](case(Fabric(uniform(2, 8)), traffic((0, 0, 1), (0, 0, 1)), HALF), chance())
-        assert len(plan.ways) == 32
+        plan = PLANNERS["e-ecmp 16"](
+            case(SimulatedFabric(build_uniform_topology(2, 8)), traffic((0, 0, 1), (0, 0, 1)), HALF), chance()
+        )
+        assert len(plan.routes) == 32
         assert plan.traffic.demand.sum() == pytest.approx(2.0)
-        assert len(set(plan.ways[:16].tolist())) > 2
+        assert len(set(plan.routes[:16].tolist())) > 2
 
     def test_least_loaded_takes_the_free_way_and_never_moves_anybody(self) -> None:
         """The last one finds way 0 taken where it leaves, and way 1 where it comes in."""
-        fabric, of = Fabric(uniform(5, 2)), traffic((0, 0, 2), (0, 1, 4), (0, 1, 3), (0, 0, 3))
+        fabric, of = SimulatedFabric(build_uniform_topology(5, 2)), traffic((0, 0, 2), (0, 1, 4), (0, 1, 3), (0, 0, 3))
         greedy, best = (PLANNERS[name](case(fabric, of, HALF), chance()) for name in ("greedy", "ours"))
-        assert greedy.ways.tolist()[:3] == [0, 0, 1]
-        assert (greedy.load(fabric), best.load(fabric)) == (2.0, 1.0)
+        assert greedy.routes.tolist()[:3] == [0, 0, 1]
+        assert (greedy.compute_load(fabric), best.compute_load(fabric)) == (2.0, 1.0)
 
     def test_crux_serves_the_more_intense_job_first(self) -> None:
-        intense = Job((0, 1), period=12, busy=2)
+        intense = TrafficJob((0, 1), period=12, busy=2)
         of = traffic((0, 0, 1), (1, 0, 1))
-        assert PLANNERS["crux"](case(Fabric(uniform(2, 2)), of, HALF, intense), chance()).ways.tolist() == [1, 0]
-        assert PLANNERS["crux"](case(Fabric(uniform(2, 2)), of, intense, HALF), chance()).ways.tolist() == [0, 1]
+        assert PLANNERS["crux"](
+            case(SimulatedFabric(build_uniform_topology(2, 2)), of, HALF, intense), chance()
+        ).routes.tolist() == [1, 0]
+        assert PLANNERS["crux"](
+            case(SimulatedFabric(build_uniform_topology(2, 2)), of, intense, HALF), chance()
+        ).routes.tolist() == [0, 1]
 
     def test_flows_are_split_where_a_dead_uplink_asks_for_it(self) -> None:
-        fabric = Fabric(uniform(2, 8).without(up=[(0, 0)]))
+        fabric = SimulatedFabric(build_uniform_topology(2, 8).with_dead_links(up=[(0, 0)]))
         of = traffic(*[(job, 0, 1) for job in range(8)])
         jobs = [HALF] * 8
-        assert speed_bound(fabric, of) == pytest.approx(7 / 8)
-        assert enough_parts(case(fabric, of, *jobs)) == 7
+        assert compute_speed_bound(fabric, of) == pytest.approx(7 / 8)
+        assert choose_parts(case(fabric, of, *jobs)) == 7
         whole, parts = (PLANNERS[name](case(fabric, of, *jobs), chance()) for name in ("ours", "ours in parts"))
-        assert at_once(whole.usage(fabric), 8).min() == 0.5
-        assert at_once(parts.usage(fabric), 8).min() == pytest.approx(7 / 8)
-        assert enough_parts(case(Fabric(uniform(2, 8)), of, *jobs)) == 4, "the fewest that there are"
+        assert compute_concurrent_speeds(whole.compute_usage(fabric), 8).min() == 0.5
+        assert compute_concurrent_speeds(parts.compute_usage(fabric), 8).min() == pytest.approx(7 / 8)
+        assert choose_parts(case(SimulatedFabric(build_uniform_topology(2, 8)), of, *jobs)) == 4, (
+            "the fewest that there are"
+        )
 
     def test_both_ports_of_a_nic_are_used(self) -> None:
         nic = np.zeros(1, dtype=np.int64)
-        of = Traffic(nic, nic, nic + 1, nic, nic + 1, nic + 1, planes=2).in_parts(2)
-        fabric = Fabric(uniform(2, 2, planes=2))
+        of = Traffic(nic, nic, nic + 1, nic, nic + 1, nic + 1, planes=2).split_flows(2)
+        fabric = SimulatedFabric(build_uniform_topology(2, 2, planes=2))
         for name in ("ours", "greedy"):
             plan = PLANNERS[name](case(fabric, of, HALF), chance())
-            assert at_once(plan.usage(fabric), 1).tolist() == [1.0]
-        one_port = Plan(of, np.array([0, 1]))
-        assert at_once(one_port.usage(fabric), 1).tolist() == [0.5]
+            assert compute_concurrent_speeds(plan.compute_usage(fabric), 1).tolist() == [1.0]
+        one_port = PlannedTraffic(of, np.array([0, 1]))
+        assert compute_concurrent_speeds(one_port.compute_usage(fabric), 1).tolist() == [0.5]
 
 
 class TestBounds:
     @pytest.mark.parametrize("name", ["1:1", "2:1", "dual ports"])
     def test_eight_jobs_that_fill_the_fabric(self, name: str) -> None:
-        fabric = fabrics()[name]
-        of = traffic_of(fabric, eight_jobs(chance())).in_parts(fabric.topology.planes)
-        assert speed_bound(fabric, of) == (0.5 if name == "2:1" else 1.0)
+        fabric = build_fabrics()[name]
+        of = build_traffic(fabric, draw_eight_jobs(chance())).split_flows(fabric.topology.planes)
+        assert compute_speed_bound(fabric, of) == (0.5 if name == "2:1" else 1.0)
 
     @pytest.mark.parametrize("seed", range(5))
     def test_the_linear_program_agrees_with_the_cut_where_all_links_are_alive(self, seed: int) -> None:
         """A dead link of a leaf to which nobody sends makes no difference, but that the program is solved."""
         draws = np.random.default_rng(seed)
         of = traffic(*[(0, *draws.choice(5, 2, replace=False).tolist()) for _ in range(40)])
-        whole, damaged_elsewhere = uniform(6, 3), uniform(6, 3).without(up=[(5, 0)])
-        assert speed_bound(Fabric(damaged_elsewhere), of) == pytest.approx(speed_bound(Fabric(whole), of))
+        whole, damaged_elsewhere = (
+            build_uniform_topology(6, 3),
+            build_uniform_topology(6, 3).with_dead_links(up=[(5, 0)]),
+        )
+        assert compute_speed_bound(SimulatedFabric(damaged_elsewhere), of) == pytest.approx(
+            compute_speed_bound(SimulatedFabric(whole), of)
+        )
 
     def test_a_pair_with_one_way_in_common(self) -> None:
-        fabric = Fabric(uniform(2, 2).without(up=[(0, 0)]))
-        assert speed_bound(fabric, traffic((0, 0, 1), (1, 0, 1))) == pytest.approx(0.5)
-        assert speed_bound(fabric, traffic((0, 1, 0), (1, 1, 0))) == pytest.approx(1.0)
+        fabric = SimulatedFabric(build_uniform_topology(2, 2).with_dead_links(up=[(0, 0)]))
+        assert compute_speed_bound(fabric, traffic((0, 0, 1), (1, 0, 1))) == pytest.approx(0.5)
+        assert compute_speed_bound(fabric, traffic((0, 1, 0), (1, 1, 0))) == pytest.approx(1.0)
 
 
 def progress(*events: tuple[str, float]) -> Progress:
@@ -236,12 +280,12 @@ def steady(begin: float, end: float, seconds: float) -> list[tuple[str, float]]:
 class TestProgress:
     def test_all_reduces_that_are_under_way_count_by_the_part_that_lies_between(self) -> None:
         its = progress(("began", 0.0), ("ended", 1.0), ("ended", 3.0))
-        assert its.pace(0.5, 2.0) == pytest.approx(1.0 / 1.5)
+        assert its.measure_rate(0.5, 2.0) == pytest.approx(1.0 / 1.5)
 
     def test_nothing_goes_on_between_two_rounds(self) -> None:
         its = progress(("began", 0.0), ("ended", 1.0), ("began", 5.0), ("ended", 6.0))
-        assert its.pace(1.0, 5.0) == 0.0
-        assert its.pace(0.0, 6.0) == pytest.approx(2 / 6)
+        assert its.measure_rate(1.0, 5.0) == 0.0
+        assert its.measure_rate(0.0, 6.0) == pytest.approx(2 / 6)
 
     def test_a_line_that_is_half_written_is_left_out(self) -> None:
         its = Progress.read(["began 1.0\n", "ended 2.0\n", "ended 3."])
@@ -255,22 +299,24 @@ class TestProgress:
 
     def test_a_pause_is_counted_from_the_last_end_before(self) -> None:
         its = progress(("began", 0.0), ("ended", 4.0), ("ended", 5.0), ("began", 7.0), ("ended", 7.5), ("ended", 8.0))
-        assert its.longest_pause(0.0) == 2.5
-        assert its.longest_pause(4.5) == 2.5
-        assert its.longest_pause(7.6) == 0.5
+        assert its.find_longest_pause(0.0) == 2.5
+        assert its.find_longest_pause(4.5) == 2.5
+        assert its.find_longest_pause(7.6) == 0.5
 
     def test_jobs_have_recovered_when_the_last_of_them_keeps_its_best_pace(self) -> None:
         whole = progress(*steady(0.0, 30.0, 0.5))
         broken = progress(*steady(0.0, 10.0, 0.5), *steady(12.0, 15.0, 1.0), *steady(15.0, 30.0, 0.5))
-        assert recovered_after([whole, broken], [2.0, 2.0], since=10.0, until=30.0) == pytest.approx(4.8, abs=0.15)
-        assert recovered_after([whole], [2.0], since=10.0, until=30.0) == 0.0
-        assert recovered_after([whole, broken], [2.0, 2.4], since=10.0, until=30.0) == inf
+        assert compute_recovery_seconds([whole, broken], [2.0, 2.0], since=10.0, until=30.0) == pytest.approx(
+            4.8, abs=0.15
+        )
+        assert compute_recovery_seconds([whole], [2.0], since=10.0, until=30.0) == 0.0
+        assert compute_recovery_seconds([whole, broken], [2.0, 2.4], since=10.0, until=30.0) == inf
 
     def test_a_moment_undoes_no_recovery_and_a_moment_is_none(self) -> None:
         stops = progress(*steady(0.0, 10.0, 0.5), *steady(12.0, 28.0, 0.5), *steady(28.4, 30.0, 0.5))
-        assert recovered_after([stops], [2.0], since=10.0, until=30.0) == pytest.approx(1.8, abs=0.15)
+        assert compute_recovery_seconds([stops], [2.0], since=10.0, until=30.0) == pytest.approx(1.8, abs=0.15)
         flickers = progress(*steady(0.0, 10.0, 0.5), *steady(12.0, 15.0, 0.5), *steady(15.0, 30.0, 0.7))
-        assert recovered_after([flickers], [2.0], since=10.0, until=30.0) == inf
+        assert compute_recovery_seconds([flickers], [2.0], since=10.0, until=30.0) == inf
 
 
 def ring(*leaves: tuple[int, int]) -> list[Flow]:
@@ -282,13 +328,13 @@ def ring(*leaves: tuple[int, int]) -> list[Flow]:
 class TestSimulatedFabric:
     def test_jobs_that_meet_in_one_direction_halve_each_other_in_both(self) -> None:
         flows = ring((0, 1), (0, 1))
-        assert simulated(uniform(3, 3, 50), flows, [0, 0, 0, 1]) == [0.5, 0.5]
-        assert fullest(uniform(3, 3, 50), flows, [0, 0, 0, 1]) == [2, 2]
+        assert simulate_job_rates(build_uniform_topology(3, 3, 50), flows, [0, 0, 0, 1]) == [0.5, 0.5]
+        assert count_fullest_link_flows(build_uniform_topology(3, 3, 50), flows, [0, 0, 0, 1]) == [2, 2]
 
     def test_jobs_apart_have_whole_links_also_where_leaves_are_shared(self) -> None:
         flows = ring((0, 1), (1, 2))
-        assert simulated(uniform(3, 3, 50), flows, [0, 0, 1, 1]) == [1.0, 1.0]
-        assert fullest(uniform(3, 3, 50), flows, [0, 0, 1, 1]) == [1, 1]
+        assert simulate_job_rates(build_uniform_topology(3, 3, 50), flows, [0, 0, 1, 1]) == [1.0, 1.0]
+        assert count_fullest_link_flows(build_uniform_topology(3, 3, 50), flows, [0, 0, 1, 1]) == [1, 1]
 
 
 def run(*speeds: float, planned: bool = False, fullest: tuple[int, ...] = (1, 1), strays: int = 0) -> Run:
@@ -306,29 +352,29 @@ def unreached(holds: dict[str, bool]) -> list[str]:
 
 class TestFigures:
     def test_where_planning_wins_all_holds(self) -> None:
-        found, holds = figures(50.0, WON, WON, [WELL])
+        found, holds = compute_statistics(50.0, WON, WON, [WELL])
         assert unreached(holds) == []
         assert (found["jobs"]["2"]["ratio"], found["jobs"]["2"]["least_ratio"]) == (2.0, 2.0)
 
     def test_jobs_that_do_not_collide_are_not_asked_for_a_gain_but_for_no_loss(self) -> None:
-        found, holds = figures(50.0, [run(20.0, 20.0), run(20.0, 20.0, planned=True)], WON, [WELL])
+        found, holds = compute_statistics(50.0, [run(20.0, 20.0), run(20.0, 20.0, planned=True)], WON, [WELL])
         assert found["jobs"]["2"]["ratio"] is None
         assert unreached(holds) == []
-        _, holds = figures(50.0, [run(20.0, 20.0), run(19.0, 40.0, planned=True)], WON, [WELL])
+        _, holds = compute_statistics(50.0, [run(20.0, 20.0), run(19.0, 40.0, planned=True)], WON, [WELL])
         assert unreached(holds) == ["no_job_slower"], "one of them is, though both together are not"
 
     def test_too_little_is_won(self) -> None:
         runs = [run(20.0, 40.0, fullest=(2, 1)), run(29.0, 60.0, planned=True)]
-        assert unreached(figures(50.0, runs, WON, [WELL])[1]) == ["faster_where_jobs_collide"]
+        assert unreached(compute_statistics(50.0, runs, WON, [WELL])[1]) == ["faster_where_jobs_collide"]
 
     @pytest.mark.parametrize(("lucky", "goals"), [(14.0, []), (12.0, ["never_slower"])])
     def test_with_too_few_links_one_job_may_lose_what_all_together_win(self, lucky: float, goals: list[str]) -> None:
         crowded = [run(20.0, 20.0, fullest=(2, 1)), run(26.0, lucky, planned=True)]
-        assert unreached(figures(50.0, WON, crowded, [WELL])[1]) == goals
+        assert unreached(compute_statistics(50.0, WON, crowded, [WELL])[1]) == goals
 
     def test_a_flow_that_does_not_go_as_planned_is_counted(self) -> None:
         runs = [run(20.0, 20.0), run(10.0, 10.0, planned=True, strays=1)]
-        found, holds = figures(50.0, runs, WON, [WELL])
+        found, holds = compute_statistics(50.0, runs, WON, [WELL])
         assert found["in_force"] == 0.875
         assert unreached(holds) == ["paths_in_force"]
         assert found["jobs"]["2"]["least_ratio_of_a_job"] is None
@@ -336,12 +382,12 @@ class TestFigures:
     def test_a_simulator_that_is_wrong_is_found_out(self) -> None:
         slower = replace(run(40.0, 40.0, planned=True), simulated=(0.9, 0.9))
         for runs, crowded in (([WON[0], slower], WON), (WON, [WON[0], slower])):
-            assert "simulator_agrees" in unreached(figures(50.0, runs, crowded, [WELL])[1])
+            assert "simulator_agrees" in unreached(compute_statistics(50.0, runs, crowded, [WELL])[1])
 
     def test_a_simulator_that_is_right_about_all_together_is_right(self) -> None:
         """The one in the middle is faster than simulated: the median is off by half, the mean by 9 %."""
         jobs = replace(run(20.0, 20.0, 39.0, 40.0, 40.0, fullest=(2,) * 5), simulated=(0.4, 0.4, 0.52, 0.8, 0.8))
-        found, holds = figures(50.0, [jobs, run(*[45.0] * 5, planned=True)], WON, [WELL])
+        found, holds = compute_statistics(50.0, [jobs, run(*[45.0] * 5, planned=True)], WON, [WELL])
         assert found["jobs"]["5"]["ecmp"]["median_mbits"] == 39.0
         assert found["jobs"]["5"]["ecmp"]["median_simulated"] == 26.0
         assert holds["simulator_agrees"]
@@ -354,7 +400,7 @@ class TestFigures:
         ],
     )
     def test_a_cut_that_is_not_got_over(self, cut: Cut, goal: str) -> None:
-        found, holds = figures(50.0, WON, WON, [WELL, cut])
+        found, holds = compute_statistics(50.0, WON, WON, [WELL, cut])
         assert unreached(holds) == [goal]
         json.dumps(found, allow_nan=False)
 
@@ -363,7 +409,7 @@ class TestSettings:
     def test_where_there_is_room_all_jobs_together_have_a_link_for_each_flow(self) -> None:
         assert ROOMY.degree == ROOMY.spines
         assert CROWDED.degree > CROWDED.spines
-        for count in COUNTS:
+        for count in JOB_COUNTS:
             assert Setting(ROOMY.spines, ROOMY.leaves[:count]).degree <= ROOMY.spines
 
 
@@ -373,7 +419,7 @@ class TestCommand:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reached: bool, status: int
     ) -> None:
         monkeypatch.setattr("os.geteuid", lambda: 65534)
-        monkeypatch.setattr(bench, "simulated", lambda seeds: ({"seeds": seeds}, {"goal": reached}))
+        monkeypatch.setattr(bench, "run_simulations", lambda seeds: ({"seeds": seeds}, {"goal": reached}))
         assert bench.main([]) == status
         said = capsys.readouterr()
         assert "namespaces need root" in said.err
@@ -386,46 +432,50 @@ class TestCommand:
 
 TRACE = """
 import json, sys
-from pacekeeper.launcher.hops import HopProbe, trace
+from pacekeeper.launcher.network.hop_trace import HopProbe, trace_hops
 own, peer, port, *sources = sys.argv[1:]
-found = trace(own, [HopProbe(int(source), peer, int(port), 2) for source in sources], 1.0)
-print(json.dumps({probe.source_port: end for probe, end in found.ends.items()}))
+found = trace_hops(own, [HopProbe(int(source), peer, int(port), 2) for source in sources], 1.0)
+print(json.dumps({probe.source_port: end for probe, end in found.end_addresses.items()}))
 """
 
 
 class TestSwitches:
     @pytest.fixture
-    def fabric(self) -> Iterator[LeafSpine]:
-        with leaf_spine() as made:
+    def fabric(self) -> Iterator[HostedLeafSpine]:
+        with create_leaf_spine() as made:
             yield made
 
-    def test_leaves_say_what_probes_find_with_each_seed(self, fabric: LeafSpine) -> None:
+    def test_leaves_say_what_probes_find_with_each_seed(self, fabric: HostedLeafSpine) -> None:
         switches, (near, far, _) = Switches(fabric, 50e6), fabric.hosts
         ports = range(25000, 25024)
         found = []
         for seed in (1, 2):
             switches.draw(seed)
-            ends = json.loads(near.run(*python(TRACE), near.address, far.address, "20001", *map(str, ports)))
+            ends = json.loads(
+                near.run(*build_python_command(TRACE), near.address, far.address, "20001", *map(str, ports))
+            )
             probed = [int(fabric.hops[ends[str(port)]][1:]) for port in ports]
-            assert switches.ways([Flow(near, far, port, 20001) for port in ports]) == probed
+            assert switches.list_routes([Flow(near, far, port, 20001) for port in ports]) == probed
             found.append(probed)
         assert found[0] != found[1]
 
-    def test_a_cut_link_is_dead_to_planning_and_taken_by_nobody_until_it_is_mended(self, fabric: LeafSpine) -> None:
+    def test_a_cut_link_is_dead_to_planning_and_taken_by_nobody_until_it_is_mended(
+        self, fabric: HostedLeafSpine
+    ) -> None:
         switches, (near, far, other) = Switches(fabric, 50e6), fabric.hosts
         ends = ((near, far), (far, near), (far, other))
         flows = [Flow(*pair, port, 20001) for pair in ends for port in range(25000, 25024)]
 
         def taken() -> list[set[int]]:
-            ways = switches.ways(flows)
+            ways = switches.list_routes(flows)
             return [set(ways[:24]), set(ways[24:48]), set(ways[48:])]
 
         every = {0, 1, 2}
         assert taken() == [every, every, every]
         with switches.cut(0, 1):
             assert taken() == [every - {1}, every - {1}, every]
-            topology = switches.wiring().topology
+            topology = switches.build_wiring().topology
             assert topology is not None
             assert np.argwhere(topology.up == 0).tolist() == [[0, 1]]
         assert taken() == [every, every, every]
-        assert switches.wiring().dead == 0
+        assert switches.build_wiring().dead_links == 0

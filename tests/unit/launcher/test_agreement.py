@@ -11,11 +11,25 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pacekeeper.launcher.meeting import Meeting, MeetingStage, Report, View, advance
-from pacekeeper.launcher.rounds import Kill, RankSeen, RoundState, Seen, Start, decide, report
+from pacekeeper.launcher.rendezvous.rendezvous import (
+    ParticipantReport,
+    Rendezvous,
+    RendezvousStage,
+    RendezvousView,
+    advance_rendezvous,
+)
+from pacekeeper.launcher.rendezvous.rounds import (
+    KillRanks,
+    LauncherObservation,
+    RankObservation,
+    RoundState,
+    StartRound,
+    build_participant_report,
+    decide_commands,
+)
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper_analysis.plan import Member, Plan
-from pacekeeper_analysis.reports import LauncherState
+from pacekeeper_analysis.protocol.plan import Member, Plan
+from pacekeeper_analysis.protocol.reports import LauncherState
 
 TICK = 0.02
 PORT = 1
@@ -29,8 +43,8 @@ class FakeWorker:
     incarnation: int = 0
     state: RoundState = field(default_factory=RoundState)
     plan: Plan = field(default_factory=Plan)
-    view: View | None = None
-    rank: RankSeen | None = None
+    view: RendezvousView | None = None
+    rank: RankObservation | None = None
     dying: int = 0  # ticks that a killed rank still takes
     rounds: list[int] = field(default_factory=list)
 
@@ -42,28 +56,28 @@ class FakeWorker:
             self.dying -= 1
             if not self.dying:
                 assert self.rank is not None
-                self.rank = replace(self.rank, gone=True, exit_code=self.rank.exit_code or -9)
-        seen = Seen(
-            wall=now,
-            plan=self.plan.part(self.name),
+                self.rank = replace(self.rank, is_gone=True, exit_code=self.rank.exit_code or -9)
+        seen = LauncherObservation(
+            wall_time=now,
+            plan=self.plan.build_worker_plan(self.name),
             view=self.view,
             ranks=() if self.rank is None else (self.rank,),
             operator_age=0.0,
             peers_age=0.0,
         )
-        self.state, commands = decide(self.state, seen, now, self.settings())
+        self.state, commands = decide_commands(self.state, seen, now, self.settings())
         for command in commands:
             match command:
-                case Start():
-                    assert self.rank is None or self.rank.gone, "a round started beside living ranks"
+                case StartRound():
+                    assert self.rank is None or self.rank.is_gone, "a round started beside living ranks"
                     assert command.round not in self.rounds, "a round started twice"
                     self.rounds.append(command.round)
-                    self.rank = RankSeen(0, completed_step=True, watched=True)
-                case Kill():
+                    self.rank = RankObservation(0, completed_step=True, monitored=True)
+                case KillRanks():
                     self.dying = self.dying or 2
 
     def fail(self) -> None:
-        if self.rank is not None and not self.rank.gone:
+        if self.rank is not None and not self.rank.is_gone:
             self.rank = replace(self.rank, exit_code=1)
             self.dying = 3
 
@@ -80,10 +94,10 @@ class World:
         self.chance = chance
         self.now = 0.0
         self.workers = {name: FakeWorker(name) for name in "abcdefgh"[:workers]}
-        self.halls: dict[int, Meeting] = {}
-        self.reports: dict[str, Report] = {}
-        self.to_host: dict[str, list[Report]] = {name: [] for name in self.workers}
-        self.from_host: dict[str, list[View]] = {name: [] for name in self.workers}
+        self.halls: dict[int, Rendezvous] = {}
+        self.reports: dict[str, ParticipantReport] = {}
+        self.to_host: dict[str, list[ParticipantReport]] = {name: [] for name in self.workers}
+        self.from_host: dict[str, list[RendezvousView]] = {name: [] for name in self.workers}
 
     def give(self, plan: Plan, *names: str) -> None:
         for name in names or self.workers:
@@ -98,7 +112,7 @@ class World:
         for name, worker in self.workers.items():
             worker.tick(self.now)
             if worker.state.membership >= 0:
-                said = report(worker.state, worker.plan.part(name), worker.settings())
+                said = build_participant_report(worker.state, worker.plan.build_worker_plan(name), worker.settings())
                 if not self.to_host[name] or self.to_host[name][-1] != said:
                     self.to_host[name].append(said)
             if self.to_host[name] and self.chance.random() < 0.5:
@@ -117,17 +131,17 @@ class World:
         self.to_host[name].clear()
         self.from_host[name].clear()
 
-    def _arrive(self, said: Report) -> None:
+    def _arrive(self, said: ParticipantReport) -> None:
         self.reports[said.worker] = said
         membership = said.membership
         here = {name: one for name, one in self.reports.items() if one.membership == membership}
-        before = self.halls.get(membership, Meeting(membership))
-        meeting = advance(before, here)
-        if meeting.phase is MeetingStage.RUNNING and meeting.port == 0:
+        before = self.halls.get(membership, Rendezvous(membership))
+        meeting = advance_rendezvous(before, here)
+        if meeting.stage is RendezvousStage.RUNNING and meeting.port == 0:
             meeting = replace(meeting, port=PORT)
         self.halls[membership] = meeting
         for name, one in here.items() if meeting != before else [(said.worker, said)]:
-            self.from_host[name].append(meeting.view(name, one.incarnation))
+            self.from_host[name].append(meeting.build_view(name, one.incarnation))
 
     def settled(self) -> bool:
         states = [worker.state for worker in self.workers.values()]

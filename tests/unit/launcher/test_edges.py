@@ -16,21 +16,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.utils.api import macros
 
 from pacekeeper import cgroup, cli
-from pacekeeper.launcher import network
-from pacekeeper.launcher.heartbeat import MissedWrites
-from pacekeeper.launcher.launcher import Launcher, Script, publish_finish, rank_starts
-from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, OutputPipe
-from pacekeeper.launcher.plans import PlanFile
-from pacekeeper.launcher.rank_options import OutputOptions, RankOptions
-from pacekeeper.launcher.rounds import Start
+from pacekeeper.launcher.health.fault_formatting import describe_fault
+from pacekeeper.launcher.health.heartbeat import WriteFailures
+from pacekeeper.launcher.launcher import Launcher, Script, build_rank_starts, publish_finish
+from pacekeeper.launcher.network import interfaces
+from pacekeeper.launcher.ranks.output_pipe import TAIL_BYTES, TAIL_LINES, OutputPipe
+from pacekeeper.launcher.ranks.rank_options import OutputOptions, RankOptions
+from pacekeeper.launcher.rendezvous.plan_file import PlanFile
+from pacekeeper.launcher.rendezvous.rounds import StartRound
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.words import describe
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import FINISHED_MESSAGE, Fault, FaultKind
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultKind, FaultReport
 
-FAULT = Fault("n", FaultKind.RANK_FAILED, "w", round=2, noticed_at=0.0, rank=3, exit_code=-9, step=7)
+FAULT = FaultReport("n", FaultKind.RANK_FAILED, "w", round=2, noticed_at=0.0, rank=3, exit_code=-9, step=7)
 
 
 @pytest.mark.parametrize(
@@ -68,21 +68,21 @@ def test_control_groups_of_both_versions_are_read(
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    assert cgroup.oom_kills(tmp_path, tmp_path / "membership") == kills
-    assert cgroup.cpu_limit(tmp_path, tmp_path / "membership") == processors
+    assert cgroup.count_oom_kills(tmp_path, tmp_path / "membership") == kills
+    assert cgroup.read_cpu_limit(tmp_path, tmp_path / "membership") == processors
 
 
 def test_where_no_control_group_is_told_of_nothing_is_known(tmp_path: Path) -> None:
     missing = tmp_path / "membership"
-    assert cgroup.oom_kills(tmp_path, missing) == 0
-    assert cgroup.cpu_limit(tmp_path, missing) == float("inf")
-    assert cgroup.throttling(tmp_path, missing) == (0, 0)
+    assert cgroup.count_oom_kills(tmp_path, missing) == 0
+    assert cgroup.read_cpu_limit(tmp_path, missing) == float("inf")
+    assert cgroup.read_throttling(tmp_path, missing) == (0, 0)
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    assert network.interface_of("127.0.0.3") == "lo"
-    assert network.interface_of("203.0.113.1") is None
-    assert set(network._interfaces_v4()) >= {"127.0.0.1"}
+    assert interfaces.find_interface("127.0.0.3") == "lo"
+    assert interfaces.find_interface("203.0.113.1") is None
+    assert set(interfaces._list_interfaces_v4()) >= {"127.0.0.1"}
 
 
 async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is_kept() -> None:
@@ -131,16 +131,16 @@ async def test_a_single_ranks_output_is_passed_on_at_once() -> None:
         (replace(FAULT, kind=FaultKind.TERMINATING), "Terminating in round 2"),
     ],
 )
-def test_faults_in_words(fault: Fault, words: str) -> None:
-    assert describe(fault) == words
+def test_faults_in_words(fault: FaultReport, words: str) -> None:
+    assert describe_fault(fault) == words
 
 
 def test_settings_name_the_variable_and_the_remedy() -> None:
     good = {"PACEKEEPER_WORKER": "w", "PACEKEEPER_POD_IP": "127.0.0.1"}
-    assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang is None
-    assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang == 2.5
+    assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang_deadline is None
+    assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang_deadline == 2.5
     of_a_service = {**good, "PACEKEEPER_METRICS_PORT": "tcp://10.96.0.7:9464"}
-    assert LauncherSettings.from_environment(of_a_service).neighbour_port == LauncherSettings.neighbour_port
+    assert LauncherSettings.from_environment(of_a_service).peer_port == LauncherSettings.peer_port
     with pytest.raises(InputError, match=r"PACEKEEPER_POD_IP.*--local"):
         LauncherSettings.from_environment({"PACEKEEPER_WORKER": "w"})
     for text in ("soon", "-1", "0"):
@@ -172,9 +172,13 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PACEKEEPER_JOB", "gpt")
-    plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400", restarts=7)
+    plan = WorkerPlan(
+        role=WorkerRole.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400", restarts=7
+    )
     settings = LauncherSettings(worker="w", address="127.0.0.1")
-    first, second = rank_starts(Start(3, 4711, plan), Script("s.py", False, ("-x",)), settings, Runtime(tmp_path))
+    first, second = build_rank_starts(
+        StartRound(3, 4711, plan), Script("s.py", False, ("-x",)), settings, RuntimeFolder(tmp_path)
+    )
     expected = {
         "RANK": "5",
         "LOCAL_RANK": "1",
@@ -199,21 +203,23 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     }
     assert {name: second.environment[name] for name in expected} == expected
     assert (first.rank, first.threads, first.arguments) == (4, 1, ["-x"])
-    assert first.ring != second.ring
+    assert first.ring_path != second.ring_path
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    first, _ = rank_starts(Start(3, 4711, plan), Script("s.py", False, ()), settings, Runtime(tmp_path))
+    first, _ = build_rank_starts(
+        StartRound(3, 4711, plan), Script("s.py", False, ()), settings, RuntimeFolder(tmp_path)
+    )
     assert first.threads == 0
     assert "OMP_NUM_THREADS" not in first.environment
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
 
 
 def test_a_rank_gets_what_the_options_say(tmp_path: Path) -> None:
-    plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400")
+    plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
     options = RankOptions("trainer", "x", virtual_local_rank=True, output=OutputOptions(tmp_path / "logs"))
     script = Script("prog", False, ("--device=${local_rank}", "$HOME", "$$"), is_program=True, options=options)
-    _, second = rank_starts(Start(3, 4711, plan), script, settings, Runtime(tmp_path))
+    _, second = build_rank_starts(StartRound(3, 4711, plan), script, settings, RuntimeFolder(tmp_path))
     expected = {
         "ROLE_NAME": "trainer",
         "TORCHELASTIC_RUN_ID": "x",
@@ -234,9 +240,11 @@ def test_nothing_is_missing_that_torchrun_sets(tmp_path: Path) -> None:
         if isinstance(node, ast.Dict)
         and any(isinstance(key, ast.Constant) and key.value == "RANK" for key in node.keys)
     )
-    plan = WorkerPlan(role=Role.MEMBER, ranks=(0,), world_size=1, workers=1, store="127.0.0.1:29400")
+    plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(0,), world_size=1, workers=1, store="127.0.0.1:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
-    (start,) = rank_starts(Start(1, 4711, plan), Script("s.py", False, ()), settings, Runtime(tmp_path))
+    (start,) = build_rank_starts(
+        StartRound(1, 4711, plan), Script("s.py", False, ()), settings, RuntimeFolder(tmp_path)
+    )
     assert "TORCHELASTIC_RUN_ID" in theirs
     assert theirs <= start.environment.keys()
 
@@ -247,11 +255,13 @@ def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_ENABLE_TIMING")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    plan = WorkerPlan(role=Role.MEMBER, ranks=(0,), world_size=1, store="127.0.0.1:29400")
+    plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(0,), world_size=1, store="127.0.0.1:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
 
     def given() -> list[str | None]:
-        (start,) = rank_starts(Start(1, 4711, plan), Script("s.py", False, ()), settings, Runtime(tmp_path))
+        (start,) = build_rank_starts(
+            StartRound(1, 4711, plan), Script("s.py", False, ()), settings, RuntimeFolder(tmp_path)
+        )
         return [start.environment.get(name) for name in names]
 
     assert given() == ["2000", None, "1"]
@@ -263,14 +273,14 @@ def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(
 def test_a_fault_that_a_full_volume_refuses_is_handed_over_when_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime = Runtime(tmp_path / "run")
+    runtime = RuntimeFolder(tmp_path / "run")
     launcher = object.__new__(Launcher)
-    launcher._runtime, launcher._volume, launcher._unwritten = runtime, MissedWrites(), []
+    launcher._runtime, launcher._write_failures, launcher._pending_faults = runtime, WriteFailures(), []
     launcher.notify(FAULT)
     launcher.notify(replace(FAULT, name="m"))
     assert caplog.text.count("cannot be written for the operator: a fault: [Errno 2]") == 1
-    runtime.make()
-    launcher._hand_over_faults()
+    runtime.create()
+    launcher._write_pending_faults()
     assert sorted(path.name for path in runtime.faults.iterdir()) == ["m.json", "n.json"]
     launcher.notify(replace(FAULT, name="o"))
     assert len(list(runtime.faults.iterdir())) == 3

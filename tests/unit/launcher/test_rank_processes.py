@@ -8,21 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pacekeeper.launcher.launcher import Script, rank_starts
-from pacekeeper.launcher.rank import RankStart
-from pacekeeper.launcher.ranks import RankProcesses
-from pacekeeper.launcher.rounds import Start
+from pacekeeper.launcher.launcher import Script, build_rank_starts
+from pacekeeper.launcher.ranks.rank import RankStart
+from pacekeeper.launcher.ranks.rank_processes import RankProcesses
+from pacekeeper.launcher.ranks.warm_process import RankForked
+from pacekeeper.launcher.rendezvous.rounds import StartRound
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.warm import Forked
-from pacekeeper.runtime import Runtime
-from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
 
 
 class InItsPlace:
     """In the place of the warm process: the first rank has ended, which it has not said yet; the others sleep."""
 
     def __init__(self) -> None:
-        self.forked: list[Forked] = []
+        self.forked: list[RankForked] = []
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def fork(self, start: RankStart, *_: object) -> None:
@@ -31,19 +31,19 @@ class InItsPlace:
         if not self.processes:
             process.wait()
         self.processes.append(process)
-        self.forked.append(Forked(start.key, process.pid))
+        self.forked.append(RankForked(start.key, process.pid))
 
-    def news(self) -> list[Forked]:
+    def read_events(self) -> list[RankForked]:
         return self.forked
 
 
 async def test_a_rank_that_has_just_ended_keeps_no_signal_from_the_others(tmp_path: Path) -> None:
-    warm, runtime = InItsPlace(), Runtime(tmp_path / "run").make()
+    warm, runtime = InItsPlace(), RuntimeFolder(tmp_path / "run").create()
     ranks = RankProcesses(warm, runtime)  # type: ignore[arg-type]  # all that is asked of it here
-    plan = WorkerPlan(role=Role.MEMBER, ranks=(0, 1), world_size=2, workers=1, store="127.0.0.2:29400")
+    plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(0, 1), world_size=2, workers=1, store="127.0.0.2:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
-    ranks.start(rank_starts(Start(3, 4711, plan), Script("s.py", False, ()), settings, runtime))
-    ranks.take_news()
+    ranks.start(build_rank_starts(StartRound(3, 4711, plan), Script("s.py", False, ()), settings, runtime))
+    ranks.receive_events()
     try:
         ranks.signal(signal.SIGTERM)
         assert await asyncio.to_thread(warm.processes[1].wait, 30) == -signal.SIGTERM

@@ -12,9 +12,15 @@ from torch.distributed.run import get_args_parser
 
 from pacekeeper.environment import Environment
 from pacekeeper.launcher import torchrun
-from pacekeeper.launcher.command import _local_settings, main, parse
+from pacekeeper.launcher.command import _build_local_settings, main, parse_arguments
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.rank_options import OutputOptions, RankOptions, Std, StreamSelection, rank_environment
+from pacekeeper.launcher.ranks.rank_options import (
+    OutputOptions,
+    RankOptions,
+    StandardStream,
+    StreamSelection,
+    build_rank_environment,
+)
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper_analysis.errors import InputError
 
@@ -23,15 +29,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def ranks(line: str, environment: Mapping[str, str] | None = None, devices: Path = Path("/none")) -> int | None:
-    return torchrun.local_ranks(parse([*line.split(), "train.py"]), environment or {}, devices)
+    return torchrun.choose_local_ranks(parse_arguments([*line.split(), "train.py"]), environment or {}, devices)
 
 
 @pytest.mark.oldest_torch
 def test_every_option_of_torchrun_is_known_in_each_spelling_with_its_variable_and_takes_as_many_values() -> None:
     """Where torch has a new option, this fails: decide in torchrun.OPTIONS what it does here."""
     known = {
-        name: (option.flag, option.by_variable)
-        for option in (*torchrun.OPTIONS, *torchrun.SHARED)
+        name: (option.flag, option.has_variable)
+        for option in (*torchrun.TORCHRUN_OPTIONS, *torchrun.SHARED_OPTIONS)
         for name in (option.name, f"--{option.destination}", *option.short)
     }
     for action in get_args_parser()._actions:
@@ -40,8 +46,8 @@ def test_every_option_of_torchrun_is_known_in_each_spelling_with_its_variable_an
 
 
 def test_the_documentation_says_what_each_option_does() -> None:
-    assert torchrun.option_table() in (ROOT / "docs/torchrun.md").read_text()
-    for option in (*torchrun.OPTIONS, *torchrun.SHARED):
+    assert torchrun.format_option_table() in (ROOT / "docs/torchrun.md").read_text()
+    for option in (*torchrun.TORCHRUN_OPTIONS, *torchrun.SHARED_OPTIONS):
         assert option.help, f"{option.name} does nothing, and nothing is said about it"
 
 
@@ -49,7 +55,7 @@ def test_what_follows_the_script_is_the_scripts() -> None:
     line = (
         "--nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d --rdzv_endpoint=host:29400 --max-restarts=3 -m train --lr 1"
     )
-    asked = parse([*line.split(), "--master-port", "2"])
+    asked = parse_arguments([*line.split(), "--master-port", "2"])
     assert (asked.script, asked.module, asked.max_restarts) == ("train", True, 3)
     assert asked.arguments == ["--lr", "1", "--master-port", "2"]
     assert asked.master_port is None
@@ -101,7 +107,7 @@ def test_in_a_pod_the_plan_says_how_many(line: str) -> None:
         ("--nnodes 1:0", {}, r"--nnodes 0: give a number"),
         ("--local 2 --nproc-per-node 4", {}, r"--local 2 and --nproc-per-node 4 contradict"),
         ("--logs-specs unknown", {}, r"--logs-specs: .* use --log-dir"),
-        ("--print-completion bash", {}, r"--print-completion: .* ask torchrun"),
+        ("--print-completion bash", {}, r"--print-completion: .* run torchrun"),
     ],
 )
 def test_contradictions_are_told_with_the_remedy(line: str, environment: dict[str, str], words: str) -> None:
@@ -110,28 +116,28 @@ def test_contradictions_are_told_with_the_remedy(line: str, environment: dict[st
 
 
 def options(line: str, environment: Mapping[str, str] | None = None, ranks: int | None = 2) -> RankOptions:
-    return torchrun.rank_options(parse([*line.split(), "train.py"]), environment or {}, ranks)
+    return torchrun.build_rank_options(parse_arguments([*line.split(), "train.py"]), environment or {}, ranks)
 
 
 def test_what_is_passed_over_is_said_in_one_line() -> None:
     line = "--standalone --rdzv-id x --rdzv-conf a=1 --local-addr h --nnodes 1 --nproc-per-node 2 --max-restarts 3"
-    asked = parse([*line.split(), "train.py"])
-    assert torchrun.passed_over(asked, True, {}) == (
-        "--rdzv-conf, --local-addr passed over: the ranks meet on this machine"
+    asked = parse_arguments([*line.split(), "train.py"])
+    assert torchrun.describe_ignored_options(asked, True, {}) == (
+        "--rdzv-conf, --local-addr ignored: the rendezvous is on this machine"
     )
-    in_a_pod = torchrun.passed_over(asked, False, {"PYTHON_EXEC": "/usr/bin/python"})
-    assert in_a_pod.startswith("--nnodes passed over: the plan says who takes part")
-    assert "--max-restarts passed over: the plan has its own" in in_a_pod
-    assert "PYTHON_EXEC passed over: ranks run in the launcher's Python" in in_a_pod
-    assert torchrun.passed_over(parse(["--local", "2", "train.py"]), True, {}) == ""
-    filters = parse(["--duplicate-stdout-filters", "loss", "train.py"])
-    assert torchrun.passed_over(filters, True, {}) == (
-        "--duplicate-stdout-filters passed over: they filter the streams that --tee names"
+    in_a_pod = torchrun.describe_ignored_options(asked, False, {"PYTHON_EXEC": "/usr/bin/python"})
+    assert in_a_pod.startswith("--nnodes ignored: the plan sets the workers")
+    assert "--max-restarts ignored: the plan has its own" in in_a_pod
+    assert "PYTHON_EXEC ignored: ranks run in the launcher's Python" in in_a_pod
+    assert torchrun.describe_ignored_options(parse_arguments(["--local", "2", "train.py"]), True, {}) == ""
+    filters = parse_arguments(["--duplicate-stdout-filters", "loss", "train.py"])
+    assert torchrun.describe_ignored_options(filters, True, {}) == (
+        "--duplicate-stdout-filters ignored: they filter only streams that --tee names"
     )
 
 
 def test_what_torchrun_reads_of_the_environment_counts_unless_the_command_line_says_it() -> None:
-    asked = parse(["--nproc_per_node", "2", "train.py"])
+    asked = parse_arguments(["--nproc_per_node", "2", "train.py"])
     environment = {
         "PET_NPROC_PER_NODE": "4",
         "PET_NNODES": "1",
@@ -142,20 +148,20 @@ def test_what_torchrun_reads_of_the_environment_counts_unless_the_command_line_s
         "PET_LOGS_SPECS": "none is read of this",
         "PET_RDZV_CONF": "",
     }
-    words = torchrun.take_variables(asked, environment)
+    words = torchrun.apply_variables(asked, environment)
     assert words == (
         "from the environment: PET_NNODES=1, PET_RDZV_ID=x, PET_NO_PYTHON=1, PET_MAX_RESTARTS=3, PET_MODULE=0"
     )
     assert (asked.nproc_per_node, asked.nnodes, asked.no_python, asked.module) == ("2", "1", True, False)
-    assert torchrun.restarts(asked) == 3
-    assert torchrun.rank_options(asked, environment, 2).run_id == "x"
+    assert torchrun.parse_max_restarts(asked) == 3
+    assert torchrun.build_rank_options(asked, environment, 2).run_id == "x"
     with pytest.raises(InputError, match="PET_STANDALONE=yes: give 1, or 0"):
-        torchrun.take_variables(parse(["train.py"]), {"PET_STANDALONE": "yes"})
-    asked = parse(["train.py"])
-    torchrun.take_variables(asked, {"PET_MAX_RESTARTS": "many"})
+        torchrun.apply_variables(parse_arguments(["train.py"]), {"PET_STANDALONE": "yes"})
+    asked = parse_arguments(["train.py"])
+    torchrun.apply_variables(asked, {"PET_MAX_RESTARTS": "many"})
     with pytest.raises(InputError, match="--max-restarts many: give a number"):
-        torchrun.restarts(asked)
-    assert torchrun.restarts(parse(["train.py"])) == torchrun.DEFAULT_RESTARTS
+        torchrun.parse_max_restarts(asked)
+    assert torchrun.parse_max_restarts(parse_arguments(["train.py"])) == torchrun.DEFAULT_MAX_RESTARTS
 
 
 def test_options_of_the_ranks_are_read_as_torchrun_reads_them() -> None:
@@ -168,15 +174,15 @@ def test_options_of_the_ranks_are_read_as_torchrun_reads_them() -> None:
         run_id="x",
         grace_seconds=0.0,
         output=OutputOptions(
-            redirects=StreamSelection(Std.OUT | Std.ERR),
-            tee=StreamSelection(by_rank={0: Std.OUT, 11: Std.ERR}),
-            shown=frozenset({0, 2}),
+            redirects=StreamSelection(StandardStream.OUT | StandardStream.ERR),
+            tee=StreamSelection(streams_by_rank={0: StandardStream.OUT, 11: StandardStream.ERR}),
+            shown_ranks=frozenset({0, 2}),
             prefix_template="${rank}:",
             stdout_filters=("a,b", "c"),
         ),
     )
     assert options("") == RankOptions()
-    variables = {torchrun.PREFIX_VARIABLE: "[${rank}]", torchrun.GRACE_VARIABLE: "7"}
+    variables = {torchrun.LOG_PREFIX_VARIABLE: "[${rank}]", torchrun.SHUTDOWN_TIMEOUT_VARIABLE: "7"}
     read = options("", variables)
     assert (read.output.prefix_template, read.grace_seconds) == ("[${rank}]", 7.0)
     assert options("--shutdown-timeout 3", variables).grace_seconds == 3.0
@@ -194,8 +200,8 @@ def test_options_of_the_ranks_are_read_as_torchrun_reads_them() -> None:
     ],
 )
 def test_log_files_are_there_where_an_option_asks_for_them(line: str, wanted: bool) -> None:
-    asked = parse([*line.split(), "train.py"])
-    assert torchrun.wants_log_files(asked, torchrun.rank_options(asked, {}, 1)) is wanted
+    asked = parse_arguments([*line.split(), "train.py"])
+    assert torchrun.needs_log_files(asked, torchrun.build_rank_options(asked, {}, 1)) is wanted
 
 
 @pytest.mark.parametrize(
@@ -224,25 +230,25 @@ def test_the_store_listens_where_torchrun_would_have_it(line: str, port: int) ->
 
 
 def test_ranks_have_so_long_to_leave_as_the_option_says() -> None:
-    assert _local_settings(Script("s.py", False, (), options=options("--shutdown-timeout 3"))).grace == 3.0
-    assert _local_settings(Script("s.py", False, ())).grace == LauncherSettings.grace
+    assert _build_local_settings(Script("s.py", False, (), options=options("--shutdown-timeout 3"))).grace == 3.0
+    assert _build_local_settings(Script("s.py", False, ())).grace == LauncherSettings.grace
 
 
 def test_with_virtual_local_ranks_each_rank_sees_its_own_gpu() -> None:
     virtual = options("--virtual-local-rank", ranks=None)
-    assert rank_environment(RankOptions(), 1, {}) == {"LOCAL_RANK": "1"}
+    assert build_rank_environment(RankOptions(), 1, {}) == {"LOCAL_RANK": "1"}
     mine = {"LOCAL_RANK": "0", "PACEKEEPER_LOCAL_RANK": "1"}
-    assert rank_environment(virtual, 1, {}) == {**mine, "CUDA_VISIBLE_DEVICES": "1"}
-    assert rank_environment(virtual, 1, {"CUDA_VISIBLE_DEVICES": "4, GPU-5"}) == {
+    assert build_rank_environment(virtual, 1, {}) == {**mine, "CUDA_VISIBLE_DEVICES": "1"}
+    assert build_rank_environment(virtual, 1, {"CUDA_VISIBLE_DEVICES": "4, GPU-5"}) == {
         **mine, "CUDA_VISIBLE_DEVICES": "GPU-5"
     }  # fmt: skip
     amd = {"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert rank_environment(virtual, 1, amd) == {**mine, "HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}
+    assert build_rank_environment(virtual, 1, amd) == {**mine, "HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}
     with pytest.raises(InputError, match="local rank 1 has no GPU in CUDA_VISIBLE_DEVICES=7"):
         options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7"}, ranks=2)
     with pytest.raises(InputError, match="local rank 1 has no GPU"):
         options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7", "PACEKEEPER_NPROC": "2"}, ranks=None)
-    library = Environment.read(rank_environment(virtual, 1, {}))
+    library = Environment.read(build_rank_environment(virtual, 1, {}))
     assert (library.local_rank, library.device_index) == (1, 0)
 
 
@@ -253,7 +259,7 @@ def test_it_is_told_before_anything_is_started(tmp_path: Path, capsys: pytest.Ca
         main(["--nnodes", "2", "--master-addr", "h", str(script)])
     with pytest.raises(InputError, match="PACEKEEPER_WORKER"):
         main(["--master-addr", "h", str(script)])
-    assert "--master-addr passed over" in capsys.readouterr().err
+    assert "--master-addr ignored" in capsys.readouterr().err
     program = tmp_path / "no-program"
     with pytest.raises(InputError, match="no-program is no executable file here"):
         main(["--local", "1", "--no-python", str(program)])
@@ -261,5 +267,5 @@ def test_it_is_told_before_anything_is_started(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(InputError, match=f"--log-dir {tmp_path}/file: .*name a folder"):
         main(["--local", "1", "--log-dir", str(tmp_path / "file"), str(script)])
     with pytest.raises(SystemExit):
-        parse(["--local", "2", "--max-restarts", "-1", str(script)])
+        parse_arguments(["--local", "2", "--max-restarts", "-1", str(script)])
     assert "0 or more" in capsys.readouterr().err

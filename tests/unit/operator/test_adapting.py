@@ -9,23 +9,39 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.diagnose.work import KnownPaces
-from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.reports import Evidence, RankWindow
-from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Cause, Condition, JobStatus, Mode, Outcome, Reason, Remedy, WantedMode
-from pacekeeper_operator.decide.status import report
-from pacekeeper_operator.decide.think import Thought, think
-from pacekeeper_operator.observation import Lasting, Metrics, Observation, Policy
-from pacekeeper_operator.state import HOLD_SECONDS, LocalSgd
-from tests.support.worlds import change_members, decisions, evidence_of, job, policy, training
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.reports import Evidence, RankWindow
+from pacekeeper_analysis.stragglers.mode_changes import SYNC_MODE_COOL_DOWN_SECONDS
+from pacekeeper_analysis.stragglers.step_model import KnownRelativeTimes
+from pacekeeper_analysis.stragglers.strategies import Bottleneck
+from pacekeeper_operator.api.conditions import JobCondition, Reason
+from pacekeeper_operator.api.incident import IncidentCause, IncidentOutcome
+from pacekeeper_operator.api.training_job import JobStatus, RemediationMode, Remedy, RequestedSyncMode
+from pacekeeper_operator.decide.evaluate import PassResult, evaluate_job
+from pacekeeper_operator.decide.lifecycle.status import build_job_status
+from pacekeeper_operator.state import state_codec
+from pacekeeper_operator.state.desired_state import LocalSgdChoice
+from pacekeeper_operator.state.job_metrics import JobMetrics, PersistentSlowness
+from pacekeeper_operator.state.observation import Observation
+from pacekeeper_operator.state.policy import Policy
+from testing.operators.observations import (
+    build_evidence,
+    build_job,
+    build_policy,
+    build_training,
+    change_members,
+    list_decisions,
+)
 
 STEPS = 32
 OWN, FIRST = 0.07, 0.1
 """Seconds of a rank's own work in a step, and of the job's first steady steps."""
-SLOW_LINK = Metrics(step_seconds=0.3, pace=1.01, slowdown=1.01, waiting=0.75, uniform=3.0, throughput=32 / 0.3)
-WELL = Metrics(step_seconds=FIRST, pace=1.01, slowdown=1.01, waiting=0.02, uniform=1.0, throughput=32 / FIRST)
+SLOW_LINK = JobMetrics(
+    step_seconds=0.3, relative_time=1.01, slowdown=1.01, wait_share=0.75, uniform_slowdown=3.0, throughput=32 / 0.3
+)
+WELL = JobMetrics(
+    step_seconds=FIRST, relative_time=1.01, slowdown=1.01, wait_share=0.02, uniform_slowdown=1.0, throughput=32 / FIRST
+)
 
 
 def windows(
@@ -54,7 +70,7 @@ def windows(
     work = noise * np.array(own) * drawn + pauses
     together = work.max(axis=1, keepdims=True) + exposed
     step = np.broadcast_to(together, work.shape) if mode is SyncMode.SYNC else work
-    return evidence_of(
+    return build_evidence(
         request,
         (
             RankWindow(
@@ -63,7 +79,7 @@ def windows(
                 tuple(step[:, rank].tolist()),
                 tuple(work[:, rank].tolist()),
                 (shares[rank],) * STEPS,
-                garbage_seconds=tuple(pauses[:, rank].tolist()),
+                gc_seconds=tuple(pauses[:, rank].tolist()),
                 lengths=() if lengths is None else tuple(lengths[:, rank].sum(axis=1).tolist()),
                 squares=()
                 if lengths is None or not balanceable
@@ -84,76 +100,84 @@ def in_turns(depth: float) -> Any:
     return 1.0 + depth * np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]
 
 
-def later(thought: Thought, world: Observation, seconds: float, **changes: Any) -> Observation:
-    return replace(world.with_draft(thought.draft), now=world.now + seconds, **changes)
+def later(thought: PassResult, world: Observation, seconds: float, **changes: Any) -> Observation:
+    return replace(world.with_desired(thought.desired), now=world.now + seconds, **changes)
 
 
-def answered(thought: Thought, world: Observation, **of_windows: Any) -> Observation:
+def answered(thought: PassResult, world: Observation, **of_windows: Any) -> Observation:
     """A second later, when the ranks have answered the question that is out."""
-    request = thought.draft.plan.evidence_request
+    request = thought.desired.plan.evidence_request
     assert request
     return later(thought, world, 1.0, evidence=windows(request, **of_windows))
 
 
-def looked_into(world: Observation, of_policy: Policy | None = None, **of_windows: Any) -> tuple[Thought, Observation]:
+def looked_into(
+    world: Observation, of_policy: Policy | None = None, **of_windows: Any
+) -> tuple[PassResult, Observation]:
     """The pass upon the ranks' answers to what the metrics raise, the second one if need be; and the world it saw."""
-    of_policy = of_policy or policy()
-    world = answered(think(world, of_policy), world, **of_windows)
-    thought = think(world, of_policy)
-    if not decisions(thought):
+    of_policy = of_policy or build_policy()
+    world = answered(evaluate_job(world, of_policy), world, **of_windows)
+    thought = evaluate_job(world, of_policy)
+    if not list_decisions(thought):
         world = later(thought, world, 6.0)
-        world = answered(think(world, of_policy), world, **of_windows)
-        thought = think(world, of_policy)
+        world = answered(evaluate_job(world, of_policy), world, **of_windows)
+        thought = evaluate_job(world, of_policy)
     return thought, world
 
 
-def decided(metrics: Metrics = SLOW_LINK, **of_windows: Any) -> tuple[Thought, Observation]:
-    return looked_into(change_members(replace(training(), metrics=metrics), sync_mode="Sync"), **of_windows)
+def decided(metrics: JobMetrics = SLOW_LINK, **of_windows: Any) -> tuple[PassResult, Observation]:
+    return looked_into(change_members(replace(build_training(), metrics=metrics), sync_mode="Sync"), **of_windows)
 
 
-def in_local_mode() -> tuple[Thought, Observation]:
+def in_local_mode() -> tuple[PassResult, Observation]:
     """After a slow link, with the ranks in the mode that was wanted."""
     thought, world = decided(exposed=0.25)
-    assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT
+    assert thought.desired.plan.sync_mode is SyncMode.ASYNC_EDIT
     return thought, change_members(world, sync_mode="AsyncEDiT")
 
 
 class TestIntoLocalSgd:
     def test_a_slow_link_is_answered_by_local_sgd_on_the_fly(self) -> None:
         thought, _ = decided(exposed=0.25)
-        plan = thought.draft.plan
+        plan = thought.desired.plan
         assert (plan.sync_mode, plan.membership, plan.evidence_request) == (SyncMode.ASYNC_EDIT, 1, "")
         assert plan.sync_seconds > 1.0
-        (incident,) = thought.draft.state.incidents.current
-        assert (incident.cause, incident.remedy, incident.live) == (Cause.SLOW_COMMUNICATION, Remedy.LOCAL_SGD, True)
+        (incident,) = thought.desired.state.incidents.current
+        assert (incident.cause, incident.remedy, incident.live) == (
+            IncidentCause.SLOW_COMMUNICATION,
+            Remedy.LOCAL_SGD,
+            True,
+        )
         assert incident.rank is None
         assert incident.slowdown_before == pytest.approx(0.32 / 0.1, rel=0.1)
         assert {price.name for price in incident.remedies} == {"LocalSGD"}
         degraded = next(
-            c for c in report(thought.observation, policy(), JobStatus()).conditions if c.type == Condition.DEGRADED
+            c
+            for c in build_job_status(thought.observation, build_policy(), JobStatus()).conditions
+            if c.type == JobCondition.DEGRADED
         )
-        assert (degraded.status, degraded.reason) == ("True", Reason.LOCAL_SGD)
+        assert (degraded.status, degraded.reason) == ("True", Reason.LOCAL_SGD_ACTIVE)
 
     def test_one_answer_is_not_enough(self) -> None:
-        world = change_members(replace(training(), metrics=SLOW_LINK), sync_mode="Sync")
-        once = think(answered(think(world, policy()), world, exposed=0.25), policy())
-        assert once.draft.plan.sync_mode is SyncMode.SYNC
-        assert not decisions(once)
+        world = change_members(replace(build_training(), metrics=SLOW_LINK), sync_mode="Sync")
+        once = evaluate_job(answered(evaluate_job(world, build_policy()), world, exposed=0.25), build_policy())
+        assert once.desired.plan.sync_mode is SyncMode.SYNC
+        assert not list_decisions(once)
 
     def test_what_it_was_for_is_remembered_over_a_restart_of_the_operator(self) -> None:
         thought, world = in_local_mode()
-        adaptation = thought.draft.state.adaptation.local_sgd
+        adaptation = thought.desired.state.adaptation.local_sgd
         assert adaptation is not None
-        assert (adaptation.trouble, adaptation.since) == (Trouble.COMMUNICATION, world.now)
-        assert ledger.read(ledger.write(thought.draft, "j"), "j").draft == thought.draft
+        assert (adaptation.bottleneck, adaptation.since) == (Bottleneck.COMMUNICATION, world.now)
+        assert state_codec.decode_state(state_codec.encode_state(thought.desired, "j"), "j").desired == thought.desired
 
     @pytest.mark.parametrize(
         ("first", "mode"), [(FIRST, SyncMode.ASYNC_EDIT), (0.17, SyncMode.SYNC), (0, SyncMode.SYNC)]
     )
     def test_ranks_that_are_slow_in_turns_too_unless_they_have_always_been(self, first: float, mode: SyncMode) -> None:
         thought, _ = decided(drawn=in_turns(1.0), first=first)
-        assert thought.draft.plan.sync_mode is mode
-        assert [i.cause for i in thought.draft.state.incidents.current] == [Cause.VOLATILE] * (
+        assert thought.desired.plan.sync_mode is mode
+        assert [i.cause for i in thought.desired.state.incidents.current] == [IncidentCause.VOLATILE] * (
             mode is not SyncMode.SYNC
         )
 
@@ -166,98 +190,100 @@ class TestIntoLocalSgd:
     ) -> None:
         """Of 0.09 s each."""
         thought, _ = decided(drawn=in_turns(depth), first=first, exposed=0.002)
-        assert thought.draft.plan.sync_mode is mode
+        assert thought.desired.plan.sync_mode is mode
 
     def test_garbage_collections_are_planned_and_training_stays_exact(self) -> None:
         thought, _ = decided(exposed=0.02, garbage={rank: range(2 * rank, STEPS, 8) for rank in range(4)})
-        plan = thought.draft.plan
+        plan = thought.desired.plan
         assert plan.sync_mode is SyncMode.SYNC
-        assert plan.garbage_every > 0
-        assert thought.draft.state.incidents.current[0].remedy is Remedy.PLAN_GARBAGE
+        assert plan.gc_every > 0
+        assert thought.desired.state.incidents.current[0].remedy is Remedy.PLAN_GC
 
     @pytest.mark.parametrize(
         ("changes", "allow", "words"),
-        [({}, {Remedy.REBALANCE}, "spec.remediation.allow"), ({"steered": False}, set(Remedy), "library")],
+        [({}, {Remedy.REBALANCE}, "spec.remediation.allow"), ({"managed": False}, set(Remedy), "library")],
     )
     def test_where_it_may_not_be_the_trouble_is_written_down_once(
         self, changes: dict[str, Any], allow: set[Remedy], words: str
     ) -> None:
-        of_policy = policy(allow=frozenset(allow))
-        world = change_members(replace(training(), metrics=SLOW_LINK), sync_mode="Sync", **changes)
+        of_policy = build_policy(allow=frozenset(allow))
+        world = change_members(replace(build_training(), metrics=SLOW_LINK), sync_mode="Sync", **changes)
         thought, world = looked_into(world, of_policy, exposed=0.25)
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
-        (incident,) = thought.draft.state.incidents.current
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
+        (incident,) = thought.desired.state.incidents.current
         assert incident.remedy is None
-        assert incident.outcome is Outcome.NOT_HELPED
+        assert incident.outcome is IncidentOutcome.INEFFECTIVE
         assert words in next(price.reason for price in incident.remedies if price.name == "LocalSGD")
-        assert not think(later(thought, world, 10.0), of_policy).draft.plan.evidence_request
+        assert not evaluate_job(later(thought, world, 10.0), of_policy).desired.plan.evidence_request
 
     def test_a_rank_at_half_speed_gets_fewer_samples_and_no_local_sgd(self) -> None:
-        thought, _ = decided(replace(WELL, pace=2.0), own=(OWN, OWN, 2 * OWN, OWN))
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
-        assert thought.draft.plan.shares is not None
-        assert thought.draft.plan.shares[2] < 6
+        thought, _ = decided(replace(WELL, relative_time=2.0), own=(OWN, OWN, 2 * OWN, OWN))
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
+        assert thought.desired.plan.shares is not None
+        assert thought.desired.plan.shares[2] < 6
 
     def test_nor_when_its_shares_are_as_good_as_whole_samples_let_them_be(self) -> None:
         shares = (10, 9, 4, 9)
-        world = change_members(replace(training(), metrics=replace(WELL, pace=2.2)), sync_mode="Sync")
-        world = world.with_draft(world.draft.with_plan(shares=shares))
+        world = change_members(replace(build_training(), metrics=replace(WELL, relative_time=2.2)), sync_mode="Sync")
+        world = world.with_desired(world.desired.with_plan(shares=shares))
         own = tuple(OWN / 8 * share * slow for share, slow in zip(shares, (1, 1, 2.2, 1), strict=True))
-        world = answered(think(world, policy()), world, own=own, shares=shares)
-        thought = think(replace(world, now=world.now + 6.0), policy())
-        assert thought.draft.state.adaptation.suspicion is None, "and that settles it"
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
-        assert not any(worker.leaving for worker in thought.draft.state.placement.workers), "nor a spare"
+        world = answered(evaluate_job(world, build_policy()), world, own=own, shares=shares)
+        thought = evaluate_job(replace(world, now=world.now + 6.0), build_policy())
+        assert thought.desired.state.adaptation.investigation is None, "and that settles it"
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
+        assert not any(worker.leaving for worker in thought.desired.state.placement.workers), "nor a spare"
 
     def test_shares_whose_straggler_has_recovered_become_equal_again(self) -> None:
-        world = change_members(replace(training(), metrics=WELL), sync_mode="Sync")
-        world = world.with_draft(world.draft.with_plan(shares=(10, 9, 4, 9)))
+        world = change_members(replace(build_training(), metrics=WELL), sync_mode="Sync")
+        world = world.with_desired(world.desired.with_plan(shares=(10, 9, 4, 9)))
         own = tuple(OWN / 8 * share for share in (10, 9, 4, 9))
-        world = answered(think(world, policy()), world, own=own, shares=(10, 9, 4, 9))
-        assert think(world, policy()).draft.plan.shares == (8, 8, 8, 8)
+        world = answered(evaluate_job(world, build_policy()), world, own=own, shares=(10, 9, 4, 9))
+        assert evaluate_job(world, build_policy()).desired.plan.shares == (8, 8, 8, 8)
 
 
 class TestLengths:
     """Sequences that cost as the square of their length, dealt as they come."""
 
-    UNEVEN = replace(WELL, waiting=0.3)
+    UNEVEN = replace(WELL, wait_share=0.3)
 
     def of(self, seed: int) -> dict[str, Any]:
         lengths = np.rint(np.random.default_rng(seed).lognormal(6.0, 0.8, (STEPS, 4, 8)))
         squares = np.square(lengths).sum(axis=2)
         return {"lengths": lengths, "drawn": squares / squares.mean()}
 
-    def balanced(self) -> tuple[Thought, Observation]:
+    def balanced(self) -> tuple[PassResult, Observation]:
         return decided(self.UNEVEN, **self.of(1))
 
     def test_are_balanced_by_what_they_cost(self) -> None:
         thought, _ = self.balanced()
-        plan = thought.draft.plan
+        plan = thought.desired.plan
         assert (plan.sync_mode, plan.shares, plan.membership) == (SyncMode.SYNC, None, 1)
         assert plan.sequence_cost is not None
         fixed, per_token, per_token_squared = plan.sequence_cost
         assert max(fixed, 400 * per_token) < 0.05 * 400**2 * per_token_squared
-        (incident,) = thought.draft.state.incidents.current
-        assert (incident.cause, incident.remedy) == (Cause.UNEVEN_LENGTHS, Remedy.BALANCE_LENGTHS)
+        (incident,) = thought.desired.state.incidents.current
+        assert (incident.cause, incident.remedy) == (IncidentCause.UNEVEN_LENGTHS, Remedy.BALANCE_LENGTHS)
         assert incident.live
-        assert ledger.read(ledger.write(thought.draft, "j"), "j").draft == thought.draft
+        assert state_codec.decode_state(state_codec.encode_state(thought.desired, "j"), "j").desired == thought.desired
 
     def test_and_left_alone_where_single_ones_outweigh_the_others(self) -> None:
         """The windows stay as uneven; what is fitted to each of them differs by noise."""
         thought, world = self.balanced()
-        plan = thought.draft.plan
+        plan = thought.desired.plan
         changed = 0
         for look in range(30):
             world = later(thought, world, 20.0, metrics=replace(self.UNEVEN, throughput=32 / 0.2), evidence=())
             world = change_members(world, step=560 + 40 * look)
-            request = thought.draft.plan.evidence_request
+            request = thought.desired.plan.evidence_request
             world = replace(world, evidence=windows(request, **self.of(2 + look)) if request else ())
-            thought = think(world, policy())
-            changed += thought.draft.plan.sequence_cost != plan.sequence_cost
+            thought = evaluate_job(world, build_policy())
+            changed += thought.desired.plan.sequence_cost != plan.sequence_cost
         assert not changed
-        assert len(thought.draft.state.incidents.closed) == 1
-        assert thought.draft.state.adaptation.vain is not None
-        assert thought.draft.state.adaptation.vain.hold > 100, "looked into ever more seldom"
+        assert len(thought.desired.state.incidents.closed) == 1
+        assert thought.desired.state.adaptation.fruitless_investigation is not None
+        assert thought.desired.state.adaptation.fruitless_investigation.cool_down_seconds > 100, (
+            "looked into ever more seldom"
+        )
 
     def little(self, look: int, *, known: bool = True, sigma: float = 0.15, **of_windows: Any) -> dict[str, Any]:
         """Windows whose lengths cost 1.03 to 1.06 ×. known: to the loaders, which could balance them."""
@@ -268,40 +294,44 @@ class TestLengths:
     @pytest.mark.parametrize(
         ("known", "of_policy"),
         [
-            pytest.param(False, policy(), id="the loaders do not know them"),
-            pytest.param(True, policy(allow=frozenset({Remedy.REBALANCE})), id="not allowed"),
-            pytest.param(True, policy(mode=Mode.RECOMMEND), id="only recommended"),
+            pytest.param(False, build_policy(), id="the loaders do not know them"),
+            pytest.param(True, build_policy(allow=frozenset({Remedy.REBALANCE})), id="not allowed"),
+            pytest.param(True, build_policy(mode=RemediationMode.RECOMMEND), id="only recommended"),
         ],
     )
     def test_and_where_they_cost_little_and_cannot_or_may_not_be(self, known: bool, of_policy: Policy) -> None:
         """Balanced they are from 1.01 on; where they are not, that is no reason to ask for ever, nor for a word."""
-        world = change_members(replace(training(), metrics=self.UNEVEN), sync_mode="Sync")
-        thought = think(world, of_policy)
+        world = change_members(replace(build_training(), metrics=self.UNEVEN), sync_mode="Sync")
+        thought = evaluate_job(world, of_policy)
         for look in range(30):
             world = change_members(later(thought, world, 20.0, evidence=()), step=560 + 40 * look)
-            request = thought.draft.plan.evidence_request
+            request = thought.desired.plan.evidence_request
             evidence = windows(request, **self.little(look, known=known)) if request else ()
-            thought = think(replace(world, evidence=evidence), of_policy)
-        assert not thought.draft.state.incidents.current
-        assert not thought.draft.state.incidents.recommended
-        assert thought.draft.state.adaptation.vain is not None
-        assert thought.draft.state.adaptation.vain.hold > 100, "looked into ever more seldom"
+            thought = evaluate_job(replace(world, evidence=evidence), of_policy)
+        assert not thought.desired.state.incidents.current
+        assert not thought.desired.state.incidents.recommended
+        assert thought.desired.state.adaptation.fruitless_investigation is not None
+        assert thought.desired.state.adaptation.fruitless_investigation.cool_down_seconds > 100, (
+            "looked into ever more seldom"
+        )
 
     def test_that_nobody_can_balance_hide_no_rank_that_is_slow_by_less(self) -> None:
         pace, second = 1.04, 0
         of_rank = tuple(OWN * (pace if rank == 2 else 1.0) for rank in range(4))
-        world = change_members(training(spares=1), sync_mode="Sync")
-        lasting = Lasting(KnownPaces({2: pace}, 0.003), world.now - 60)
-        metrics = replace(WELL, pace=pace, slowest_rank=2, lasting=lasting)
-        world = replace(world, metrics=metrics).with_draft(world.draft.with_budget(restart_seconds=20.0))
-        thought = think(world, policy())
-        while not (taken := decisions(thought)) and second < 3000:
+        world = change_members(build_training(spares=1), sync_mode="Sync")
+        lasting = PersistentSlowness(KnownRelativeTimes({2: pace}, 0.003), world.now - 60)
+        metrics = replace(WELL, relative_time=pace, slowest_rank=2, persistent_slowness=lasting)
+        world = replace(world, metrics=metrics).with_desired(world.desired.with_budget(restart_seconds=20.0))
+        thought = evaluate_job(world, build_policy())
+        while not (taken := list_decisions(thought)) and second < 3000:
             second += 20
             world = change_members(later(thought, world, 20.0, evidence=()), step=560 + 2 * second)
-            request = thought.draft.plan.evidence_request
+            request = thought.desired.plan.evidence_request
             told = self.little(second, known=False, sigma=0.25, own=of_rank)
-            thought = think(replace(world, evidence=windows(request, **told) if request else ()), policy())
-        assert [(each.cause, each.remedy, each.rank) for each in taken] == [(Cause.STRAGGLER, Remedy.REPLACE_WORKER, 2)]
+            thought = evaluate_job(replace(world, evidence=windows(request, **told) if request else ()), build_policy())
+        assert [(each.cause, each.remedy, each.rank) for each in taken] == [
+            (IncidentCause.STRAGGLER, Remedy.REPLACE_WORKER, 2)
+        ]
 
     @pytest.mark.parametrize("first", [0.11, 0.0], ids=["as in the first steps", "those are not known"])
     def test_ranks_that_have_always_come_and_gone_hide_none_that_are_little(self, first: float) -> None:
@@ -310,90 +340,90 @@ class TestLengths:
         of_lengths = self.little(1, sigma=0.4)
         scatter = {**of_lengths, "drawn": of_lengths["drawn"] * drawn, "first": first, "exposed": 0.02}
         thought, _ = decided(self.UNEVEN, **scatter)
-        (incident,) = thought.draft.state.incidents.current
+        (incident,) = thought.desired.state.incidents.current
         assert incident.remedy is Remedy.BALANCE_LENGTHS
         scatter = {"drawn": drawn, "first": first, "exposed": 0.02}
-        assert not decided(self.UNEVEN, **scatter)[0].draft.state.incidents.current
+        assert not decided(self.UNEVEN, **scatter)[0].desired.state.incidents.current
 
     def test_what_was_too_little_to_be_measured_has_helped_unless_steps_are_longer(self) -> None:
-        for seconds, outcome in ((0.1, Outcome.RECOVERED), (0.104, Outcome.NOT_HELPED)):
+        for seconds, outcome in ((0.1, IncidentOutcome.RECOVERED), (0.104, IncidentOutcome.INEFFECTIVE)):
             thought, world = decided(self.UNEVEN, **self.little(1, sigma=0.05), exposed=0.0)
-            (incident,) = thought.draft.state.incidents.current
+            (incident,) = thought.desired.state.incidents.current
             assert incident.remedy is Remedy.BALANCE_LENGTHS
             before, reference = incident.slowdown_before, incident.reference_seconds
             assert before is not None
             assert reference is not None
             assert 1.01 < before < 1.02
             world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / (reference * seconds / 0.1)))
-            (incident,) = think(change_members(world, step=560), policy()).draft.state.incidents.current
+            (incident,) = evaluate_job(change_members(world, step=560), build_policy()).desired.state.incidents.current
             assert incident.outcome is outcome
 
     def test_where_they_may_not_be_it_is_written_down_once(self) -> None:
-        of_policy = policy(allow=frozenset({Remedy.REBALANCE}))
-        world = change_members(replace(training(), metrics=self.UNEVEN), sync_mode="Sync")
+        of_policy = build_policy(allow=frozenset({Remedy.REBALANCE}))
+        world = change_members(replace(build_training(), metrics=self.UNEVEN), sync_mode="Sync")
         thought, world = looked_into(world, of_policy, **self.of(1))
-        assert thought.draft.plan.sequence_cost is None
-        (incident,) = thought.draft.state.incidents.current
-        assert (incident.cause, incident.remedy) == (Cause.UNEVEN_LENGTHS, None)
+        assert thought.desired.plan.sequence_cost is None
+        (incident,) = thought.desired.state.incidents.current
+        assert (incident.cause, incident.remedy) == (IncidentCause.UNEVEN_LENGTHS, None)
         (considered,) = incident.remedies
         assert considered.name == "BalanceLengths"
         assert "spec.remediation.allow" in considered.reason
-        assert not think(later(thought, world, 10.0), of_policy).draft.plan.evidence_request
+        assert not evaluate_job(later(thought, world, 10.0), of_policy).desired.plan.evidence_request
 
     def test_a_plan_that_the_ranks_cannot_follow_is_taken_back(self) -> None:
         thought, world = self.balanced()
-        words = "sequence_cost: the loader does not know how long samples are"
-        refused = think(change_members(later(thought, world, 1.0), refused=words), policy())
-        assert refused.draft.plan.sequence_cost is None
-        (incident,) = refused.draft.state.incidents.current
-        assert incident.outcome is Outcome.NOT_HELPED
+        words = "sequence_cost: the lengths of samples are unknown"
+        refused = evaluate_job(change_members(later(thought, world, 1.0), refused=words), build_policy())
+        assert refused.desired.plan.sequence_cost is None
+        (incident,) = refused.desired.state.incidents.current
+        assert incident.outcome is IncidentOutcome.INEFFECTIVE
         assert words in incident.evidence[-1]
 
 
 class TestLookingInVain:
-    WAITS = replace(WELL, waiting=0.3)
+    WAITS = replace(WELL, wait_share=0.3)
 
-    def vain(self) -> tuple[Thought, Observation]:
+    def vain(self) -> tuple[PassResult, Observation]:
         """A job that has always waited like this was looked into."""
-        world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
-        world = answered(think(world, policy()), world)
-        thought = think(world, policy())
-        assert not decisions(thought)
+        world = change_members(replace(build_training(), metrics=self.WAITS), sync_mode="Sync")
+        world = answered(evaluate_job(world, build_policy()), world)
+        thought = evaluate_job(world, build_policy())
+        assert not list_decisions(thought)
         world = change_members(later(thought, world, 30.0), step=600)
-        return think(world, policy()), world
+        return evaluate_job(world, build_policy()), world
 
     def test_a_job_that_has_always_waited_is_left_alone(self) -> None:
         thought, world = self.vain()
-        assert not thought.draft.plan.evidence_request
-        assert thought.draft.state.adaptation.suspicion is None
-        quiet = think(later(thought, world, 20.0), policy())
-        assert quiet.draft == thought.draft
+        assert not thought.desired.plan.evidence_request
+        assert thought.desired.state.adaptation.investigation is None
+        quiet = evaluate_job(later(thought, world, 20.0), build_policy())
+        assert quiet.desired == thought.desired
 
     def test_but_not_while_the_answers_begin_to_show_something(self) -> None:
         """A link that becomes slow just when patience is over."""
-        world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
-        thought = think(world, policy())
-        world = later(thought, world, 15.0, evidence=windows(thought.draft.plan.evidence_request, exposed=0.25))
-        thought = think(world, policy())
-        world = later(thought, world, 15.0, evidence=windows(thought.draft.plan.evidence_request, exposed=0.25))
-        assert think(world, policy()).draft.plan.sync_mode is SyncMode.ASYNC_EDIT
+        world = change_members(replace(build_training(), metrics=self.WAITS), sync_mode="Sync")
+        thought = evaluate_job(world, build_policy())
+        world = later(thought, world, 15.0, evidence=windows(thought.desired.plan.evidence_request, exposed=0.25))
+        thought = evaluate_job(world, build_policy())
+        world = later(thought, world, 15.0, evidence=windows(thought.desired.plan.evidence_request, exposed=0.25))
+        assert evaluate_job(world, build_policy()).desired.plan.sync_mode is SyncMode.ASYNC_EDIT
 
     def test_steps_that_grow_while_it_is_looked_into_are_news(self) -> None:
         """They must not be taken for what was found to be nothing."""
-        world = change_members(replace(training(), metrics=self.WAITS), sync_mode="Sync")
-        world = later(think(world, policy()), world, 30.0, metrics=SLOW_LINK)
-        thought = think(world, policy())
-        assert thought.draft.state.adaptation.vain is None
-        assert thought.draft.plan.evidence_request
-        assert thought.draft.state.adaptation.suspicion is not None
-        assert thought.draft.state.adaptation.suspicion.since == world.now
+        world = change_members(replace(build_training(), metrics=self.WAITS), sync_mode="Sync")
+        world = later(evaluate_job(world, build_policy()), world, 30.0, metrics=SLOW_LINK)
+        thought = evaluate_job(world, build_policy())
+        assert thought.desired.state.adaptation.fruitless_investigation is None
+        assert thought.desired.plan.evidence_request
+        assert thought.desired.state.adaptation.investigation is not None
+        assert thought.desired.state.adaptation.investigation.since == world.now
 
     @pytest.mark.parametrize("longer", [1.01, 1.03, 3.0])
     def test_it_is_looked_into_again_at_once_when_its_steps_grow(self, longer: float) -> None:
         """By what little of their trouble is dealt with, too."""
         thought, world = self.vain()
         worse = later(thought, world, 5.0, metrics=replace(self.WAITS, step_seconds=longer * FIRST))
-        assert bool(think(worse, policy()).draft.plan.evidence_request) is (longer > 1.025)
+        assert bool(evaluate_job(worse, build_policy()).desired.plan.evidence_request) is (longer > 1.025)
 
     def test_what_is_longer_by_luck_is_news_a_few_times(self) -> None:
         """Windows' mean steps that scatter by 2 %, for an hour, in a job that has always waited."""
@@ -402,106 +432,107 @@ class TestLookingInVain:
         for _ in range(720):
             metrics = replace(self.WAITS, step_seconds=FIRST * (1 + 0.02 * random.standard_normal()))
             world = change_members(later(thought, world, 5.0, metrics=metrics, evidence=()), step=560)
-            request = thought.draft.plan.evidence_request
-            thought = think(replace(world, evidence=windows(request) if request else ()), policy())
-            began = thought.draft.state.adaptation.suspicion is not None
+            request = thought.desired.plan.evidence_request
+            thought = evaluate_job(replace(world, evidence=windows(request) if request else ()), build_policy())
+            began = thought.desired.state.adaptation.investigation is not None
             looks, looking = looks + (began and not looking), began
         assert looks <= 7
-        assert not thought.draft.state.incidents.current
+        assert not thought.desired.state.incidents.current
 
 
 class TestMeasured:
     @pytest.mark.parametrize(
-        ("seconds", "outcome"), [(0.09, Outcome.RECOVERED), (0.15, Outcome.MITIGATED), (0.35, Outcome.NOT_HELPED)]
+        ("seconds", "outcome"),
+        [(0.09, IncidentOutcome.RECOVERED), (0.15, IncidentOutcome.MITIGATED), (0.35, IncidentOutcome.INEFFECTIVE)],
     )
-    def test_by_the_samples_a_second(self, seconds: float, outcome: Outcome) -> None:
+    def test_by_the_samples_a_second(self, seconds: float, outcome: IncidentOutcome) -> None:
         thought, world = in_local_mode()
         world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / seconds))
-        early = think(world, policy())
-        assert early.draft.state.incidents.open
-        (incident,) = think(change_members(world, step=560), policy()).draft.state.incidents.current
+        early = evaluate_job(world, build_policy())
+        assert early.desired.state.incidents.open
+        (incident,) = evaluate_job(change_members(world, step=560), build_policy()).desired.state.incidents.current
         assert incident.outcome is outcome
         assert incident.slowdown_after == pytest.approx(max(1.0, seconds / 0.1), rel=0.1)
 
     def test_what_has_not_helped_is_taken_back(self) -> None:
         thought, world = in_local_mode()
         world = later(thought, world, 10.0, metrics=replace(SLOW_LINK, throughput=32 / 0.35))
-        back = think(change_members(world, step=560), policy())
-        assert back.draft.plan.sync_mode is SyncMode.SYNC
-        assert back.draft.state.adaptation.local_sgd is None
-        assert not back.draft.state.adaptation.mode_changes.allows(world.now + HOLD_SECONDS)
+        back = evaluate_job(change_members(world, step=560), build_policy())
+        assert back.desired.plan.sync_mode is SyncMode.SYNC
+        assert back.desired.state.adaptation.local_sgd is None
+        assert not back.desired.state.adaptation.mode_changes.allows(world.now + SYNC_MODE_COOL_DOWN_SECONDS)
         world = change_members(later(back, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
         held, world = looked_into(world, exposed=0.25)
         held, world = looked_into(later(held, world, 6.0), exposed=0.25)
-        assert held.draft.plan.sync_mode is SyncMode.SYNC
-        assert not decisions(held), "nothing to write down while the mode is only held"
+        assert held.desired.plan.sync_mode is SyncMode.SYNC
+        assert not list_decisions(held), "nothing to write down while the mode is only held"
 
     def test_ranks_that_refuse_it_go_on_in_sync_and_are_not_asked_again(self) -> None:
         thought, world = in_local_mode()
         world = change_members(later(thought, world, 1.0), refused="the mesh has no dimension sync")
-        refused = think(world, policy())
-        assert refused.draft.plan.sync_mode is SyncMode.SYNC
-        (incident,) = refused.draft.state.incidents.current
-        assert incident.outcome is Outcome.NOT_HELPED
+        refused = evaluate_job(world, build_policy())
+        assert refused.desired.plan.sync_mode is SyncMode.SYNC
+        (incident,) = refused.desired.state.incidents.current
+        assert incident.outcome is IncidentOutcome.INEFFECTIVE
         assert "no dimension sync" in incident.evidence[-1]
         world = change_members(later(refused, world, 3600.0), refused="", sync_mode="Sync", steps_in_round=600)
         thought, _ = looked_into(world, exposed=0.25)
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
 
 
 class TestBroken:
     """A rank that becomes so slow that nothing but a spare helps, while a slow link has brought AsyncEDiT about."""
 
-    def looks(self, slow: float, seconds: float) -> Thought:
+    def looks(self, slow: float, seconds: float) -> PassResult:
         thought, world = in_local_mode()
-        world = replace(world, metrics=replace(WELL, pace=slow))
+        world = replace(world, metrics=replace(WELL, relative_time=slow))
         for _ in range(int(seconds / 2)):
-            request = thought.draft.plan.evidence_request
+            request = thought.desired.plan.evidence_request
             own = (OWN, OWN, slow * OWN, OWN)
             asked = windows(request, own=own, mode=SyncMode.ASYNC_EDIT, transfer=0.25) if request else ()
             world = later(thought, world, 2.0, evidence=asked)
-            thought = think(world, policy())
-            if decisions(thought):
+            thought = evaluate_job(world, build_policy())
+            if list_decisions(thought):
                 break
         return thought
 
     def test_goes_once_the_loss_is_worth_it(self) -> None:
         thought = self.looks(5.0, seconds=600)
-        (decision,) = decisions(thought)
-        assert (decision.cause, decision.remedy, decision.rank) == (Cause.STRAGGLER, Remedy.REPLACE_WORKER, 2)
+        (decision,) = list_decisions(thought)
+        assert (decision.cause, decision.remedy, decision.rank) == (IncidentCause.STRAGGLER, Remedy.REPLACE_WORKER, 2)
         assert decision.slowdown_before is not None
         assert decision.slowdown_before > 1.2
         assert any("rank 2 5.0" in sentence for sentence in decision.evidence)
-        (leaving,) = (worker.name for worker in thought.draft.state.placement.workers if worker.leaving)
+        (leaving,) = (worker.name for worker in thought.desired.state.placement.workers if worker.leaving)
         assert leaving == "j-w2-0"
-        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "the link is as slow as before"
+        assert thought.desired.plan.sync_mode is SyncMode.ASYNC_EDIT, "the link is as slow as before"
 
     def test_a_rank_that_is_only_slow_stays(self) -> None:
-        assert not decisions(self.looks(2.5, seconds=600))
+        assert not list_decisions(self.looks(2.5, seconds=600))
 
 
 class TestBack:
     def look(
-        self, thought: Thought, world: Observation, of_policy: Policy | None = None, **of_windows: Any
-    ) -> tuple[Thought, Observation]:
+        self, thought: PassResult, world: Observation, of_policy: Policy | None = None, **of_windows: Any
+    ) -> tuple[PassResult, Observation]:
         """The next question, and the pass upon its answer."""
-        of_policy = of_policy or policy()
-        while not thought.draft.plan.evidence_request:
+        of_policy = of_policy or build_policy()
+        while not thought.desired.plan.evidence_request:
             world = later(thought, world, 1.0)
-            thought = think(world, of_policy)
+            thought = evaluate_job(world, of_policy)
         world = answered(thought, world, mode=SyncMode.ASYNC_EDIT, **of_windows)
-        return think(world, of_policy), world
+        return evaluate_job(world, of_policy), world
 
     def test_when_the_link_is_well_twice_in_a_row(self) -> None:
         thought, world = in_local_mode()
         world = replace(world, metrics=WELL)
         thought, world = self.look(thought, world, transfer=0.25)
-        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT
-        world = replace(world, now=world.now + HOLD_SECONDS)
+        assert thought.desired.plan.sync_mode is SyncMode.ASYNC_EDIT
+        world = replace(world, now=world.now + SYNC_MODE_COOL_DOWN_SECONDS)
         thought, world = self.look(thought, world, transfer=0.03)
-        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "once may be luck"
+        assert thought.desired.plan.sync_mode is SyncMode.ASYNC_EDIT, "once may be luck"
         thought, world = self.look(thought, world, transfer=0.03)
-        plan, state = thought.draft.plan, thought.draft.state
+        plan, state = thought.desired.plan, thought.desired.state
         assert (plan.sync_mode, plan.membership) == (SyncMode.SYNC, 1)
         assert plan.shares in (None, (8, 8, 8, 8))
         assert state.adaptation.local_sgd is None
@@ -510,92 +541,94 @@ class TestBack:
     @pytest.mark.parametrize(("transfer", "mode"), [(0.08, SyncMode.SYNC), (0.15, SyncMode.ASYNC_EDIT)])
     def test_a_synchronisation_takes_longer_than_a_step_all_reduces(self, transfer: float, mode: SyncMode) -> None:
         thought, world = in_local_mode()
-        world = replace(world, now=world.now + HOLD_SECONDS, metrics=WELL)
+        world = replace(world, now=world.now + SYNC_MODE_COOL_DOWN_SECONDS, metrics=WELL)
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=transfer)
-        assert thought.draft.plan.sync_mode is mode
+        assert thought.desired.plan.sync_mode is mode
 
     def test_only_the_last_synchronisations_count(self) -> None:
         """Of a link that was slow for long."""
         thought, world = in_local_mode()
-        world = replace(world, now=world.now + HOLD_SECONDS, metrics=WELL)
+        world = replace(world, now=world.now + SYNC_MODE_COOL_DOWN_SECONDS, metrics=WELL)
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=(*(0.25,) * 20, *(0.03,) * 4))
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
 
     @pytest.mark.parametrize(("allow", "shares"), [(set(Remedy), True), ({Remedy.LOCAL_SGD}, False)])
     def test_to_other_shares_only_where_these_are_allowed(self, allow: set[Remedy], shares: bool) -> None:
         """A rank has become slow meanwhile."""
         thought, world = in_local_mode()
-        world = change_members(replace(world, now=world.now + HOLD_SECONDS, metrics=WELL), global_batch=128)
-        of_policy = policy(allow=frozenset(allow))
+        world = change_members(
+            replace(world, now=world.now + SYNC_MODE_COOL_DOWN_SECONDS, metrics=WELL), global_batch=128
+        )
+        of_policy = build_policy(allow=frozenset(allow))
         own = (OWN, OWN, 1.25 * OWN, OWN)
         for _ in range(2):
             thought, world = self.look(thought, world, of_policy, transfer=0.03, own=own, shares=(32,) * 4)
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
-        assert (thought.draft.plan.shares is not None) == shares
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
+        assert (thought.desired.plan.shares is not None) == shares
 
     def test_not_before_the_mode_has_had_its_time(self) -> None:
         thought, world = in_local_mode()
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=0.03)
-        assert thought.draft.state.adaptation.local_sgd is not None
-        assert world.now - thought.draft.state.adaptation.local_sgd.since < HOLD_SECONDS
-        assert thought.draft.plan.sync_mode is SyncMode.ASYNC_EDIT
+        assert thought.desired.state.adaptation.local_sgd is not None
+        assert world.now - thought.desired.state.adaptation.local_sgd.since < SYNC_MODE_COOL_DOWN_SECONDS
+        assert thought.desired.plan.sync_mode is SyncMode.ASYNC_EDIT
 
     def test_a_link_that_comes_and_goes_is_followed_ever_more_slowly(self) -> None:
         thought, world = in_local_mode()
-        hold = thought.draft.state.adaptation.mode_changes.hold_seconds
+        hold = thought.desired.state.adaptation.mode_changes.hold_seconds
         world = change_members(later(thought, world, hold, metrics=WELL), step=560)
-        thought = think(world, policy())
-        assert not thought.draft.state.incidents.open, "measured"
+        thought = evaluate_job(world, build_policy())
+        assert not thought.desired.state.incidents.open, "measured"
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=0.03)
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
         world = change_members(later(thought, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
         again, world = looked_into(world, exposed=0.25)
-        assert again.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "at once"
-        assert again.draft.state.adaptation.mode_changes.hold_seconds == 2 * hold, "but not back"
+        assert again.desired.plan.sync_mode is SyncMode.ASYNC_EDIT, "at once"
+        assert again.desired.state.adaptation.mode_changes.hold_seconds == 2 * hold, "but not back"
 
     def test_questions_get_rarer_with_the_time(self) -> None:
         thought, world = in_local_mode()
-        adaptation = thought.draft.state.adaptation.local_sgd
+        adaptation = thought.desired.state.adaptation.local_sgd
         assert adaptation is not None
-        old = replace(adaptation, since=world.now - 600, asked_at=world.now)
-        world = world.with_draft(thought.draft.with_adaptation(local_sgd=old))
-        assert not think(replace(world, now=world.now + 30), policy()).draft.plan.evidence_request
-        assert think(replace(world, now=world.now + 70), policy()).draft.plan.evidence_request
+        old = replace(adaptation, since=world.now - 600, requested_at=world.now)
+        world = world.with_desired(thought.desired.with_adaptation(local_sgd=old))
+        assert not evaluate_job(replace(world, now=world.now + 30), build_policy()).desired.plan.evidence_request
+        assert evaluate_job(replace(world, now=world.now + 70), build_policy()).desired.plan.evidence_request
 
-    @pytest.mark.parametrize("wanted", [WantedMode.EDIT, WantedMode.ASYNC_EDIT])
-    def test_a_mode_that_the_spec_wants_is_put_in_force_and_stays(self, wanted: WantedMode) -> None:
-        world = replace(training(job=job(sync_mode=wanted)), metrics=WELL)
-        thought = think(world, policy())
-        assert thought.draft.plan.sync_mode is SyncMode(wanted)
+    @pytest.mark.parametrize("wanted", [RequestedSyncMode.EDIT, RequestedSyncMode.ASYNC_EDIT])
+    def test_a_mode_that_the_spec_wants_is_put_in_force_and_stays(self, wanted: RequestedSyncMode) -> None:
+        world = replace(build_training(job=build_job(sync_mode=wanted)), metrics=WELL)
+        thought = evaluate_job(world, build_policy())
+        assert thought.desired.plan.sync_mode is SyncMode(wanted)
         later_on = change_members(later(thought, world, 600.0), sync_mode=str(wanted))
-        assert think(later_on, policy()).draft.plan == thought.draft.plan
+        assert evaluate_job(later_on, build_policy()).desired.plan == thought.desired.plan
 
     def test_and_auto_takes_it_back(self) -> None:
-        world = change_members(replace(training(), metrics=WELL), sync_mode="EDiT")
-        world = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.EDIT))
-        assert think(world, policy()).draft.plan.sync_mode is SyncMode.SYNC
+        world = change_members(replace(build_training(), metrics=WELL), sync_mode="EDiT")
+        world = world.with_desired(world.desired.with_plan(sync_mode=SyncMode.EDIT))
+        assert evaluate_job(world, build_policy()).desired.plan.sync_mode is SyncMode.SYNC
 
     def test_one_that_the_operator_chose_gives_way_to_the_spec(self) -> None:
         thought, world = in_local_mode()
-        wanted = replace(world.with_draft(thought.draft), job=job(sync_mode=WantedMode.SYNC))
-        after = think(wanted, policy()).draft
+        wanted = replace(world.with_desired(thought.desired), job=build_job(sync_mode=RequestedSyncMode.SYNC))
+        after = evaluate_job(wanted, build_policy()).desired
         assert after.plan.sync_mode is SyncMode.SYNC
         assert after.state.adaptation.local_sgd is None
 
     def test_no_other_mode_is_chosen_against_the_spec(self) -> None:
-        world = replace(training(job=job(sync_mode=WantedMode.SYNC)), metrics=SLOW_LINK)
+        world = replace(build_training(job=build_job(sync_mode=RequestedSyncMode.SYNC)), metrics=SLOW_LINK)
         thought, _ = looked_into(change_members(world, sync_mode="Sync"), exposed=0.25)
-        assert thought.draft.plan.sync_mode is SyncMode.SYNC
+        assert thought.desired.plan.sync_mode is SyncMode.SYNC
 
     def test_it_outlasts_a_round(self) -> None:
         thought, world = in_local_mode()
-        assert isinstance(thought.draft.state.adaptation.local_sgd, LocalSgd)
+        assert isinstance(thought.desired.state.adaptation.local_sgd, LocalSgdChoice)
         world = change_members(later(thought, world, 5.0, metrics=WELL), round=2, steps_in_round=3)
-        after = think(world, policy()).draft
+        after = evaluate_job(world, build_policy()).desired
         assert after.plan.sync_mode is SyncMode.ASYNC_EDIT
         assert after.state.adaptation.local_sgd is not None
         assert not after.plan.evidence_request, "a young round says nothing of itself"

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from pacekeeper_operator.api import Condition, JobPhase, QuarantinePhase, Reason, Verdict
-from tests.support import metric_names
-from tests.support.chart import CHART, REPOSITORY, helm_template
+from pacekeeper_operator.api.conditions import JobCondition, Reason
+from pacekeeper_operator.api.node_quarantine import QuarantinePhase, QuarantineVerdict
+from pacekeeper_operator.api.training_job import JobPhase
+from testing.kubernetes.chart import CHART, REPOSITORY, render_chart
+from testing.operators import metric_names
 
 GROUPS = yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ON_CALL = (REPOSITORY / "docs/on-call.md").read_text()
 VALUES = {
     "phase": {*JobPhase, *QuarantinePhase},
-    "reason": {*Reason, *Verdict},
-    "condition": {*Condition},
+    "reason": {*Reason, *QuarantineVerdict},
+    "condition": {*JobCondition},
 }
 """Of labels that a rule may ask for."""
 
@@ -28,7 +30,9 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"
 @each_rule
 def test_its_series_exist(rule: dict[str, Any]) -> None:
     asked = set(re.findall(r"\b(?:pacekeeper_|DCGM_)\w+", rule["expr"]))
-    known = metric_names.of_the_operator() | metric_names.of_a_sidecar() | metric_names.of_dcgm()
+    known = (
+        metric_names.list_operator_metrics() | metric_names.list_sidecar_metrics() | metric_names.list_dcgm_metrics()
+    )
     assert asked
     assert asked <= known
 
@@ -66,7 +70,7 @@ def test_people_can_read_which_there_are() -> None:
 def test_the_chart_carries_them_with_the_platforms_own_page() -> None:
     page = "https://git.example/pacekeeper/docs/on-call.md"
     values = ("--set", f"prometheusRule.enabled=true,prometheusRule.runbookUrl={page}")
-    (found,) = [item for item in helm_template(*values) if item["kind"] == "PrometheusRule"]
+    (found,) = [item for item in render_chart(*values) if item["kind"] == "PrometheusRule"]
     text = (CHART / "files/alerts.yaml").read_text().replace("docs/on-call.md#", f"{page}#")
     assert found["spec"] == yaml.safe_load(text)
-    assert not [item for item in helm_template() if item["kind"] == "PrometheusRule"]
+    assert not [item for item in render_chart() if item["kind"] == "PrometheusRule"]

@@ -13,23 +13,23 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
-from pacekeeper_operator import cluster as calls
-from pacekeeper_operator.cluster import (
-    CALLS_AT_ONCE,
-    NODES,
-    PAGE,
+from pacekeeper_operator.kube import client as calls
+from pacekeeper_operator.kube.client import (
+    LIST_PAGE_OBJECTS,
+    MAX_CONCURRENT_API_CALLS,
+    NODE_OBJECTS,
     PODS,
-    Answer,
-    Busy,
-    Change,
+    ApiResponse,
+    ApiServerBusy,
     Cluster,
-    Gone,
     HttpConnection,
     NotFound,
     Object,
     Objects,
+    ResourceVersionExpired,
+    WatchEvent,
 )
-from pacekeeper_operator.services.leadership import NotLeading
+from pacekeeper_operator.kube.leader_election import NotLeading
 
 
 class Pages:
@@ -41,37 +41,37 @@ class Pages:
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
-    ) -> Answer:
+    ) -> ApiResponse:
         assert (method, path, body, style) == ("GET", "/api/v1/nodes", None, "application/json")
         self.asked.append(dict(query))
         first = int(query.get("continue") or 0)
         if self.forgets_after == len(self.asked) - 1:
-            return Answer(410, {"message": "the continue parameter is too old"})
+            return ApiResponse(410, {"message": "the continue parameter is too old"})
         end = min(first + int(query["limit"]), self.nodes)
         items = [{"metadata": {"name": f"node-{number}"}} for number in range(first, end)]
         left = {"continue": str(end)} if end < self.nodes else {}
-        return Answer(200, {"items": items or None, "metadata": {"resourceVersion": "7", **left}})
+        return ApiResponse(200, {"items": items or None, "metadata": {"resourceVersion": "7", **left}})
 
 
-@pytest.mark.parametrize("nodes", [0, 1, PAGE, PAGE + 1, 3 * PAGE - 1])
+@pytest.mark.parametrize("nodes", [0, 1, LIST_PAGE_OBJECTS, LIST_PAGE_OBJECTS + 1, 3 * LIST_PAGE_OBJECTS - 1])
 async def test_all_of_them_are_one_list(nodes: int) -> None:
     pages = Pages(nodes)
-    found = await Cluster(cast(Any, pages)).listing(NODES, labels="a=b")
+    found = await Cluster(cast(Any, pages)).list_with_version(NODE_OBJECTS, labels="a=b")
     assert [item["metadata"]["name"] for item in found.items] == [f"node-{number}" for number in range(nodes)]
     assert found.version == 7
-    assert len(pages.asked) == max(1, -(-nodes // PAGE))
+    assert len(pages.asked) == max(1, -(-nodes // LIST_PAGE_OBJECTS))
     assert all(query["labelSelector"] == "a=b" for query in pages.asked)
 
 
 async def test_half_a_list_is_none() -> None:
     with pytest.raises(kopf.TemporaryError, match="too old"):
-        await Cluster(cast(Any, Pages(2 * PAGE, forgets_after=1))).list(NODES)
+        await Cluster(cast(Any, Pages(2 * LIST_PAGE_OBJECTS, forgets_after=1))).list(NODE_OBJECTS)
 
 
 class TestWatch:
     """Over real HTTP, by the real client."""
 
-    async def told(self, *parts: bytes, status: int = 200, then: float = 0.0, version: int = 5) -> list[Change]:
+    async def told(self, *parts: bytes, status: int = 200, then: float = 0.0, version: int = 5) -> list[WatchEvent]:
         """What a watch tells of an answer that comes in these parts, and ends after so many seconds."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -104,17 +104,17 @@ class TestWatch:
         nothing = {"metadata": {"resourceVersion": "9"}}
         data = self.line("MODIFIED", pod) + self.line("DELETED", gone) + self.line("BOOKMARK", nothing)
         told = await self.told(*[data[at : at + 10_007] for at in range(0, len(data), 10_007)])
-        assert told == [Change(pod, 6), Change(gone, 7, deleted=True), Change(None, 9)]
+        assert told == [WatchEvent(pod, 6), WatchEvent(gone, 7, deleted=True), WatchEvent(None, 9)]
 
     async def test_where_the_past_is_forgotten_it_says_so(self) -> None:
         status = {"code": 410, "message": "too old resource version"}
-        with pytest.raises(Gone, match="too old"):
+        with pytest.raises(ResourceVersionExpired, match="too old"):
             await self.told(self.line("ERROR", status))
-        with pytest.raises(Gone, match="too old"):
+        with pytest.raises(ResourceVersionExpired, match="too old"):
             await self.told(json.dumps(status).encode(), status=410)
 
     async def test_other_refusals_are_as_of_any_call(self) -> None:
-        with pytest.raises(Busy, match="later"):
+        with pytest.raises(ApiServerBusy, match="later"):
             await self.told(json.dumps({"message": "later"}).encode(), status=429)
         with pytest.raises(NotFound):
             await self.told(b"no such page", status=404)
@@ -122,7 +122,7 @@ class TestWatch:
             await self.told(b"who are you?\n")
 
     async def test_one_that_falls_silent_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls, "SILENT_SECONDS", 0.05)
+        monkeypatch.setattr(calls, "WATCH_IDLE_TIMEOUT_SECONDS", 0.05)
         with pytest.raises(kopf.TemporaryError, match="does not answer a watch"):
             await self.told(self.line("BOOKMARK", {"metadata": {"resourceVersion": "9"}}), then=5.0)
 
@@ -143,7 +143,7 @@ class Client:
     async def request(self, *_: Any, **__: Any) -> Client:
         self.asked += 1
         self.under_way += 1
-        assert self.under_way <= CALLS_AT_ONCE
+        assert self.under_way <= MAX_CONCURRENT_API_CALLS
         await self.answer.wait()
         self.under_way -= 1
         return self
@@ -155,10 +155,13 @@ class Client:
 async def test_no_more_calls_are_under_way_than_may_be_and_all_are_answered() -> None:
     client = Client()
     cluster = Cluster(HttpConnection(cast(Any, client)))
-    calls = [asyncio.create_task(cluster.get(NODES, f"node-{number}")) for number in range(3 * CALLS_AT_ONCE)]
+    calls = [
+        asyncio.create_task(cluster.get(NODE_OBJECTS, f"node-{number}"))
+        for number in range(3 * MAX_CONCURRENT_API_CALLS)
+    ]
     for _ in range(100):
         await asyncio.sleep(0)
-    assert client.under_way == client.asked == CALLS_AT_ONCE
+    assert client.under_way == client.asked == MAX_CONCURRENT_API_CALLS
     client.answer.set()
     assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [{}] * len(calls)
 
@@ -177,8 +180,8 @@ async def test_the_servers_clock_is_heard_of(header: str, heard: list[float]) ->
     client.headers["Date"] = header
     client.answer.set()
     cluster, dates = Cluster(HttpConnection(cast(Any, client))), list[float]()
-    cluster.hear_date = dates.append
-    await cluster.get(NODES, "node")
+    cluster.on_server_date = dates.append
+    await cluster.get(NODE_OBJECTS, "node")
     assert dates == heard
 
 
@@ -191,7 +194,9 @@ async def test_a_write_that_had_to_wait_is_not_sent_once_the_lease_is_lost() -> 
 
     cluster = Cluster(HttpConnection(cast(Any, client)))
     cluster.before_write = require
-    before = [asyncio.create_task(cluster.get(NODES, f"node-{number}")) for number in range(CALLS_AT_ONCE)]
+    before = [
+        asyncio.create_task(cluster.get(NODE_OBJECTS, f"node-{number}")) for number in range(MAX_CONCURRENT_API_CALLS)
+    ]
     write = asyncio.create_task(cluster.delete(PODS, "pod", "ns"))
     for _ in range(100):
         await asyncio.sleep(0)
@@ -200,4 +205,4 @@ async def test_a_write_that_had_to_wait_is_not_sent_once_the_lease_is_lost() -> 
     await asyncio.gather(*before)
     with pytest.raises(NotLeading):
         await write
-    assert client.asked == CALLS_AT_ONCE
+    assert client.asked == MAX_CONCURRENT_API_CALLS

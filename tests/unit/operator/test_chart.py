@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT, PAUSE
-from pacekeeper_operator.certificates import SECRET
-from pacekeeper_operator.node_health import NodeHealth
+from pacekeeper_operator.api.names import LABEL_JOB, METRICS_PORT, PAUSE_CONFIG_MAP
+from pacekeeper_operator.endpoint.certificates import AUTHORITY_SECRET_NAME
+from pacekeeper_operator.kube.leader_election import LEASE_NAME
 from pacekeeper_operator.observe.reachability import KUBELET_PORT
-from pacekeeper_operator.services.leadership import LEASE
+from pacekeeper_operator.pods.node_health import NodeHealthRules
 from pacekeeper_operator.settings import Settings
 from testcluster import programs
-from tests.support.chart import CHART, RELEASE, REPOSITORY, SYSTEM, helm, helm_template
-from tests.support.readme import commands
+from testing.kubernetes.chart import CHART, RELEASE, REPOSITORY, SYSTEM, render_chart, run_helm
+from testing.readme import read_commands
 
 AGGREGATE = "rbac.authorization.k8s.io/aggregate-to-"
 SUBJECTS = [{"kind": "ServiceAccount", "name": RELEASE, "namespace": SYSTEM}]
@@ -35,7 +35,7 @@ WATCHED = {
 
 @pytest.fixture(scope="module", params=SCENARIOS, ids=lambda path: path.name)
 def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return helm_template("--values", str(request.param))
+    return render_chart("--values", str(request.param))
 
 
 def one(objects: list[dict[str, Any]], kind: str, name: str = RELEASE) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def environment(objects: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def test_the_readmes_door_installs_an_operator_that_looks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    program, install, *arguments = shlex.split(commands("Install it")[0])
+    program, install, *arguments = shlex.split(read_commands("Install it")[0])
     assert (program, install) == ("helm", "install")
     monkeypatch.chdir(REPOSITORY)
-    rendered = list(yaml.safe_load_all(helm("template", *arguments)))
+    rendered = list(yaml.safe_load_all(run_helm("template", *arguments)))
     settings = Settings.from_environment(environment([found for found in rendered if found]))
     assert settings.mode == "Recommend"
     assert settings.image.startswith("registry.example/pacekeeper/operator:")
@@ -69,18 +69,20 @@ def test_there_are_scenarios() -> None:
 
 @pytest.mark.parametrize("values", SCENARIOS, ids=lambda path: path.name)
 def test_lint(values: Path) -> None:
-    helm("lint", "--strict", str(CHART), "--values", str(values))
+    run_helm("lint", "--strict", str(CHART), "--values", str(values))
 
 
 @pytest.mark.parametrize("values", SCENARIOS, ids=lambda path: path.name)
 def test_helm_3_renders_the_same(values: Path) -> None:
-    helm("lint", "--strict", str(CHART), "--values", str(values), program=programs.helm_3())
-    assert helm_template("--values", str(values), program=programs.helm_3()) == helm_template("--values", str(values))
+    run_helm("lint", "--strict", str(CHART), "--values", str(values), program=programs.find_helm_3())
+    assert render_chart("--values", str(values), program=programs.find_helm_3()) == render_chart(
+        "--values", str(values)
+    )
 
 
 def test_helm_3_refuses_the_same() -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        helm_template("--set", "policy.mode=Observe", program=programs.helm_3())
+        render_chart("--set", "policy.mode=Observe", program=programs.find_helm_3())
     assert "policy.mode" in refused.value.stderr.replace("/", ".")
 
 
@@ -96,16 +98,16 @@ def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> No
 
 
 def test_definitions_can_be_left_out_or_go_with_the_release() -> None:
-    assert all(found["kind"] != "CustomResourceDefinition" for found in helm_template("--set", "crds.enabled=false"))
-    unkept = one(helm_template("--set", "crds.keep=false"), "CustomResourceDefinition", "incidents.pacekeeper.dev")
+    assert all(found["kind"] != "CustomResourceDefinition" for found in render_chart("--set", "crds.enabled=false"))
+    unkept = one(render_chart("--set", "crds.keep=false"), "CustomResourceDefinition", "incidents.pacekeeper.dev")
     assert "helm.sh/resource-policy" not in unkept["metadata"]["annotations"]
 
 
 def test_the_packed_chart_is_the_same(tmp_path: Path) -> None:
     """The definitions are links out of the chart: a package must hold what they point to."""
-    helm("package", str(CHART), "--destination", str(tmp_path))
+    run_helm("package", str(CHART), "--destination", str(tmp_path))
     (package,) = tmp_path.glob("pacekeeper-*.tgz")
-    assert helm_template(chart=package) == helm_template()
+    assert render_chart(chart=package) == render_chart()
 
 
 def test_settings_are_what_the_operator_reads(objects: list[dict[str, Any]]) -> None:
@@ -131,8 +133,8 @@ def test_policy_reaches_the_operator() -> None:
         "policy.nodeHealth.cordons": "false",
         "policy.nodeHealth.taints": "{a=b:NoSchedule,c}",
         "policy.nodeHealth.conditions": "{GpuHealthy=False}",
-        "policy.diagnosis.linkProbesAnHour": "5",
-        "policy.diagnosis.profilesAnHour": "0",
+        "policy.diagnosis.linkProbesPerHour": "5",
+        "policy.diagnosis.profilesPerHour": "0",
         "policy.traffic.planning": "false",
         "policy.incidentRetention": "24h",
         "prometheus.url": "http://prometheus:9090",
@@ -143,13 +145,13 @@ def test_policy_reaches_the_operator() -> None:
         "service.clusterIP": "10.96.0.50",
         "service.port": "9443",
     }
-    rendered = helm_template("--set", ",".join(f"{name}={value}" for name, value in changes.items()))
+    rendered = render_chart("--set", ",".join(f"{name}={value}" for name, value in changes.items()))
     settings = Settings.from_environment(environment(rendered))
     assert (settings.mode, settings.paused, settings.quarantine_mode) == ("Recommend", True, "Act")
     assert (settings.quarantine_max_nodes, settings.quarantine_max_share, settings.breaker_nodes) == (7, 0.25, 4)
     assert (settings.quarantine_expires_after, settings.incident_retention) == (5400, 86400)
-    assert (settings.link_probes_an_hour, settings.profiles_an_hour) == (5, 0)
-    assert settings.node_health == NodeHealth(
+    assert (settings.link_probes_per_hour, settings.profiles_per_hour) == (5, 0)
+    assert settings.node_health == NodeHealthRules(
         cordons=False, taints=("a=b:NoSchedule", "c"), conditions=("GpuHealthy=False",)
     )
     assert not settings.traffic_planning
@@ -219,7 +221,7 @@ def test_rights_of_the_operator(objects: list[dict[str, Any]], role: str) -> Non
 
 
 def test_rights_that_reach_far_are_few() -> None:
-    objects = helm_template()
+    objects = render_chart()
     assert rules(objects, "ClusterRole")["", "nodes", ""] == {"get", "list", "watch", "patch"}
     jobs = rules(objects, "ClusterRole", f"{RELEASE}-jobs")
     assert "patch" not in jobs["", "pods", ""]
@@ -231,7 +233,7 @@ def test_rights_that_reach_far_are_few() -> None:
 
 
 def test_rights_on_config_maps_end_with_the_migration() -> None:
-    rendered = helm_template("--set", "migration.enabled=false")
+    rendered = render_chart("--set", "migration.enabled=false")
     assert ("", "configmaps", "") not in rules(rendered, "ClusterRole", f"{RELEASE}-jobs")
     assert rules(rendered, "Role")["", "configmaps", "pacekeeper-pause"] == {"get"}
 
@@ -239,17 +241,17 @@ def test_rights_on_config_maps_end_with_the_migration() -> None:
 def test_rights_in_its_own_namespace(objects: list[dict[str, Any]]) -> None:
     given = rules(objects, "Role")
     assert one(objects, "Role")["metadata"]["namespace"] == SYSTEM
-    assert given["coordination.k8s.io", "leases", LEASE] == {"get", "update"}
+    assert given["coordination.k8s.io", "leases", LEASE_NAME] == {"get", "update"}
     assert given["coordination.k8s.io", "leases", ""] == {"create"}
-    assert given["", "configmaps", PAUSE] == {"get"}
+    assert given["", "configmaps", PAUSE_CONFIG_MAP] == {"get"}
     assert given["", "pods", ""] == {"get", "list", "watch", "create", "delete"}
 
 
 def test_rights_on_secrets_are_those_on_the_certificates() -> None:
-    given = rules(helm_template(), "Role")
-    assert given["", "secrets", SECRET] == {"get", "update"}
+    given = rules(render_chart(), "Role")
+    assert given["", "secrets", AUTHORITY_SECRET_NAME] == {"get", "update"}
     assert given["", "secrets", ""] == {"create"}
-    given = rules(helm_template("--set", "tls.existingSecret=mine"), "Role")
+    given = rules(render_chart("--set", "tls.existingSecret=mine"), "Role")
     assert {key: verbs for key, verbs in given.items() if "secrets" in key} == {("", "secrets", "mine"): {"get"}}
 
 
@@ -269,13 +271,13 @@ def bindings(objects: list[dict[str, Any]], role: str) -> list[tuple[str, str]]:
 
 
 def test_without_named_namespaces_it_keeps_jobs_in_all() -> None:
-    rendered = helm_template()
+    rendered = render_chart()
     assert bindings(rendered, f"{RELEASE}-jobs") == [("ClusterRoleBinding", "")]
     assert Settings.from_environment(environment(rendered)).watch_namespaces == ()
 
 
 def test_with_named_namespaces_it_has_no_rights_in_others() -> None:
-    rendered = helm_template("--set", "watchNamespaces={team-a,team-b}")
+    rendered = render_chart("--set", "watchNamespaces={team-a,team-b}")
     assert bindings(rendered, f"{RELEASE}-jobs") == [("RoleBinding", "team-a"), ("RoleBinding", "team-b")]
     assert bindings(rendered, f"{RELEASE}-events") == [("RoleBinding", "default")], "events about nodes are kept there"
     assert {frozenset(verbs) for verbs in rules(rendered, "Role", f"{RELEASE}-events").values()} == {
@@ -298,7 +300,7 @@ READ = {"get", "list", "watch"}
 
 
 def test_roles_that_reach_every_tenant() -> None:
-    rendered = helm_template()
+    rendered = render_chart()
     view, edit = (one(rendered, "ClusterRole", f"{RELEASE}-{name}") for name in ("view", "edit"))
     aggregated = {
         found["metadata"]["name"]: {
@@ -324,20 +326,20 @@ def test_roles_that_reach_every_tenant() -> None:
 
 def test_who_may_only_look_sees_no_plan() -> None:
     """A secret of the job's workers stands in it."""
-    given = rules(helm_template(), "ClusterRole", f"{RELEASE}-view")
+    given = rules(render_chart(), "ClusterRole", f"{RELEASE}-view")
     assert set().union(*given.values()) == READ
     assert "trainingjobstates" not in {resource for _, resource, _ in given}
 
 
 def test_the_platforms_role_approves_quarantines_and_pauses() -> None:
-    rendered = helm_template()
+    rendered = render_chart()
     cluster = rules(rendered, "ClusterRole", f"{RELEASE}-platform")
     assert {"create", "update", "patch", "delete"} < cluster["pacekeeper.dev", "nodequarantines", ""]
     assert {"create", "update", "patch", "delete"} < cluster["pacekeeper.dev", "fabrics", ""]
     assert cluster["", "nodes", ""] == READ, "nodes are touched through NodeQuarantines"
     own = rules(rendered, "Role", f"{RELEASE}-platform")
     assert {resource for _, resource, _ in own} == {"configmaps"}
-    assert own["", "configmaps", PAUSE] == {"get", "update", "patch", "delete"}
+    assert own["", "configmaps", PAUSE_CONFIG_MAP] == {"get", "update", "patch", "delete"}
 
 
 def policies(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -367,7 +369,7 @@ def test_policies_bind_the_operators_account_and_nobody_else(objects: list[dict[
 
 def test_every_kind_that_the_operator_writes_has_a_policy() -> None:
     """Rights that let it write what others may own go with a policy that says what of it."""
-    rendered = helm_template()
+    rendered = render_chart()
     bound = {
         resource
         for name, spec in policies(rendered).items()
@@ -381,7 +383,7 @@ def test_every_kind_that_the_operator_writes_has_a_policy() -> None:
         "events",
         "tokenreviews",
         "incidents",
-        "behaviourwindows",
+        "profilewindows",
         "nodequarantines",
         "nodeprobes",
         "nodehistories",
@@ -390,12 +392,12 @@ def test_every_kind_that_the_operator_writes_has_a_policy() -> None:
 
 
 def test_the_status_of_nodes_is_written_only_where_repairs_are_to_hear_of_a_quarantine() -> None:
-    usual = helm_template()
+    usual = render_chart()
     assert ("", "nodes/status", "") not in rules(usual, "ClusterRole")
     assert policies(usual)["nodes"]["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes"]
     assert Settings.from_environment(environment(usual)).repair_condition == ""
 
-    flagging = helm_template("--set", "policy.quarantine.condition=PacekeeperFaulty")
+    flagging = render_chart("--set", "policy.quarantine.condition=PacekeeperFaulty")
     assert rules(flagging, "ClusterRole")["", "nodes/status", ""] == {"patch"}
     policy = policies(flagging)["nodes"]
     assert policy["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes", "nodes/status"]
@@ -408,30 +410,30 @@ def test_the_status_of_nodes_is_written_only_where_repairs_are_to_hear_of_a_quar
 
 def test_policies_follow_the_values() -> None:
     changes = "admissionPolicy.protectedNamespaces={kube-system,vault},admissionPolicy.stateWriters.groups={restorers}"
-    found = policies(helm_template("--set", changes))
+    found = policies(render_chart("--set", changes))
     assert "['kube-system','vault']" in found["owned"]["validations"][0]["expression"]
     assert "group in ['restorers']" in found["states"]["matchConditions"][0]["expression"]
-    assert len(policies(helm_template())["pods"]["validations"]) == 2
-    hosts = policies(helm_template("--set", "admissionPolicy.hostAccess=true"))["pods"]["validations"]
+    assert len(policies(render_chart())["pods"]["validations"]) == 2
+    hosts = policies(render_chart("--set", "admissionPolicy.hostAccess=true"))["pods"]["validations"]
     assert [rule["message"] for rule in hosts] == ["a probe needs nothing of its node, and no service account"]
-    network = policies(helm_template("--set", "admissionPolicy.hostNetwork=false"))["pods"]["validations"]
+    network = policies(render_chart("--set", "admissionPolicy.hostNetwork=false"))["pods"]["validations"]
     assert [rule["expression"] for rule in network if "admissionPolicy.hostNetwork" in rule["message"]] == [
         "!object.spec.?hostNetwork.orValue(false)"
     ]
-    assert "plans" in policies(helm_template())
-    assert "plans" not in policies(helm_template("--set", "migration.enabled=false"))
-    assert policies(helm_template("--set", "admissionPolicy.enabled=false")) == {}
+    assert "plans" in policies(render_chart())
+    assert "plans" not in policies(render_chart("--set", "migration.enabled=false"))
+    assert policies(render_chart("--set", "admissionPolicy.enabled=false")) == {}
 
 
 def test_an_older_cluster_gets_no_policies_that_it_does_not_know() -> None:
-    assert policies(helm_template("--kube-version", "1.29.4")) == {}
-    assert policies(helm_template("--kube-version", "1.30.0")), "v1 since then"
-    assert policies(helm_template("--kube-version", "v1.31.2-gke.100"))
+    assert policies(render_chart("--kube-version", "1.29.4")) == {}
+    assert policies(render_chart("--kube-version", "1.30.0")), "v1 since then"
+    assert policies(render_chart("--kube-version", "v1.31.2-gke.100"))
 
 
 def network(*changes: str) -> dict[str, Any]:
     arguments = [argument for change in changes for argument in ("--set-json", change)]
-    spec: dict[str, Any] = one(helm_template(*arguments), "NetworkPolicy")["spec"]
+    spec: dict[str, Any] = one(render_chart(*arguments), "NetworkPolicy")["spec"]
     return spec
 
 
@@ -491,14 +493,14 @@ def test_calls_may_be_free_or_narrower() -> None:
 
 
 def test_network_policies_can_be_left_out() -> None:
-    rendered = helm_template("--set", "networkPolicy.enabled=false,networkPolicy.jobs=false")
+    rendered = render_chart("--set", "networkPolicy.enabled=false,networkPolicy.jobs=false")
     assert all(found["kind"] != "NetworkPolicy" for found in rendered)
     assert environment(rendered)["PACEKEEPER_NETWORK_POLICIES"] == "false"
 
 
 def test_cert_manager_makes_the_certificate_that_the_operator_reads() -> None:
     changes = "tls.certManager.enabled=true,tls.certManager.issuerRef.name=ours,service.clusterIP=10.96.0.50"
-    rendered = helm_template("--set", changes)
+    rendered = render_chart("--set", changes)
     spec = one(rendered, "Certificate")["spec"]
     given = environment(rendered)
     assert spec["secretName"] == given["PACEKEEPER_TLS_SECRET"]
@@ -511,19 +513,19 @@ def test_cert_manager_makes_the_certificate_that_the_operator_reads() -> None:
 def test_two_sources_of_certificates_are_one_too_many() -> None:
     changes = "tls.certManager.enabled=true,tls.certManager.issuerRef.name=ours,tls.existingSecret=mine"
     with pytest.raises(subprocess.CalledProcessError, match="returned non-zero") as refused:
-        helm_template("--set", changes)
+        render_chart("--set", changes)
     assert "tls.existingSecret and tls.certManager.enabled exclude one another" in refused.value.stderr
 
 
 def test_what_else_reaches_the_operator() -> None:
     changes = "imagePullSecrets[0].name=a,imagePullSecrets[1].name=b,dcgm.namespace=gpu,image.pullPolicy=Always"
-    given = environment(helm_template("--set", changes))
+    given = environment(render_chart("--set", changes))
     assert given["PACEKEEPER_IMAGE_PULL_SECRETS"] == "a,b"
     assert given["PACEKEEPER_IMAGE_PULL_POLICY"] == "Always"
     assert given["PACEKEEPER_DCGM_NAMESPACE"] == "gpu"
     assert "PACEKEEPER_TLS_SECRET" not in given
     peers = '[{"ipBlock":{"cidr":"10.0.0.1/32"}}]'
-    given = environment(helm_template("--set-json", f"networkPolicy.metricsFrom={peers}"))
+    given = environment(render_chart("--set-json", f"networkPolicy.metricsFrom={peers}"))
     assert json.loads(given["PACEKEEPER_METRICS_FROM"]) == json.loads(peers)
 
 
@@ -543,22 +545,22 @@ def test_a_prometheus_of_which_nobody_knows_who_scrapes_is_refused_before_it_is_
 ) -> None:
     if refused:
         with pytest.raises(subprocess.CalledProcessError) as failed:
-            helm_template("--set", f"prometheus.url={url}")
+            render_chart("--set", f"prometheus.url={url}")
         assert "networkPolicy.metricsFrom: metrics.platform.example.com is neither" in failed.value.stderr
-        helm_template("--set", f"prometheus.url={url},networkPolicy.jobs=false")
-        helm_template("--set", f"prometheus.url={url},networkPolicy.metricsFrom[0].ipBlock.cidr=10.0.0.1/32")
+        render_chart("--set", f"prometheus.url={url},networkPolicy.jobs=false")
+        render_chart("--set", f"prometheus.url={url},networkPolicy.metricsFrom[0].ipBlock.cidr=10.0.0.1/32")
     else:
-        Settings.from_environment(environment(helm_template("--set", f"prometheus.url={url}")))
+        Settings.from_environment(environment(render_chart("--set", f"prometheus.url={url}")))
 
 
 def test_values_of_an_older_chart_that_are_used_again_have_no_resources_for_the_sidecar() -> None:
-    given = environment(helm_template("--set", "sidecarResources=null"))
+    given = environment(render_chart("--set", "sidecarResources=null"))
     assert "PACEKEEPER_SIDECAR_RESOURCES" not in given
     assert Settings.from_environment(given).sidecar_resources == Settings().sidecar_resources
 
 
 def test_how_prometheus_is_reached() -> None:
-    rendered = helm_template(
+    rendered = render_chart(
         "--set",
         "prometheus.secretName=access",
         "--set-json",
@@ -577,19 +579,19 @@ def test_how_prometheus_is_reached() -> None:
         "readOnly": True,
     }
     assert secret["secret"] == {"secretName": "access", "optional": True, "defaultMode": 0o440}
-    unset = environment(helm_template())
+    unset = environment(render_chart())
     assert not [name for name in unset if name.startswith("PACEKEEPER_PROMETHEUS_") and not name.endswith("_URL")]
 
 
 def test_where_incidents_are_posted_to() -> None:
-    rendered = helm_template("--set", "policy.incidentWebhook.secretName=hook")
+    rendered = render_chart("--set", "policy.incidentWebhook.secretName=hook")
     settings = Settings.from_environment(environment(rendered))
     (pod,) = [spec for spec in pod_specs(rendered) if len(spec["volumes"]) > 1]
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     (volume,) = [volume for volume in pod["volumes"] if "secret" in volume]
     assert mounts[volume["name"]] == settings.incident_webhook
     assert volume["secret"] == {"secretName": "hook", "optional": True, "defaultMode": 0o440}
-    assert Settings.from_environment(environment(helm_template())).incident_webhook == ""
+    assert Settings.from_environment(environment(render_chart())).incident_webhook == ""
 
 
 def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -> None:
@@ -630,7 +632,7 @@ def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -
 )
 def test_misspelt_values_are_refused_by_name(change: str, message: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        helm_template("--set", change)
+        render_chart("--set", change)
     assert re.search(re.escape(message).replace(r"\.", r"[./]"), refused.value.stderr)
 
 

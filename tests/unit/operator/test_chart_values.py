@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from charts import describe
-from tests.support import api_schema
-from tests.support.chart import CHART, RELEASE, REPOSITORY, helm, helm_template
+from testing.kubernetes import api_schema
+from testing.kubernetes.chart import CHART, RELEASE, REPOSITORY, render_chart, run_helm
 
 DIGEST = "sha256:" + 64 * "a"
 DEPLOYMENT, HOOK = "Deployment spec.template.", "Job-release-nodes spec.template."
@@ -128,8 +128,8 @@ CHANGES: dict[str, Change] = {
     "policy.nodeHealth.cordons": Change(False, setting("LEAVE_CORDONED", "false")),
     "policy.nodeHealth.taints": Change(["a", "b=c:NoExecute"], setting("LEAVE_TAINTS", "a,b=c:NoExecute")),
     "policy.nodeHealth.conditions": Change([], setting("LEAVE_CONDITIONS", "")),
-    "policy.diagnosis.linkProbesAnHour": Change(5, setting("LINK_PROBES_AN_HOUR", "5")),
-    "policy.diagnosis.profilesAnHour": Change(0, setting("PROFILES_AN_HOUR", "0")),
+    "policy.diagnosis.linkProbesPerHour": Change(5, setting("LINK_PROBES_PER_HOUR", "5")),
+    "policy.diagnosis.profilesPerHour": Change(0, setting("PROFILES_PER_HOUR", "0")),
     "policy.traffic.planning": Change(False, setting("TRAFFIC_PLANNING", "false")),
     "policy.incidentRetention": Change("24h", setting("INCIDENT_RETENTION", "24h")),
     "probe.runtimeClassName": Change("nvidia", setting("PROBE_RUNTIME_CLASS", "nvidia")),
@@ -315,7 +315,7 @@ ELSEWHERE = {
 
 def rendered(values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
     """Without the resource definitions, unless they are asked for."""
-    return helm_template(*set_json({"crds.enabled": False, **values}), *arguments)
+    return render_chart(*set_json({"crds.enabled": False, **values}), *arguments)
 
 
 def set_json(values: Mapping[str, Any]) -> list[str]:
@@ -397,7 +397,7 @@ def test_every_value_is_tested() -> None:
 def test_names_can_be_chosen(release: str, values: dict[str, Any], name: str) -> None:
     """Of all objects at once, and of what they say of each other."""
     values = {"crds.enabled": False, "podMonitor.enabled": True, **ISSUER, **values}
-    text = helm("template", release, str(CHART), "--namespace", "pacekeeper-system", *set_json(values))
+    text = run_helm("template", release, str(CHART), "--namespace", "pacekeeper-system", *set_json(values))
     objects = [found for found in yaml.safe_load_all(text) if found]
     names = {found["metadata"]["name"] for found in objects}
     assert {found for found in names if found != name and not found.startswith(f"{name}-")} == {"pacekeeper-pause"}
@@ -486,8 +486,10 @@ def test_a_spread_by_other_labels_is_left_alone() -> None:
 
 @pytest.mark.parametrize("values", sorted(CHART.glob("ci/*-values.yaml")), ids=lambda path: path.name)
 def test_objects_pass_the_api_servers_own_schemas(values: Path) -> None:
-    objects = helm_template("--values", str(values))
-    assert [fault for found in objects if api_schema.is_known(found) for fault in api_schema.faults(found)] == []
+    objects = render_chart("--values", str(values))
+    assert [
+        fault for found in objects if api_schema.is_known(found) for fault in api_schema.find_schema_errors(found)
+    ] == []
     foreign = {found["apiVersion"] for found in objects if not api_schema.is_known(found)}
     assert foreign <= {"monitoring.coreos.com/v1", "cert-manager.io/v1"}, (
         "operators of others: no schema of them is here"
@@ -507,14 +509,14 @@ def test_objects_pass_the_api_servers_own_schemas(values: Path) -> None:
 def test_the_schemas_refuse_what_the_api_server_would(change: Callable[[Any], None], fault: str) -> None:
     (deployment,) = [found for found in rendered({}) if found["kind"] == "Deployment"]
     change(deployment["spec"])
-    (found,) = api_schema.faults(deployment)
+    (found,) = api_schema.find_schema_errors(deployment)
     assert found.startswith(f"{fault}: ")
 
 
 def refusal(*arguments: str) -> str:
     """What Helm says; paths as 3 writes them: with points, where 4 has slashes."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        helm_template(*arguments)
+        render_chart(*arguments)
     return str(refused.value.stderr).replace("/", ".")
 
 

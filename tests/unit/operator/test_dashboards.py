@@ -11,53 +11,55 @@ from typing import Any
 import pytest
 import requests
 
-from pacekeeper_operator.api import Condition
-from tests.support import metric_names
-from tests.support.chart import RELEASE, helm_template
-from tests.support.dashboards import DASHBOARDS, asked, panels
-from tests.support.prometheus import prometheus
+from pacekeeper_operator.api.conditions import JobCondition
+from testing.kubernetes.chart import RELEASE, render_chart
+from testing.kubernetes.dashboards import DASHBOARDS, list_panels, list_queries
+from testing.operators import metric_names
+from testing.operators.prometheus import run_prometheus
 
 each = pytest.mark.parametrize("name", DASHBOARDS)
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with prometheus(Path(tmp_path_factory.mktemp("prometheus")), "127.0.0.1:9") as found:
+    with run_prometheus(Path(tmp_path_factory.mktemp("prometheus")), "127.0.0.1:9") as found:
         yield found
 
 
 @each
 def test_every_query_is_one_of_prometheus(name: str, url: str) -> None:
-    for query in asked(name, namespace="team-a", trainingjob="gpt"):
+    for query in list_queries(name, namespace="team-a", trainingjob="gpt"):
         answer = requests.get(f"{url}/api/v1/query", params={"query": query}, timeout=60)
         assert answer.ok, f"{query}: {answer.text}"
 
 
 @each
 def test_every_series_exists(name: str) -> None:
-    known = metric_names.of_the_operator() | metric_names.of_a_sidecar() | metric_names.of_dcgm()
-    text = " ".join(asked(name, namespace="ns", trainingjob="j"))
+    known = (
+        metric_names.list_operator_metrics() | metric_names.list_sidecar_metrics() | metric_names.list_dcgm_metrics()
+    )
+    text = " ".join(list_queries(name, namespace="ns", trainingjob="j"))
     assert set(re.findall(r"\b(?:pacekeeper_|DCGM_)\w+", text)) <= known
     conditions = re.findall(r'\bcondition(?:=|!=|=~|!~)"([^"]*)"', text)
-    assert {value for values in conditions for value in values.split("|")} <= {*Condition}
+    assert {value for values in conditions for value in values.split("|")} <= {*JobCondition}
 
 
 @each
 def test_panels_stand_beside_one_another(name: str) -> None:
     cells: set[tuple[int, int]] = set()
-    for panel in panels(name):
+    for panel in list_panels(name):
         at = panel["gridPos"]
         own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
         assert not own & cells, panel["title"]
         assert max(x for x, _ in own) < 24
         cells |= own
-    assert len({panel["id"] for panel in panels(name)}) == len(panels(name))
+    assert len({panel["id"] for panel in list_panels(name)}) == len(list_panels(name))
 
 
 @each
 def test_every_panel_asks_the_prometheus_that_its_reader_chooses(name: str) -> None:
     source = {"type": "prometheus", "uid": "${datasource}"}
-    for panel in panels(name):
+    for panel in list_panels(name):
         if panel["type"] != "row":
             assert panel["datasource"] == source
             assert all(target["datasource"] == source for target in panel["targets"])
@@ -81,5 +83,5 @@ def test_the_chart_carries_them_as_they_are() -> None:
 
 
 def config_maps(*arguments: str) -> list[dict[str, Any]]:
-    found = [item for item in helm_template(*arguments) if item["kind"] == "ConfigMap"]
+    found = [item for item in render_chart(*arguments) if item["kind"] == "ConfigMap"]
     return [item for item in found if "-dashboard-" in item["metadata"]["name"]]

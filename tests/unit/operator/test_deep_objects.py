@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from pacekeeper_operator.cluster import parse
+from pacekeeper_operator.kube.client import parse_response
 
 LEVELS = 9_900
 READS = """
 import copy, json, sys
-from pacekeeper_operator.cluster import parse
-from pacekeeper_operator.runtime import read_what_is_nested_deeply
-read_what_is_nested_deeply()
+from pacekeeper_operator.kube.client import parse_response
+from pacekeeper_operator.async_runtime import raise_recursion_limit
+raise_recursion_limit()
 levels = int(sys.argv[1])
 text = json.dumps({"items": [{"spec": {"template": {"x": 0}}}]}).replace("0", "[" * levels + "]" * levels)
 copy.deepcopy(json.loads(text))  # as kopf does
-inner, found = parse(text.encode())["items"][0]["spec"]["template"]["x"], 0
+inner, found = parse_response(text.encode())["items"][0]["spec"]["template"]["x"], 0
 while inner:
     inner, found = inner[0], found + 1
 print(found + 1)
@@ -35,4 +35,4 @@ def test_it_is_read_by_kopfs_parser_and_by_ours() -> None:
 
 
 def test_what_is_no_json_at_all_is_the_message() -> None:
-    assert parse(b"upstream [[[ gone") == {"message": "upstream [[[ gone"}
+    assert parse_response(b"upstream [[[ gone") == {"message": "upstream [[[ gone"}

@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 
-from tests.support.definitions import BEFORE, CURRENT, WIDER, narrowed, read, versions
+from testing.kubernetes.definitions import (
+    CURRENT,
+    PREVIOUS,
+    WIDER,
+    find_narrowed,
+    read_definitions,
+    read_served_schemas,
+)
 
-OLD, NEW = read(BEFORE), read(CURRENT)
+OLD, NEW = read_definitions(PREVIOUS), read_definitions(CURRENT)
 
 
 @pytest.mark.parametrize("name", OLD)
 def test_an_upgrade_narrows_nothing(name: str) -> None:
-    old, new = versions(OLD[name]), versions(NEW[name])
+    old, new = read_served_schemas(OLD[name]), read_served_schemas(NEW[name])
     assert old.keys() <= new.keys(), "a version that clients use is served on"
-    assert [fault for version in old for fault in narrowed(old[version], new[version])] == []
+    assert [fault for version in old for fault in find_narrowed(old[version], new[version])] == []
     assert OLD[name]["spec"]["scope"] == NEW[name]["spec"]["scope"]
     assert OLD[name]["spec"]["names"] == NEW[name]["spec"]["names"]
 
@@ -25,8 +32,8 @@ def test_an_upgrade_narrows_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", OLD)
 def test_a_rollback_drops_only_what_is_new(name: str) -> None:
     """A value that the older version does not know is let through as long as it stays (Kubernetes' ratcheting)."""
-    old, new = versions(OLD[name]), versions(NEW[name])
-    found = [fault for version in old for fault in narrowed(new[version], old[version])]
+    old, new = read_served_schemas(OLD[name]), read_served_schemas(NEW[name])
+    found = [fault for version in old for fault in find_narrowed(new[version], old[version])]
     assert [fault for fault in found if not fault.endswith((": is gone", ": takes fewer values"))] == []
 
 
@@ -64,14 +71,14 @@ SCHEMA: dict[str, Any] = {
 def test_what_narrows_is_seen(change: Callable[[Any], None], fault: str) -> None:
     new = copy.deepcopy(SCHEMA)
     change(new)
-    assert list(narrowed(SCHEMA, new)) == [fault]
+    assert list(find_narrowed(SCHEMA, new)) == [fault]
 
 
 def test_a_rule_that_lets_more_through_narrows_the_way_back_alone() -> None:
     for pair in WIDER.items():
         old, new = ({**SCHEMA, "x-kubernetes-validations": [{"rule": rule}]} for rule in pair)
-        assert list(narrowed(old, new)) == []
-        assert list(narrowed(new, old)) == [": takes fewer values"]
+        assert list(find_narrowed(old, new)) == []
+        assert list(find_narrowed(new, old)) == [": takes fewer values"]
 
 
 def test_what_widens_is_not() -> None:
@@ -80,4 +87,4 @@ def test_what_widens_is_not() -> None:
     new["properties"]["a"] |= {"minimum": 0, "maximum": 9}
     new["properties"]["b"]["items"] = {"type": "string", "enum": ["x", "y", "z"]}
     new["required"] = ["a", "d"]
-    assert list(narrowed(SCHEMA, new)) == []
+    assert list(find_narrowed(SCHEMA, new)) == []

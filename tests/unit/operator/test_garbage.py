@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_operator import runtime
-from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator import async_runtime
+from pacekeeper_operator.async_runtime import OperatorRuntime
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
 
@@ -23,7 +23,7 @@ class Over(Exception):
     """Enough has been seen."""
 
 
-class Clock(Runtime):
+class Clock(OperatorRuntime):
     """One whose looks at all objects take `seconds` each."""
 
     def __init__(self, seconds: float, looks: int) -> None:
@@ -57,7 +57,7 @@ async def test_a_circle_that_was_in_use_at_the_last_look_goes_with_the_next() ->
     gc.disable()
     try:
         with pytest.raises(Over):
-            await runtime.look_at_all_now_and_then(Clock(0.02, looks=1))
+            await async_runtime.collect_garbage_periodically(Clock(0.02, looks=1))
     finally:
         gc.enable()
     assert there() is None
@@ -70,7 +70,7 @@ async def test_what_is_free_goes_back_to_the_kernel_wherever_it_lies() -> None:
     del pages
     before = resident()
     with pytest.raises(Over):
-        await runtime.look_at_all_now_and_then(Clock(0.02, looks=1))
+        await async_runtime.collect_garbage_periodically(Clock(0.02, looks=1))
     assert len(few) == 100
     assert before - resident() > 20e6
 
@@ -78,9 +78,9 @@ async def test_what_is_free_goes_back_to_the_kernel_wherever_it_lies() -> None:
 IN_A_THREAD = """
 import threading, sys
 from pathlib import Path
-from pacekeeper_operator.runtime import have_one_heap
+from pacekeeper_operator.async_runtime import limit_malloc_arenas
 if sys.argv[1:]:
-    have_one_heap()
+    limit_malloc_arenas()
 kept = []
 thread = threading.Thread(target=lambda: kept.append(bytes(10_000)))
 thread.start()
@@ -108,5 +108,5 @@ def resident() -> int:
 async def test_it_takes_a_thousandth_of_the_time_at_most(seconds: float, pause: float) -> None:
     clock = Clock(seconds, looks=3)
     with pytest.raises(Over):
-        await runtime.look_at_all_now_and_then(clock)
+        await async_runtime.collect_garbage_periodically(clock)
     assert clock.slept == pytest.approx([600.0, pause, pause])

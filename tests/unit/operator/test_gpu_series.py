@@ -14,11 +14,11 @@ import pytest
 import requests
 from prometheus_api_client import PrometheusConnect
 
-from pacekeeper_analysis.diagnose.gpu_health import Sign
-from pacekeeper_operator.observation import GpuValue
-from pacekeeper_operator.observe.prometheus import Prometheus
-from tests.support.launchers import eventually
-from tests.support.prometheus import prometheus
+from pacekeeper_analysis.failures.gpu_health import GpuSign
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.state.job_metrics import GpuValue
+from testing.operators.prometheus import run_prometheus
+from testing.training.launchers import wait_until_true
 
 Value = Callable[[float], float | None]
 """Of a series, by the seconds since ten minutes and a half ago; None: the exporter did not say."""
@@ -120,14 +120,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Exporter)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     folder: Path = tmp_path_factory.mktemp("prometheus")
-    with prometheus(folder, f"127.0.0.1:{server.server_port}") as address:
+    with run_prometheus(folder, f"127.0.0.1:{server.server_port}") as address:
         query = {"query": f"count({{__name__=~'DCGM_.*'}}) == {len(SERIES)}"}
 
         def scraped() -> bool:
             answer: dict[str, Any] = requests.get(f"{address}/api/v1/query", params=query, timeout=60).json()
             return bool(answer["data"]["result"])
 
-        eventually(scraped, "all series are there", seconds=240)  # it looks back for no more than 300
+        wait_until_true(scraped, "all series are there", seconds=240)  # it looks back for no more than 300
         yield address
     server.shutdown()
     server.server_close()
@@ -142,28 +142,28 @@ async def signs(url: str, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuValue, ..
         return ask(self, query, limit | {"time": f"{Exporter.moment + 1}"}, **more)
 
     monkeypatch.setattr(PrometheusConnect, "custom_query", ask_as_of_then)
-    sample = await Prometheus(url, "gpus", "Hostname").sample(time.time())
-    assert not sample.unavailable
-    return sample.of("ns", "j").gpu_signs
+    sample = await PrometheusClient(url, "gpus", "Hostname").sample(time.time())
+    assert not sample.error
+    return sample.get_metrics("ns", "j").gpu_signs
 
 
-def shown(signs: tuple[GpuValue, ...], metric: Sign) -> set[str]:
+def shown(signs: tuple[GpuValue, ...], metric: GpuSign) -> set[str]:
     return {sign.gpu for sign in signs if sign.metric == metric}
 
 
 @pytest.mark.parametrize(
     ("sign", "gpus"),
     [
-        (Sign.ROWS_PENDING, {"pending", "liar"}),
-        (Sign.ROWS_FAILED, {"failed"}),
-        (Sign.PCIE_REPLAYS, {"rising", "exporter-restarts"}),
-        (Sign.NVLINK_ERRORS, {"link", "link-that-recovers"}),
-        (Sign.THROTTLED, {"hot", "slowed-down"}),
-        (Sign.SLOW_CLOCK, {"slow"}),
+        (GpuSign.ROWS_PENDING, {"pending", "liar"}),
+        (GpuSign.ROWS_FAILED, {"failed"}),
+        (GpuSign.PCIE_REPLAYS, {"rising", "exporter-restarts"}),
+        (GpuSign.NVLINK_ERRORS, {"link", "link-that-recovers"}),
+        (GpuSign.THROTTLED, {"hot", "slowed-down"}),
+        (GpuSign.SLOW_CLOCK, {"slow"}),
     ],
 )
 async def test_each_sign_is_found_on_these_gpus_and_no_others(
-    signs: tuple[GpuValue, ...], sign: Sign, gpus: set[str]
+    signs: tuple[GpuValue, ...], sign: GpuSign, gpus: set[str]
 ) -> None:
     assert shown(signs, sign) == gpus
     assert len([one for one in signs if one.metric == sign]) == len(gpus), "each once"
@@ -171,9 +171,9 @@ async def test_each_sign_is_found_on_these_gpus_and_no_others(
 
 @pytest.mark.usefixtures("signs")
 async def test_an_error_comes_with_what_its_series_was_before(url: str) -> None:
-    found = await Prometheus(url, "gpus", "Hostname").gpu_errors()
+    found = await PrometheusClient(url, "gpus", "Hostname").read_gpu_errors()
     assert found is not None
-    assert {value.gpu: (value.value, value.before) for value in found if value.metric == ECC} == {
+    assert {value.gpu: (value.value, value.previous_value) for value in found if value.metric == ECC} == {
         "of-last-month": (5, None),
         "old": (5, 5),
         "new": (1, 0),
@@ -183,8 +183,8 @@ async def test_an_error_comes_with_what_its_series_was_before(url: str) -> None:
 
 async def test_only_service_discoverys_word_on_the_node_is_vouched_for(signs: tuple[GpuValue, ...]) -> None:
     by_gpu = {sign.gpu: sign for sign in signs}
-    assert by_gpu["pending"] == GpuValue("node-1", "pending", "RowsPending", 1.0, vouched=True, uuid="GPU-pending")
-    assert by_gpu["liar"] == GpuValue("node-9", "liar", "RowsPending", 1.0, vouched=False, uuid="GPU-liar")
+    assert by_gpu["pending"] == GpuValue("node-1", "pending", "RowsPending", 1.0, trusted=True, uuid="GPU-pending")
+    assert by_gpu["liar"] == GpuValue("node-9", "liar", "RowsPending", 1.0, trusted=False, uuid="GPU-liar")
 
 
 async def test_the_figures_are_those_of_ten_minutes(signs: tuple[GpuValue, ...]) -> None:
@@ -201,13 +201,13 @@ async def test_they_are_asked_for_now_and_then_only(url: str) -> None:
         asked.append(query)
         return []
 
-    watched = Prometheus(url, "gpus", "Hostname", ask)
+    watched = PrometheusClient(url, "gpus", "Hostname", ask)
     for now in (0.0, 5.0, 29.0, 31.0, 7.0):
         await watched.sample(now)
     assert ["PCIE" in query for query in asked] == [*(False, True, False, False, False, True, False, True)], (
         "every 30 seconds, and when the clock was set back"
     )
-    await Prometheus(url, "", "Hostname", ask).sample(0.0)
+    await PrometheusClient(url, "", "Hostname", ask).sample(0.0)
     assert "DCGM" not in asked[-1]
 
 
@@ -217,6 +217,6 @@ async def test_that_they_cannot_be_had_costs_nothing_else(url: str, caplog: pyte
             raise requests.ConnectionError("found duplicate series")
         return []
 
-    sample = await Prometheus(url, "gpus", "Hostname", ask).sample(0.0)
-    assert (sample.unavailable, sample.gpu_signs) == ("", ())
-    assert "does not tell the signs of GPUs: found duplicate series" in caplog.text
+    sample = await PrometheusClient(url, "gpus", "Hostname", ask).sample(0.0)
+    assert (sample.error, sample.gpu_signs) == ("", ())
+    assert "cannot be queried for signs of GPUs: found duplicate series" in caplog.text

@@ -15,10 +15,10 @@ from kopf._cogs.clients import auth, fetching, watching
 from kopf._cogs.structs.credentials import Vault
 from kopf._cogs.structs.references import Resource
 
-from pacekeeper_operator import transfer
-from pacekeeper_operator.api import GROUP, UNREAD, VERSION
+from pacekeeper_operator.api.names import DROPPED_TEMPLATE_KEY, GROUP, VERSION
 from pacekeeper_operator.handlers import startup
-from pacekeeper_operator.trimming import MOST_BYTES
+from pacekeeper_operator.kube import response_limits
+from pacekeeper_operator.pods.trimming import MAX_SPEC_BYTES
 
 RESOURCE = Resource(GROUP, VERSION, "trainingjobs", namespaced=True)
 
@@ -76,7 +76,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
 
 async def settings() -> kopf.OperatorSettings:
     found = kopf.OperatorSettings()
-    configure: Any = startup.configure
+    configure: Any = startup.configure_kopf
     await configure(settings=found)
     return found
 
@@ -90,10 +90,10 @@ async def test_lists_come_in_pages_of_bounded_bytes_and_are_trimmed(server: Serv
     pages = fetching.fetch_objs(settings=await settings(), resource=RESOURCE, namespace=None, logger=logger)
     found = [body async for page, _ in pages for body in page]
     assert [body["metadata"]["name"] for body in found] == [body["metadata"]["name"] for body in server.jobs]
-    assert max(sizes(found)) < 1_000 < MOST_BYTES
-    assert [UNREAD in body["spec"]["template"] for body in found] == [False, True] * 10
+    assert max(sizes(found)) < 1_000 < MAX_SPEC_BYTES
+    assert [DROPPED_TEMPLATE_KEY in body["spec"]["template"] for body in found] == [False, True] * 10
     assert all("managedFields" not in body["metadata"] for body in found)
-    assert server.pages[-1] * 500_000 <= transfer.PAGE_BYTES
+    assert server.pages[-1] * 500_000 <= response_limits.PAGE_BYTES
 
 
 async def test_watches_are_trimmed_and_their_errors_are_told(server: Server) -> None:

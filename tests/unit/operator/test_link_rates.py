@@ -10,7 +10,12 @@ from prometheus_api_client.exceptions import PrometheusApiClientException
 from requests.exceptions import ConnectionError as NobodyThere
 
 from pacekeeper_operator.observe import prometheus
-from pacekeeper_operator.observe.prometheus import MAX_LEAF, MAX_LINK_ROWS, LinkAnswer, Prometheus
+from pacekeeper_operator.observe.prometheus import (
+    MAX_LEAF_NAME_CHARACTERS,
+    MAX_LINK_ROWS,
+    LinkRatesResult,
+    PrometheusClient,
+)
 
 QUERY = "min by (leaf, spine) (link_bits)"
 
@@ -19,7 +24,7 @@ def row(leaf: object = "l1", spine: object = "s1", value: object = "4e11") -> di
     return {"metric": {"leaf": leaf, "spine": spine}, "value": [0, value]}
 
 
-async def told(rows: Any) -> LinkAnswer:
+async def told(rows: Any) -> LinkRatesResult:
     asked: list[str] = []
 
     async def ask(text: str, _seconds: float) -> Sequence[Mapping[str, Any]]:
@@ -28,14 +33,14 @@ async def told(rows: Any) -> LinkAnswer:
             raise rows
         return rows  # type: ignore[no-any-return]  # whatever somebody answers
 
-    answer = await Prometheus("http://prometheus", "", "", ask).link_rates(QUERY)
+    answer = await PrometheusClient("http://prometheus", "", "", ask).read_link_rates(QUERY)
     assert asked == [QUERY]
     return answer
 
 
 async def test_each_link_by_its_row() -> None:
     answer = await told([row(), row(spine="s2", value="0"), row("l2", "s1", "1e11")])
-    assert answer == LinkAnswer({("l1", "s1"): 4e11, ("l1", "s2"): 0.0, ("l2", "s1"): 1e11})
+    assert answer == LinkRatesResult({("l1", "s1"): 4e11, ("l1", "s2"): 0.0, ("l2", "s1"): 1e11})
 
 
 async def test_of_a_link_that_is_told_twice_the_worse_counts() -> None:
@@ -43,7 +48,7 @@ async def test_of_a_link_that_is_told_twice_the_worse_counts() -> None:
 
 
 async def test_no_row_says_that_all_is_well() -> None:
-    assert await told([]) == LinkAnswer({})
+    assert await told([]) == LinkRatesResult({})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ async def test_no_row_says_that_all_is_well() -> None:
         row(value="-1"),
         row(value="up"),
         row(leaf=""),
-        row(leaf="x" * (MAX_LEAF + 1)),
+        row(leaf="x" * (MAX_LEAF_NAME_CHARACTERS + 1)),
         row(spine="s12345"),
         row(leaf=7),
         {"metric": {"leaf": "l1"}, "value": [0, "1"]},
@@ -65,17 +70,17 @@ async def test_no_row_says_that_all_is_well() -> None:
     ],
 )
 async def test_a_row_that_makes_no_sense_costs_that_row(bad: Any) -> None:
-    assert await told([bad, row()]) == LinkAnswer({("l1", "s1"): 4e11})
+    assert await told([bad, row()]) == LinkRatesResult({("l1", "s1"): 4e11})
     answer = await told([bad])
-    assert (answer.rates, answer.trouble) == ({}, "none of 1 rows has a leaf, a spine and a rate")
+    assert (answer.rates, answer.error) == ({}, "none of 1 rows has a leaf, a spine and a rate")
 
 
 async def test_there_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "MAX_LINK_ROWS", 2)
     answer = await told([row("a"), row("b"), row("c")])
-    assert (sorted(answer.rates), answer.trouble) == (
+    assert (sorted(answer.rates), answer.error) == (
         [("a", "s1"), ("b", "s1")],
-        "only 2 of 3 rows are read: ask for less",
+        "only 2 of 3 rows are read: narrow the query",
     )
     assert MAX_LINK_ROWS == 65536
 
@@ -87,17 +92,17 @@ async def test_there_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_nobody_answers(error: Exception) -> None:
     answer = await told(error)
     assert answer.rates == {}
-    assert answer.trouble.startswith("Prometheus at http://prometheus does not answer")
+    assert answer.error.startswith("Prometheus at http://prometheus does not answer")
 
 
 async def test_what_is_no_answer_at_all() -> None:
-    assert (await told(7)).trouble.startswith("Prometheus at http://prometheus does not answer")
+    assert (await told(7)).error.startswith("Prometheus at http://prometheus does not answer")
 
 
 async def test_the_trouble_is_told_in_few_words() -> None:
     answer = await told(PrometheusApiClientException("x" * 10_000))
-    assert len(answer.trouble) <= 500
+    assert len(answer.error) <= 500
 
 
 async def test_without_prometheus() -> None:
-    assert "no Prometheus is configured" in (await Prometheus("", "", "").link_rates(QUERY)).trouble
+    assert "no Prometheus is configured" in (await PrometheusClient("", "", "").read_link_rates(QUERY)).error

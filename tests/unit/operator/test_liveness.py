@@ -10,65 +10,72 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_operator import __main__ as entry
-from pacekeeper_operator import process
-from pacekeeper_operator.cluster import Cluster, Connection
-from pacekeeper_operator.manifests import Installation
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.operator import FIRST_WORD_SECONDS, MISSED_EVENTS, Operator
+from pacekeeper_operator.async_runtime import OperatorRuntime
+from pacekeeper_operator.kube.client import ApiConnection, Cluster
+from pacekeeper_operator.observe.job_cache import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.pods.manifests import Installation
+from pacekeeper_operator.runtime import process
+from pacekeeper_operator.services.operator import Operator
+from pacekeeper_operator.services.shared.watched_stores import FIRST_WATCH_EVENT_SECONDS, MAX_MISSED_POD_CHANGES
 from pacekeeper_operator.settings import Settings
 
 
 @pytest.fixture
 def operator() -> Operator:
     """One whose watches have told of a node. It calls nobody."""
-    nobody = Cluster(cast(Connection, None))
-    operator = Operator(Settings(), nobody, Memory(0.0), Installation("", "", "", ""), Prometheus("", "", ""))
-    operator.nodes.hear({"metadata": {"name": "node-1", "uid": "u", "resourceVersion": "1"}}, deleted=False)
+    nobody = Cluster(cast(ApiConnection, None))
+    operator = Operator(
+        Settings(), nobody, JobRegistry(0.0), Installation("", "", "", ""), PrometheusClient("", "", "")
+    )
+    operator.stores.nodes.apply_event(
+        {"metadata": {"name": "node-1", "uid": "u", "resourceVersion": "1"}}, deleted=False
+    )
     return operator
 
 
 def later(operator: Operator) -> float:
-    return operator.memory.started_at + 2 * FIRST_WORD_SECONDS
+    return operator.jobs.started_at + 2 * FIRST_WATCH_EVENT_SECONDS
 
 
 def test_watches_that_tell_are_alive(operator: Operator) -> None:
-    assert operator.blind(later(operator)) == ""
+    assert operator.stores.find_watch_failure(later(operator)) == ""
 
 
 def test_changes_that_only_lists_have_shown_are_a_dead_watch(operator: Operator) -> None:
-    operator.pods.unheard = MISSED_EVENTS
-    assert "the watch of pods is dead" in operator.blind(later(operator))
+    operator.stores.pods.missed_changes = MAX_MISSED_POD_CHANGES
+    assert "the watch of pods is dead" in operator.stores.find_watch_failure(later(operator))
 
 
 def test_watches_that_never_came_to_life_are_dead_after_a_while(operator: Operator) -> None:
-    operator.nodes.heard = False
-    assert operator.blind(operator.memory.started_at + 1) == ""
-    assert "no watch has told anything" in operator.blind(later(operator))
+    operator.stores.nodes.has_watch_events = False
+    assert operator.stores.find_watch_failure(operator.jobs.started_at + 1) == ""
+    assert "no watch has reported anything" in operator.stores.find_watch_failure(later(operator))
 
 
 class TestProcess:
     """How it ends; what it serves meanwhile is made up."""
 
     @pytest.fixture
-    def serve(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Runtime], Awaitable[None]]], None]:
+    def serve(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[OperatorRuntime], Awaitable[None]]], None]:
         """Makes the operator do this while it runs."""
 
-        def do(work: Callable[[Runtime], Awaitable[None]]) -> None:
-            async def serving(_settings: Settings, runtime: Runtime, _edges: process.Edges) -> None:
+        def do(work: Callable[[OperatorRuntime], Awaitable[None]]) -> None:
+            async def serving(
+                _settings: Settings, runtime: OperatorRuntime, _edges: process.ProcessEnvironment
+            ) -> None:
                 await work(runtime)
 
-            monkeypatch.setattr(process, "_serve", serving)
+            monkeypatch.setattr(process, "_serve_until_ended", serving)
 
         return do
 
     async def test_told_to_end_it_ends_well(self, serve: Callable[..., None]) -> None:
-        async def work(_runtime: Runtime) -> None:
+        async def work(_runtime: OperatorRuntime) -> None:
             return
 
         serve(work)
-        assert await entry._run(Settings()) == 0
+        assert await entry._run_process(Settings()) == 0
 
     async def test_when_one_of_its_tasks_dies_it_leaves_in_order_with_an_error(
         self, serve: Callable[..., None]
@@ -78,36 +85,36 @@ class TestProcess:
         async def die() -> None:
             raise RuntimeError("a defect")
 
-        async def work(runtime: Runtime) -> None:
-            runtime.start(die(), "a loop")
+        async def work(runtime: OperatorRuntime) -> None:
+            runtime.start_task(die(), "a loop")
             await runtime.failed.wait()  # as the watches' machinery does
             left.append(True)
 
         serve(work)
-        assert await entry._run(Settings()) == 1
+        assert await entry._run_process(Settings()) == 1
         assert left
 
     async def test_what_does_not_leave_is_made_to(
         self, serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(process, "LEAVING_SECONDS", 0.01)
+        monkeypatch.setattr(process, "OPERATOR_SHUTDOWN_SECONDS", 0.01)
 
         async def die() -> None:
             raise RuntimeError("a defect")
 
-        async def work(runtime: Runtime) -> None:
-            runtime.start(die(), "a loop")
+        async def work(runtime: OperatorRuntime) -> None:
+            runtime.start_task(die(), "a loop")
             await asyncio.Event().wait()
 
         serve(work)
-        assert await entry._run(Settings()) == 1
+        assert await entry._run_process(Settings()) == 1
 
     async def test_bad_input_is_told_to_the_user(
         self, serve: Callable[..., None], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        async def work(_runtime: Runtime) -> None:
+        async def work(_runtime: OperatorRuntime) -> None:
             raise InputError("Secret pacekeeper-system/pacekeeper-ca: tls.key is missing")
 
         serve(work)
-        assert await entry._run(Settings()) == 2
+        assert await entry._run_process(Settings()) == 2
         assert "tls.key is missing" in capsys.readouterr().err

@@ -11,32 +11,35 @@ import kopf
 import pytest
 
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, PAUSE, JobPhase, format_time
-from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, STATES, Denied, Kind, Listing, Object
-from pacekeeper_operator.network import JobName
-from pacekeeper_operator.observation import NOT_ASKED, GpuValue
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus, Sample
-from pacekeeper_operator.runtime import Superseded
-from pacekeeper_operator.services import incidents
-from pacekeeper_operator.services.nodes_first import FEW
-from pacekeeper_operator.services.operator import (
-    FIRST_WORD_SECONDS,
-    GPU_SECONDS,
-    LONG_REST,
-    LONGEST_REST_SECONDS,
-    MISSED_EVENTS,
-    PAUSE_UNKNOWN,
-    RETENTION_SECONDS,
-    STALE_SECONDS,
-    Operator,
+from pacekeeper_operator.api.formats import format_time
+from pacekeeper_operator.api.names import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, PAUSE_CONFIG_MAP
+from pacekeeper_operator.api.training_job import JobPhase
+from pacekeeper_operator.async_runtime import Superseded
+from pacekeeper_operator.endpoint.token_review import PodIdentity
+from pacekeeper_operator.kube.client import (
+    CONFIG_MAPS,
+    INCIDENT_OBJECTS,
+    TRAINING_JOB_STATES,
+    TRAINING_JOBS,
+    Denied,
+    Listing,
+    Object,
+    ResourceKind,
 )
-from pacekeeper_operator.services.tokens import Holder
+from pacekeeper_operator.observe.job_cache import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient, PrometheusSample
+from pacekeeper_operator.services import incidents
+from pacekeeper_operator.services.operator import PAUSE_UNKNOWN, Operator
+from pacekeeper_operator.services.periodic_tasks import RETENTION_INTERVAL_SECONDS, run_periodic_tasks
+from pacekeeper_operator.services.shared.prometheus_poller import GPU_ERROR_POLL_SECONDS, MAX_SAMPLE_AGE_SECONDS
+from pacekeeper_operator.services.shared.watched_stores import FIRST_WATCH_EVENT_SECONDS, MAX_MISSED_POD_CHANGES
 from pacekeeper_operator.settings import Settings
-from tests.support.fake_cluster import FakeCluster
-from tests.support.virtual_time import Timeline, VirtualRuntime
-from tests.support.worlds import NOW, job, training
-from tests.support.written import INSTALLATION
+from pacekeeper_operator.state.job_metrics import PROMETHEUS_NOT_QUERIED, GpuValue
+from pacekeeper_operator.state.network import JobName
+from testing.kubernetes.fake_cluster import FakeCluster
+from testing.kubernetes.stored_job import INSTALLATION
+from testing.operators.observations import NOW, build_job, build_training
+from testing.operators.virtual_time import Timeline, VirtualRuntime
 
 SAMPLE_SECONDS = 2.0
 
@@ -49,18 +52,18 @@ class Cluster(FakeCluster):
         self.looks: list[str] = []
         self.away = False
 
-    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+    async def find(self, kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
         self.looks.append(kind.plural)
         if self.away:
             raise kopf.TemporaryError("the API server does not answer")
         return await super().find(kind, name, namespace)
 
-    async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Any:
+    async def list_with_version(self, kind: ResourceKind, namespace: str = "", **named: Any) -> Any:
         self.looks.append(f"all {kind.plural}{f' of {namespace}' if namespace else ''}")
-        return await super().listing(kind, namespace, **named)
+        return await super().list_with_version(kind, namespace, **named)
 
 
-class Asked(Prometheus):
+class Asked(PrometheusClient):
     """Answers at once, and remembers when it was asked."""
 
     def __init__(self) -> None:
@@ -72,13 +75,13 @@ class Asked(Prometheus):
         self.looks = 0
         self.runtime: VirtualRuntime
 
-    async def sample(self, now: float, jobs: Collection[JobName] = ()) -> Sample:  # noqa: ARG002
+    async def sample(self, now: float, jobs: Collection[JobName] = ()) -> PrometheusSample:  # noqa: ARG002
         self.times.append(now)
         if self.takes:
             await self.runtime.sleep(self.takes)
-        return Sample(now, gpu=self.gpu, unavailable=self.trouble, slow=self.slow)
+        return PrometheusSample(now, gpu_values=self.gpu, error=self.trouble, timed_out=self.slow)
 
-    async def gpu_errors(self) -> tuple[GpuValue, ...] | None:
+    async def read_gpu_errors(self) -> tuple[GpuValue, ...] | None:
         self.looks += 1
         return self.errors
 
@@ -87,17 +90,17 @@ class Place:
     def __init__(self, **settings: Any) -> None:
         self.cluster, self.prometheus, self.timeline = Cluster(), Asked(), Timeline()
         self.runtime = self.prometheus.runtime = VirtualRuntime(self.timeline)
-        self.memory = Memory(self.runtime.now())
+        self.memory = JobRegistry(self.runtime.now())
         values = {"namespace": "system", "sample_seconds": SAMPLE_SECONDS, **settings}
         self.operator = Operator(
             Settings(**values), self.cluster, self.memory, INSTALLATION, self.prometheus, self.runtime
         )
 
     def job(self, phase: JobPhase | None) -> None:
-        self.memory.of(training().job).phase = phase
+        self.memory.get_or_create(build_training().job).update(phase=phase)
 
     async def pause(self, **body: Any) -> None:
-        await self.cluster.create(CONFIG_MAPS, {"metadata": {"name": PAUSE, "namespace": "system"}, **body})
+        await self.cluster.create(CONFIG_MAPS, {"metadata": {"name": PAUSE_CONFIG_MAP, "namespace": "system"}, **body})
 
 
 @pytest.fixture
@@ -106,13 +109,13 @@ def place() -> Place:
 
 
 class Watching:
-    """Runs `watch_over` while it is entered."""
+    """Runs `run_periodic_tasks` while it is entered."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
 
     async def __aenter__(self) -> Place:
-        self.task = self.place.runtime.start(self.place.operator.watch_over(), "watch over")
+        self.task = self.place.runtime.start_task(run_periodic_tasks(self.place.operator), "watch over")
         return self.place
 
     async def __aexit__(self, *_: object) -> None:
@@ -160,7 +163,7 @@ class TestPaused:
 
     async def test_jobs_are_woken_when_it_changes_and_only_then(self, place: Place) -> None:
         place.job(JobPhase.RUNNING)
-        wake = place.memory.of(training().job).wake
+        wake = place.memory.get_or_create(build_training().job).wake
         async with Watching(place):
             await place.timeline.run(1)
             assert wake.is_set(), "it was not known before"
@@ -196,14 +199,14 @@ class TestPrometheus:
         place.job(JobPhase.RUNNING)
         async with Watching(place):
             await place.timeline.run(1)
-            heard = place.operator.sample
-            assert not heard.unavailable
+            heard = place.operator.prometheus.sample
+            assert not heard.error
             place.prometheus.trouble, place.prometheus.slow = "it does not answer within 3 s", True
-            await place.timeline.run(STALE_SECONDS - 2)
-            assert place.operator.sample is heard
-            assert not place.operator.scraped(training().job, place.runtime.now()).unavailable
+            await place.timeline.run(MAX_SAMPLE_AGE_SECONDS - 2)
+            assert place.operator.prometheus.sample is heard
+            assert not place.operator.prometheus.get_metrics(build_training().job, place.runtime.now()).prometheus_error
             await place.timeline.run(4)
-            assert place.operator.sample.unavailable == "it does not answer within 3 s"
+            assert place.operator.prometheus.sample.error == "it does not answer within 3 s"
 
     async def test_an_answer_that_takes_its_time_holds_nothing_up_and_is_as_old_as_its_question(
         self, place: Place
@@ -216,16 +219,18 @@ class TestPrometheus:
             assert len(place.prometheus.times) == 1
             assert place.cluster.looks.count(CONFIG_MAPS.plural) >= 2
             await place.timeline.run(2)
-            assert place.operator.sample.at == asked_at
+            assert place.operator.prometheus.sample.queried_at == asked_at
 
     async def test_an_error_of_a_gpu_wakes_whoever_is_there_and_nobody_else(self, place: Place) -> None:
         for number, name in enumerate(("here", "there")):
             metadata = {"name": f"{name}-w0-0", "namespace": "ns", "labels": {LABEL_JOB: name}, "uid": name}
             pod: Object = {"metadata": metadata | {"creationTimestamp": format_time(NOW)}}
             pod |= {"spec": {"nodeName": f"node-{number}", "containers": []}, "status": {"phase": "Running"}}
-            place.operator.pods.hear(pod, deleted=False)
-        here, there = (place.memory.of(replace(job(), name=name, uid=name)) for name in ("here", "there"))
-        here.phase = JobPhase.RUNNING
+            place.operator.stores.pods.apply_event(pod, deleted=False)
+        here, there = (
+            place.memory.get_or_create(replace(build_job(), name=name, uid=name)) for name in ("here", "there")
+        )
+        here.update(phase=JobPhase.RUNNING)
         place.prometheus.gpu = (GpuValue("node-0", "0", "DCGM_FI_DEV_XID_ERRORS", 79.0),)
         async with Watching(place):
             await place.timeline.run(1)
@@ -241,12 +246,12 @@ class TestPrometheus:
     async def test_errors_of_gpus_are_asked_for_more_often_and_make_their_jobs_pass_first(self, place: Place) -> None:
         metadata = {"name": "j-w0-0", "namespace": "ns", "labels": {LABEL_JOB: "j"}, "uid": "u"}
         pod: Object = {"metadata": metadata | {"creationTimestamp": format_time(NOW)}}
-        place.operator.pods.hear(
+        place.operator.stores.pods.apply_event(
             pod | {"spec": {"nodeName": "node-0", "containers": []}, "status": {"phase": "Running"}}, deleted=False
         )
-        known = place.memory.of(replace(job(), name="j", uid="j"))
-        known.phase = JobPhase.RUNNING
-        looking = place.runtime.start(place.operator.watch_gpus(), "GPUs")
+        known = place.memory.get_or_create(replace(build_job(), name="j", uid="j"))
+        known.update(phase=JobPhase.RUNNING)
+        looking = place.runtime.start_task(place.operator.prometheus.poll_gpu_errors(), "GPUs")
         await place.timeline.run(2)
         assert place.prometheus.looks == 0, "where no sample has come, none of it is asked for either"
         async with Watching(place):
@@ -254,14 +259,14 @@ class TestPrometheus:
             known.wake.clear()
             error = GpuValue("node-0", "0", "DCGM_FI_DEV_XID_ERRORS", 79.0)
             place.prometheus.errors = (error,)
-            await place.timeline.run(GPU_SECONDS)
+            await place.timeline.run(GPU_ERROR_POLL_SECONDS)
             assert len(place.prometheus.times) == 1
             assert known.wake.is_set()
-            assert place.operator.unseen == {("ns", "j")}
-            assert place.operator.sample.of("ns", "j").gpu == (error,)
+            assert place.operator.passes.jobs_with_new_gpu_errors == {("ns", "j")}
+            assert place.operator.prometheus.sample.get_metrics("ns", "j").gpu_values == (error,)
             place.prometheus.errors = None
-            await place.timeline.run(GPU_SECONDS)
-            assert place.operator.sample.gpu == (error,), "what cannot be had is no word on a GPU"
+            await place.timeline.run(GPU_ERROR_POLL_SECONDS)
+            assert place.operator.prometheus.sample.gpu_values == (error,), "what cannot be had is no word on a GPU"
         assert not looking.done()
         looking.cancel()
 
@@ -274,73 +279,32 @@ class TestPrometheus:
         assert metrics.PROMETHEUS_UP._value.get() == up
 
     async def test_what_it_said_long_ago_is_no_news(self, place: Place) -> None:
-        job = training().job
+        job = build_training().job
         at = place.runtime.now()
-        place.operator.sample = Sample(at, {"ranks": {("ns", "j"): 2.0}}, unavailable="")
-        assert place.operator.scraped(job, at + STALE_SECONDS).ranks == 2.0
-        assert place.operator.scraped(job, at + STALE_SECONDS + 1).unavailable == NOT_ASKED
+        place.operator.prometheus.sample = PrometheusSample(at, {"reporting_ranks": {("ns", "j"): 2.0}}, error="")
+        assert place.operator.prometheus.get_metrics(job, at + MAX_SAMPLE_AGE_SECONDS).reporting_ranks == 2.0
+        assert (
+            place.operator.prometheus.get_metrics(job, at + MAX_SAMPLE_AGE_SECONDS + 1).prometheus_error
+            == PROMETHEUS_NOT_QUERIED
+        )
 
 
 class TestBlind:
     def test_a_watch_that_has_told_something_lives(self, place: Place) -> None:
         start = place.memory.started_at
-        assert place.operator.blind(start + FIRST_WORD_SECONDS) == ""
-        assert "no watch has told anything" in place.operator.blind(start + FIRST_WORD_SECONDS + 1)
-        place.operator.nodes.heard = True
-        assert place.operator.blind(start + FIRST_WORD_SECONDS + 1) == ""
-        place.operator.pods.unheard = MISSED_EVENTS - 1
-        assert place.operator.blind(start) == ""
-        place.operator.pods.unheard = MISSED_EVENTS
-        assert "the watch of pods is dead" in place.operator.blind(start)
+        assert place.operator.stores.find_watch_failure(start + FIRST_WATCH_EVENT_SECONDS) == ""
+        assert "no watch has reported anything" in place.operator.stores.find_watch_failure(
+            start + FIRST_WATCH_EVENT_SECONDS + 1
+        )
+        place.operator.stores.nodes.has_watch_events = True
+        assert place.operator.stores.find_watch_failure(start + FIRST_WATCH_EVENT_SECONDS + 1) == ""
+        place.operator.stores.pods.missed_changes = MAX_MISSED_POD_CHANGES - 1
+        assert place.operator.stores.find_watch_failure(start) == ""
+        place.operator.stores.pods.missed_changes = MAX_MISSED_POD_CHANGES
+        assert "the watch of pods is dead" in place.operator.stores.find_watch_failure(start)
 
 
-class TestTurn:
-    @pytest.mark.parametrize(
-        ("took", "waiting", "rest"),
-        [
-            (0.04, FEW, 0.04),
-            (0.04, FEW + 1, 0.04 * LONG_REST),
-            (0.1, FEW, 0.1 * LONG_REST),
-            (5.0, FEW, LONGEST_REST_SECONDS),
-        ],
-        ids=["as much", "very many nodes wait", "a long pass", "a bound"],
-    )
-    async def test_all_else_has_as_much_time_as_passes_take_and_more_where_it_has_much_to_do(
-        self, place: Place, took: float, waiting: int, rest: float
-    ) -> None:
-        place.operator.fleet.first.count(waiting)
-        place.operator.computed = took
-        turn = place.runtime.start(place.operator.begin_pass(), "a pass")
-        await place.timeline.run(rest - 0.01)
-        assert not turn.done()
-        await place.timeline.run(0.02)
-        assert turn.done()
-        turn = place.runtime.start(place.operator.begin_pass(), "the next one")
-        await place.timeline.run(0.01)
-        assert turn.done(), "nothing has been computed since"
-
-    async def test_a_job_whose_gpus_show_something_new_is_not_kept_waiting(self, place: Place) -> None:
-        """Until its pass has begun, no suspicion is raised."""
-        place.operator.unseen = {("ns", "job")}
-        place.operator.fleet.first.count(FEW + 1)
-        place.operator.computed = 0.1
-        turn = place.runtime.start(place.operator.begin_pass(), "a pass")
-        await place.timeline.run(0.11)
-        assert turn.done()
-
-    async def test_after_a_long_pass_a_lost_worker_is_looked_at_soon_but_behind_hundreds_of_nodes(
-        self, place: Place
-    ) -> None:
-        place.operator.bereft = {("ns", "job")}
-        for waiting, rest in ((FEW, 0.1), (FEW + 1, 0.1 * LONG_REST)):
-            place.operator.fleet.first.count(waiting)
-            place.operator.computed = 0.1
-            turn = place.runtime.start(place.operator.begin_pass(), "a pass")
-            await place.timeline.run(rest - 0.01)
-            assert not turn.done()
-            await place.timeline.run(0.02)
-            assert turn.done()
-
+class TestLostWorkers:
     @pytest.mark.parametrize(
         ("changes", "lost"),
         [
@@ -357,11 +321,11 @@ class TestTurn:
     async def test_a_worker_that_was_to_stay_is_lost_until_its_jobs_pass_begins(
         self, place: Place, changes: dict[str, Any], lost: bool
     ) -> None:
-        world = training()
-        memory = place.memory.of(world.job)
-        first, *others = world.draft.state.placement.workers
+        world = build_training()
+        memory = place.memory.get_or_create(world.job)
+        first, *others = world.desired.state.placement.workers
         first = replace(first, leaving=changes.get("leaving", ""))
-        memory.draft = world.draft.with_placement(workers=(first, *others))
+        memory.update(desired=world.desired.with_placement(workers=(first, *others)))
         name = world.job.namespace, world.job.name
         metadata: Object = {
             "name": changes.get("name", first.name),
@@ -371,30 +335,25 @@ class TestTurn:
             "creationTimestamp": format_time(NOW),
         }
         pod: Object = {"metadata": metadata, "spec": {"containers": []}, "status": {"phase": "Running"}}
-        place.operator.pods.hear(pod, deleted=False)
+        place.operator.stores.pods.apply_event(pod, deleted=False)
         memory.wake.clear()
-        assert not place.operator.bereft
+        assert not place.operator.passes.jobs_with_lost_worker
         if "deleting" in changes:
             metadata["deletionTimestamp"] = format_time(NOW)
         pod["status"] = {"phase": changes.get("phase", "Running"), "podIP": "10.0.0.9"}
-        place.operator.pods.hear(pod, deleted=changes.get("deleted", False))
+        place.operator.stores.pods.apply_event(pod, deleted=changes.get("deleted", False))
         assert memory.wake.is_set()
-        assert place.operator.bereft == ({name} if lost else set())
-        place.operator.passes(name)
-        assert not place.operator.bereft
-
-    async def test_what_a_pass_computes_is_counted(self, place: Place) -> None:
-        with place.operator.computing():
-            place.timeline.now += 0.5
-        assert place.operator.computed == pytest.approx(0.5)
+        assert place.operator.passes.jobs_with_lost_worker == ({name} if lost else set())
+        place.operator.passes.mark_evaluated(name)
+        assert not place.operator.passes.jobs_with_lost_worker
 
 
 class TestResync:
     async def test_lists_every_minute_and_sooner_where_that_failed(self, place: Place) -> None:
-        task = place.runtime.start(place.operator.resync(), "resync")
+        task = place.runtime.start_task(place.operator.stores.resync(), "resync")
         await place.timeline.run(1)
         assert place.cluster.looks == ["all fabrics", "all trainingjobstates", "all nodes", "all pods"]
-        await place.operator.know()
+        await place.operator.stores.wait_until_listed()
         place.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
         await place.timeline.run(60)
         assert place.cluster.looks[4:] == ["all fabrics", "all trainingjobstates", "all nodes"]
@@ -405,13 +364,13 @@ class TestResync:
 
     async def test_one_that_begins_to_lead_reads_what_is_written_of_all_jobs_by_one_list(self, place: Place) -> None:
         state = {"metadata": {"name": "j", "namespace": "ns", "uid": "u"}}
-        await place.cluster.create(STATES, state)
-        place.operator.begin()
-        task = place.runtime.start(place.operator.resync(), "resync")
+        await place.cluster.create(TRAINING_JOB_STATES, state)
+        place.operator.start_leading()
+        task = place.runtime.start_task(place.operator.stores.resync(), "resync")
         await place.timeline.run(1)
-        assert list(place.operator.states) == [("ns", "j")]
-        place.operator.turn(serves=False)
-        assert place.operator.states == {}, "another one may write from now on"
+        assert list(place.operator.stores.listed_states) == [("ns", "j")]
+        place.operator.on_serving_changed(serves=False)
+        assert place.operator.stores.listed_states == {}, "another one may write from now on"
         task.cancel()
 
     @pytest.mark.parametrize("leads", [True, False])
@@ -419,9 +378,9 @@ class TestResync:
         self, place: Place, leads: bool
     ) -> None:
         """kopf's watch of jobs cannot be turned back."""
-        place.operator.leads = lambda: leads
+        place.operator.stores.is_leader = lambda: leads
         place.cluster.version = 100
-        task = place.runtime.start(place.operator.resync(), "resync")
+        task = place.runtime.start_task(place.operator.stores.resync(), "resync")
         await place.timeline.run(1)
         place.cluster.version = 50
         await place.timeline.run(60)
@@ -429,8 +388,8 @@ class TestResync:
         task.cancel()
 
     async def test_one_that_does_not_lead_reads_none(self, place: Place) -> None:
-        place.operator.leads = lambda: False
-        task = place.runtime.start(place.operator.resync(), "resync")
+        place.operator.stores.is_leader = lambda: False
+        task = place.runtime.start_task(place.operator.stores.resync(), "resync")
         await place.timeline.run(61)
         assert "all trainingjobstates" not in place.cluster.looks
         task.cancel()
@@ -450,21 +409,21 @@ class TestResync:
     async def test_what_somebody_else_has_written_or_deleted_is_looked_at_anew(
         self, place: Place, version: str, written: str | None, doubted: bool
     ) -> None:
-        known = place.memory.of(training().job)
+        known = place.memory.get_or_create(build_training().job)
         known.resource_version = version
         body = {"metadata": {"name": "j", "namespace": "ns", "resourceVersion": written}}
-        place.memory.prove_by(Listing([] if written is None else [body], 5), "ns")
-        assert (known.doubted, known.wake.is_set()) == (doubted, doubted)
-        place.memory.prove_by(Listing([], 5), "another")
-        assert known.doubted == doubted, "that list says nothing of this namespace"
+        place.memory.verify_states(Listing([] if written is None else [body], 5), "ns")
+        assert (known.needs_reload, known.wake.is_set()) == (doubted, doubted)
+        place.memory.verify_states(Listing([], 5), "another")
+        assert known.needs_reload == doubted, "that list says nothing of this namespace"
 
     async def test_where_that_list_is_denied_jobs_are_asked_for_one_by_one(self, place: Place) -> None:
-        place.cluster.failures[STATES.plural] = [Denied("the namespace is being deleted")]
-        place.operator.begin()
-        task = place.runtime.start(place.operator.resync(), "resync")
+        place.cluster.failures[TRAINING_JOB_STATES.plural] = [Denied("the namespace is being deleted")]
+        place.operator.start_leading()
+        task = place.runtime.start_task(place.operator.stores.resync(), "resync")
         await place.timeline.run(1)
-        assert place.operator.states == {}
-        await asyncio.wait_for(place.operator.know(), 1)
+        assert place.operator.stores.listed_states == {}
+        await asyncio.wait_for(place.operator.stores.wait_until_listed(), 60)
         task.cancel()
 
 
@@ -477,35 +436,35 @@ class TestRetention:
                 annotations = {} if until is None else {ANNOTATION_RETAIN_UNTIL: format_time(until)}
                 metadata = {"name": name, "namespace": namespace, "annotations": annotations}
                 body = {"metadata": metadata, "spec": {"jobRef": {"uid": "u"}}}
-                await place.cluster.create(INCIDENTS, body)
+                await place.cluster.create(INCIDENT_OBJECTS, body)
         return place
 
     def left(self, place: Place) -> set[tuple[str, str]]:
-        return {key[1:] for key in place.cluster.objects if key[0] == INCIDENTS.plural}
+        return {key[1:] for key in place.cluster.objects if key[0] == INCIDENT_OBJECTS.plural}
 
     async def test_those_whose_time_is_over_go(self, kept: Place) -> None:
-        await incidents.look_after(kept.cluster, (), NOW)
+        await incidents.clean_up_incidents(kept.cluster, (), NOW)
         assert self.left(kept) == {(place, name) for place in ("ns", "other") for name in ("new", "for-ever")}
 
     async def test_none_goes_while_the_time_is_in_doubt(self, kept: Place) -> None:
-        await incidents.look_after(kept.cluster, (), None)
+        await incidents.clean_up_incidents(kept.cluster, (), None)
         assert len(self.left(kept)) == 6
 
     async def test_in_namespaces_that_the_operator_serves(self, kept: Place) -> None:
-        await incidents.look_after(kept.cluster, ("ns",), NOW)
+        await incidents.clean_up_incidents(kept.cluster, ("ns",), NOW)
         assert ("other", "old") in self.left(kept)
         assert ("ns", "old") not in self.left(kept)
 
     async def test_one_that_cannot_be_listed_does_not_keep_the_others(self, kept: Place) -> None:
-        kept.cluster.failures[INCIDENTS.plural] = [Denied("its RoleBinding is gone")]
-        await incidents.look_after(kept.cluster, ("other", "ns"), NOW)
+        kept.cluster.failures[INCIDENT_OBJECTS.plural] = [Denied("its RoleBinding is gone")]
+        await incidents.clean_up_incidents(kept.cluster, ("other", "ns"), NOW)
         assert ("other", "old") in self.left(kept)
         assert ("ns", "old") not in self.left(kept)
 
     async def test_where_none_can_be_listed_it_is_tried_again_soon(self, kept: Place) -> None:
-        kept.cluster.failures[INCIDENTS.plural] = [Denied("no"), Denied("no")]
+        kept.cluster.failures[INCIDENT_OBJECTS.plural] = [Denied("no"), Denied("no")]
         with pytest.raises(Denied):
-            await incidents.look_after(kept.cluster, ("other", "ns"), NOW)
+            await incidents.clean_up_incidents(kept.cluster, ("other", "ns"), NOW)
 
     async def test_they_are_looked_for_at_the_start_a_minute_later_and_every_ten_minutes(self, place: Place) -> None:
         async with Watching(place):
@@ -513,7 +472,7 @@ class TestRetention:
             assert place.cluster.looks.count("all incidents") == 1
             await place.timeline.run(60 + SAMPLE_SECONDS)
             assert place.cluster.looks.count("all incidents") == 2
-            await place.timeline.run(RETENTION_SECONDS - 2 * SAMPLE_SECONDS)
+            await place.timeline.run(RETENTION_INTERVAL_SECONDS - 2 * SAMPLE_SECONDS)
             assert place.cluster.looks.count("all incidents") == 2
             await place.timeline.run(4 * SAMPLE_SECONDS)
             assert place.cluster.looks.count("all incidents") == 3
@@ -524,7 +483,7 @@ class TestOrphans:
 
     @pytest.fixture
     async def found(self, place: Place) -> Place:
-        await place.cluster.create(JOBS, {"metadata": {"name": "j", "namespace": "ns", "uid": "there"}})
+        await place.cluster.create(TRAINING_JOBS, {"metadata": {"name": "j", "namespace": "ns", "uid": "there"}})
         for name, uid, status in (
             ("open", "there", {}),
             ("orphan", "gone", {}),
@@ -532,15 +491,15 @@ class TestOrphans:
         ):
             metadata = {"name": name, "namespace": "ns", "labels": {LABEL_JOB: "j"}}
             body = {"metadata": metadata, "spec": {"jobRef": {"uid": uid}}, "status": status}
-            await place.cluster.create(INCIDENTS, body)
+            await place.cluster.create(INCIDENT_OBJECTS, body)
         return place
 
     def outcomes(self, place: Place) -> dict[str, str]:
-        stored = {key[2]: body for key, body in place.cluster.objects.items() if key[0] == INCIDENTS.plural}
+        stored = {key[2]: body for key, body in place.cluster.objects.items() if key[0] == INCIDENT_OBJECTS.plural}
         return {name: (body.get("status") or {}).get("outcome", "") for name, body in stored.items()}
 
     async def test_those_of_jobs_that_are_gone_are_closed(self, found: Place) -> None:
-        await incidents.look_after(found.cluster, (), NOW)
+        await incidents.clean_up_incidents(found.cluster, (), NOW)
         assert self.outcomes(found) == {"open": "", "orphan": "Superseded", "ended": "Recovered"}
 
     async def test_one_that_cannot_be_closed_is_left(self, found: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,15 +507,15 @@ class TestOrphans:
             raise Denied("no")
 
         monkeypatch.setattr(found.cluster, "patch", refuse)
-        await incidents.look_after(found.cluster, (), NOW)
+        await incidents.clean_up_incidents(found.cluster, (), NOW)
         assert self.outcomes(found)["orphan"] == ""
 
     async def test_those_of_a_bookkeeping_that_was_lost_are_closed(self, found: Place) -> None:
-        await incidents.supersede(found.cluster, replace(job(), uid="there"), ("other",))
+        await incidents.supersede_unknown(found.cluster, replace(build_job(), uid="there"), ("other",))
         assert self.outcomes(found)["open"] == "Superseded"
 
     async def test_those_that_it_knows_stay(self, found: Place) -> None:
-        await incidents.supersede(found.cluster, replace(job(), uid="there"), ("open",))
+        await incidents.supersede_unknown(found.cluster, replace(build_job(), uid="there"), ("open",))
         assert self.outcomes(found)["open"] == ""
 
 
@@ -566,12 +525,12 @@ async def test_a_token_is_believed_for_longer_only_while_its_very_pod_stays(plac
         named["creationTimestamp"] = "2026-01-01T00:00:00Z"
         return {"metadata": named, "spec": {}, "status": {"phase": "Running"}}
 
-    stays, pods = place.operator.stays, place.operator.pods
-    assert not stays(Holder("ns", "j-w0-0", "u1"))
-    pods.hear(pod(resourceVersion="1"), deleted=False)
-    assert stays(Holder("ns", "j-w0-0", "u1"))
-    assert not stays(Holder("ns", "j-w0-0", "u0")), "an earlier one of that name"
-    pods.hear(pod(resourceVersion="2", deletionTimestamp="2026-01-01T00:00:00Z"), deleted=False)
-    assert not stays(Holder("ns", "j-w0-0", "u1"))
-    pods.hear(pod(resourceVersion="3"), deleted=True)
-    assert not stays(Holder("ns", "j-w0-0", "u1"))
+    stays, pods = place.operator.stores.is_pod_alive, place.operator.stores.pods
+    assert not stays(PodIdentity("ns", "j-w0-0", "u1"))
+    pods.apply_event(pod(resourceVersion="1"), deleted=False)
+    assert stays(PodIdentity("ns", "j-w0-0", "u1"))
+    assert not stays(PodIdentity("ns", "j-w0-0", "u0")), "an earlier one of that name"
+    pods.apply_event(pod(resourceVersion="2", deletionTimestamp="2026-01-01T00:00:00Z"), deleted=False)
+    assert not stays(PodIdentity("ns", "j-w0-0", "u1"))
+    pods.apply_event(pod(resourceVersion="3"), deleted=True)
+    assert not stays(PodIdentity("ns", "j-w0-0", "u1"))

@@ -8,38 +8,30 @@ from dataclasses import replace
 import pytest
 from prometheus_client import REGISTRY
 
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.protocol.plan import SyncMode
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import (
-    Cause,
-    ConditionStatus,
-    JobPhase,
-    JobStatus,
-    QuarantineCondition,
-    QuarantinePhase,
-    QuarantineStatus,
-    Remedy,
-    Verdict,
-    WorkerCounts,
-)
-from pacekeeper_operator.services.reconcile import show_links
-from pacekeeper_operator.state import LinkLook, LinkSide
-from tests.support.chart import REPOSITORY
-from tests.support.metric_names import of_the_operator
-from tests.support.worlds import NOW, training
+from pacekeeper_operator.api.conditions import ConditionStatus, QuarantineCondition
+from pacekeeper_operator.api.incident import IncidentCause
+from pacekeeper_operator.api.node_quarantine import QuarantinePhase, QuarantineStatus, QuarantineVerdict
+from pacekeeper_operator.api.training_job import JobPhase, JobStatus, Remedy, WorkerCounts
+from pacekeeper_operator.runtime.reconcile import show_link_metrics
+from pacekeeper_operator.state.desired_state import LinkCheck, LinkSide
+from testing.kubernetes.chart import REPOSITORY
+from testing.operators.metric_names import list_operator_metrics
+from testing.operators.observations import NOW, build_training
 
 RUNNING = JobStatus(
     phase=JobPhase.RUNNING,
     step=40,
-    workers=WorkerCounts.of(4, 3, 1),
+    workers=WorkerCounts.from_counts(4, 3, 1),
     slowdown=1.2,
     goodput=0.97,
     sync_mode=SyncMode.SYNC,
     restarts=5,
     conditions=(
         ConditionStatus("Running", "True", "Training"),
-        ConditionStatus("Hindered", "False", "AllDone"),
-        ConditionStatus("MetricsAvailable", "Unknown", "PrometheusAway"),
+        ConditionStatus("ActionBlocked", "False", "NothingBlocked"),
+        ConditionStatus("MetricsAvailable", "Unknown", "PrometheusUnavailable"),
     ),
 )
 OF_A_JOB = (
@@ -60,9 +52,9 @@ OF_A_JOB = (
 def nothing_left() -> Iterator[None]:
     yield
     for job in ("a", "b"):
-        metrics.show_job("ns", job, None)
-        metrics.show_links("ns", job, None)
-    metrics.show_quarantines({})
+        metrics.publish_job_metrics("ns", job, None)
+        metrics.publish_link_metrics("ns", job, None)
+    metrics.publish_quarantine_metrics({})
 
 
 def shown(job: str = "a") -> dict[str, float]:
@@ -78,7 +70,7 @@ def shown(job: str = "a") -> dict[str, float]:
 
 
 def test_a_job_is_shown_as_its_status_says() -> None:
-    metrics.show_job("ns", "a", RUNNING, left=3, allowed=10)
+    metrics.publish_job_metrics("ns", "a", RUNNING, restarts_left=3, restarts_allowed=10)
     assert shown() == {
         "phase Running": 1,
         "step": 40,
@@ -92,54 +84,54 @@ def test_a_job_is_shown_as_its_status_says() -> None:
         "restarts_allowed": 10,
         "mode Sync": 1,
         "condition Running Training": 1,
-        "condition Hindered AllDone": 0,
+        "condition ActionBlocked NothingBlocked": 0,
     }, "what is not known is not shown"
 
 
 def test_what_holds_no_more_is_shown_no_more() -> None:
-    metrics.show_job("ns", "a", RUNNING, left=3, allowed=10)
-    hindered = ConditionStatus("Hindered", "True", "PodDenied")
-    metrics.show_job(
+    metrics.publish_job_metrics("ns", "a", RUNNING, restarts_left=3, restarts_allowed=10)
+    blocked = ConditionStatus("ActionBlocked", "True", "PodDenied")
+    metrics.publish_job_metrics(
         "ns",
         "a",
-        replace(RUNNING, phase=JobPhase.FAILED, sync_mode=SyncMode.EDIT, slowdown=None, conditions=(hindered,)),
+        replace(RUNNING, phase=JobPhase.FAILED, sync_mode=SyncMode.EDIT, slowdown=None, conditions=(blocked,)),
     )
     found = shown()
     assert {name for name in found if name.split()[0] in ("phase", "mode", "condition")} == {
         "phase Failed",
         "mode EDiT",
-        "condition Hindered PodDenied",
+        "condition ActionBlocked PodDenied",
     }
     assert not {"slowdown", "restarts_left", "restarts_allowed"} & set(found)
 
 
 def test_a_job_that_is_gone_takes_its_own_series_and_no_others() -> None:
-    metrics.show_job("ns", "a", RUNNING, left=3, allowed=10)
-    metrics.show_job("ns", "b", RUNNING, left=3, allowed=10)
-    metrics.show_job("ns", "a", None)
+    metrics.publish_job_metrics("ns", "a", RUNNING, restarts_left=3, restarts_allowed=10)
+    metrics.publish_job_metrics("ns", "b", RUNNING, restarts_left=3, restarts_allowed=10)
+    metrics.publish_job_metrics("ns", "a", None)
     assert shown("a") == {}
     assert len(shown("b")) == 13
 
 
 def test_quarantines_by_their_nodes_names() -> None:
-    held = ConditionStatus(QuarantineCondition.QUARANTINED, "False", Verdict.BUDGET_SPENT)
-    metrics.show_quarantines(
+    held = ConditionStatus(QuarantineCondition.QUARANTINED, "False", QuarantineVerdict.BUDGET_SPENT)
+    metrics.publish_quarantine_metrics(
         {
-            "node-1": QuarantineStatus(phase=QuarantinePhase.HELD, conditions=(held,)),
+            "node-1": QuarantineStatus(phase=QuarantinePhase.BLOCKED, conditions=(held,)),
             "node-2": QuarantineStatus(phase=QuarantinePhase.PENDING),
             "node-3": QuarantineStatus(),
         }
     )
-    labels = {"nodequarantine": "node-1", "phase": "Held", "reason": "BudgetSpent"}
+    labels = {"nodequarantine": "node-1", "phase": "Blocked", "reason": "BudgetSpent"}
     assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) == 1
-    metrics.show_quarantines({"node-2": QuarantineStatus(phase=QuarantinePhase.ACTIVE)})
+    metrics.publish_quarantine_metrics({"node-2": QuarantineStatus(phase=QuarantinePhase.ACTIVE)})
     (family,) = [found for found in REGISTRY.collect() if found.name == "pacekeeper_node_quarantine"]
     assert [sample.labels["phase"] for sample in family.samples] == ["Active"]
 
 
 def test_the_first_of_each_kind_is_an_increase() -> None:
     """Whatever counts Incidents is there, with some number, before any is opened."""
-    for cause in Cause:
+    for cause in IncidentCause:
         assert REGISTRY.get_sample_value("pacekeeper_recovery_seconds_count", {"cause": cause}) is not None
         labels = {"cause": cause, "class_": "Unknown", "mode": "Act"}
         assert REGISTRY.get_sample_value("pacekeeper_incidents_total", labels) is not None
@@ -151,7 +143,9 @@ def test_the_first_of_each_kind_is_an_increase() -> None:
 
 def test_people_can_read_what_each_series_means() -> None:
     page = (REPOSITORY / "docs/monitoring.md").read_text()
-    names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in of_the_operator()}
+    names = {
+        name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in list_operator_metrics()
+    }
     budget = {"pacekeeper_job_restarts_left", "pacekeeper_job_restarts_allowed"}  # named by their ends
     assert not [n for n in names - budget if n not in page and not n.startswith("pacekeeper_fabric_")]
 
@@ -159,28 +153,30 @@ def test_people_can_read_what_each_series_means() -> None:
 class TestLinks:
     """What a job's connections showed when they were last looked at."""
 
-    SLOW = LinkLook(NOW, "ask", hot=("all that rank 3 sends",), known=True, sides=(LinkSide(3, True, 4.0),))
+    SLOW = LinkCheck(
+        NOW, "ask", hot_places=("all that rank 3 sends",), conclusive=True, sides=(LinkSide(3, True, 4.0),)
+    )
 
     def test_hot_places_and_the_slowest_sides(self) -> None:
-        metrics.show_links("ns", "a", 2, [(3, "sends", 4.0), (3, "receives", 1.5)])
+        metrics.publish_link_metrics("ns", "a", 2, [(3, "sends", 4.0), (3, "receives", 1.5)])
         assert self.shown() == {"hot": 2, ("3", "sends"): 4.0, ("3", "receives"): 1.5}
         assert self.shown("b") == {}
 
     def test_only_those_of_the_newest_look(self) -> None:
-        metrics.show_links("ns", "a", 1, [(3, "sends", 4.0), (5, "sends", 2.0)])
-        metrics.show_links("ns", "b", 1, [(3, "sends", 3.0)])
-        metrics.show_links("ns", "a", 0, [(5, "sends", 1.1)])
+        metrics.publish_link_metrics("ns", "a", 1, [(3, "sends", 4.0), (5, "sends", 2.0)])
+        metrics.publish_link_metrics("ns", "b", 1, [(3, "sends", 3.0)])
+        metrics.publish_link_metrics("ns", "a", 0, [(5, "sends", 1.1)])
         assert self.shown() == {"hot": 0, ("5", "sends"): 1.1}, "that nothing is hot is known"
-        metrics.show_links("ns", "a", None)
+        metrics.publish_link_metrics("ns", "a", None)
         assert self.shown() == {}
         assert self.shown("b") == {"hot": 1, ("3", "sends"): 3.0}
 
-    @pytest.mark.parametrize("seen", [None, replace(SLOW, known=False)])
-    def test_of_what_is_not_known_nothing(self, seen: LinkLook | None) -> None:
-        job = replace(training().job, namespace="ns", name="a")
-        show_links(job, self.SLOW)
+    @pytest.mark.parametrize("seen", [None, replace(SLOW, conclusive=False)])
+    def test_of_what_is_not_known_nothing(self, seen: LinkCheck | None) -> None:
+        job = replace(build_training().job, namespace="ns", name="a")
+        show_link_metrics(job, self.SLOW)
         assert self.shown() == {"hot": 1, ("3", "sends"): 4.0}
-        show_links(job, seen)
+        show_link_metrics(job, seen)
         assert self.shown() == {}
 
     def shown(self, job: str = "a") -> dict[str | tuple[str, str], float]:

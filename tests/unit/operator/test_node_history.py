@@ -10,50 +10,56 @@ import kopf
 import pytest
 from prometheus_client import REGISTRY
 
-from pacekeeper_operator.api import (
+from pacekeeper_operator.api.formats import format_time
+from pacekeeper_operator.api.incident import IncidentCause, IncidentClass, IncidentOutcome
+from pacekeeper_operator.api.node_history import (
     MAX_NODE_INCIDENTS,
-    Cause,
-    Class,
     NodeHistory,
     NodeHistoryStatus,
     NodeIncident,
-    NodeTrouble,
-    Outcome,
-    Remedy,
-    format_time,
+    NodeIncidentKind,
 )
-from pacekeeper_operator.cluster import INCIDENTS, NODE_HISTORIES, NODES, Conflict, Denied, Kind, NotFound, Object
-from pacekeeper_operator.decide.node_history import (
+from pacekeeper_operator.api.training_job import Remedy
+from pacekeeper_operator.decide.effects import WriteIncident
+from pacekeeper_operator.decide.nodes.node_history import (
     DAY_SECONDS,
-    MAX_UNRELIABLE,
-    REMEMBERED_SECONDS,
-    count_days,
-    entry_of,
-    unreliable_nodes,
+    MAX_UNRELIABLE_NODES,
+    NODE_INCIDENT_TTL_SECONDS,
+    build_entry,
+    count_incident_days,
+    drop_old_entries,
+    rank_unreliable_nodes,
     with_entry,
-    without_old,
 )
-from pacekeeper_operator.effects import WriteIncident
-from pacekeeper_operator.observation import NodeView
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.services import node_history
-from pacekeeper_operator.services.desk import Desk
-from pacekeeper_operator.services.doing import carry_out
+from pacekeeper_operator.kube.client import (
+    INCIDENT_OBJECTS,
+    NODE_HISTORIES,
+    NODE_OBJECTS,
+    Conflict,
+    Denied,
+    NotFound,
+    Object,
+    ResourceKind,
+)
+from pacekeeper_operator.observe.job_cache import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.runtime.effect_handlers import handle_effect
+from pacekeeper_operator.runtime.job_context import JobContext
+from pacekeeper_operator.runtime.reconcile import close_incidents, create_job_context
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import close_incidents, desk_for
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Incident
-from tests.support.fake_cluster import FakeCluster
-from tests.support.schema import faults, schema
-from tests.support.still import Still
-from tests.support.worlds import NOW, training
-from tests.support.written import INSTALLATION
+from pacekeeper_operator.state.cluster_view import NodeView
+from pacekeeper_operator.state.desired_state import Incident
+from testing.kubernetes.fake_cluster import FakeCluster
+from testing.kubernetes.schema import find_schema_errors, read_schema
+from testing.kubernetes.stored_job import INSTALLATION
+from testing.operators.fixed_time import FixedTimeRuntime
+from testing.operators.observations import NOW, build_training
 
 INCIDENT = Incident(
     "j-r1-node-lost",
-    Cause.NODE_LOST,
-    Class.INFRASTRUCTURE,
+    IncidentCause.NODE_LOST,
+    IncidentClass.INFRASTRUCTURE,
     1,
     "node-7 is lost",
     first_sign=NOW - 20,
@@ -62,7 +68,7 @@ INCIDENT = Incident(
     applied=NOW - 9,
     node="node-7",
     remedy=str(Remedy.REPLACE_WORKER),
-    outcome=Outcome.RECOVERED,
+    outcome=IncidentOutcome.RECOVERED,
 )
 
 
@@ -70,7 +76,7 @@ def history(*days: float, node: str = "node-7", **changes: Any) -> NodeHistory:
     """With an Incident so many days ago each."""
     found = NodeHistory(node, f"uid-{node}")
     for number, day in enumerate(days):
-        found = with_entry(found, NodeIncident("ns", f"i{number}", NodeTrouble.LOST, NOW - day * DAY_SECONDS))
+        found = with_entry(found, NodeIncident("ns", f"i{number}", NodeIncidentKind.LOST, NOW - day * DAY_SECONDS))
     return replace(found, **changes)
 
 
@@ -78,53 +84,58 @@ class TestWhatCounts:
     @pytest.mark.parametrize(
         ("cause", "kind"),
         [
-            (Cause.NODE_LOST, NodeTrouble.LOST),
-            (Cause.HANG, NodeTrouble.HUNG),
-            (Cause.WORKER_FROZEN, NodeTrouble.HUNG),
-            (Cause.STRAGGLER, NodeTrouble.SLOW),
-            (Cause.SLOW_COMMUNICATION, NodeTrouble.SLOW),
-            (Cause.GPU_ERROR, NodeTrouble.GPU_ERROR),
-            (Cause.GPU_WARNING, NodeTrouble.GPU_ERROR),
-            (Cause.CRASH, None),
-            (Cause.OUT_OF_MEMORY, None),
-            (Cause.WORKER_LOST, None),
-            (Cause.NODE_LEAVING, None),
+            (IncidentCause.NODE_LOST, NodeIncidentKind.LOST),
+            (IncidentCause.HANG, NodeIncidentKind.HUNG),
+            (IncidentCause.WORKER_UNRESPONSIVE, NodeIncidentKind.HUNG),
+            (IncidentCause.STRAGGLER, NodeIncidentKind.SLOW),
+            (IncidentCause.SLOW_COMMUNICATION, NodeIncidentKind.SLOW),
+            (IncidentCause.GPU_ERROR, NodeIncidentKind.GPU_ERROR),
+            (IncidentCause.GPU_WARNING, NodeIncidentKind.GPU_ERROR),
+            (IncidentCause.CRASH, None),
+            (IncidentCause.OUT_OF_MEMORY, None),
+            (IncidentCause.WORKER_LOST, None),
+            (IncidentCause.NODE_LEAVING, None),
         ],
     )
-    def test_only_what_may_be_the_nodes_fault(self, cause: Cause, kind: NodeTrouble | None) -> None:
-        found = entry_of("ns", replace(INCIDENT, cause=cause), NOW)
+    def test_only_what_may_be_the_nodes_fault(self, cause: IncidentCause, kind: NodeIncidentKind | None) -> None:
+        found = build_entry("ns", replace(INCIDENT, cause=cause), NOW)
         assert (found and found.kind) == kind
 
     @pytest.mark.parametrize(
         "changes",
-        [{"outcome": None}, {"node": None}, {"class_": Class.APPLICATION}, {"class_": Class.DISRUPTION}],
+        [
+            {"outcome": None},
+            {"node": None},
+            {"class_": IncidentClass.APPLICATION},
+            {"class_": IncidentClass.DISRUPTION},
+        ],
     )
     def test_nothing_that_is_open_or_has_no_node_or_is_not_the_nodes(self, changes: dict[str, Any]) -> None:
-        assert entry_of("ns", replace(INCIDENT, **changes), NOW) is None
+        assert build_entry("ns", replace(INCIDENT, **changes), NOW) is None
 
     @pytest.mark.parametrize(
         ("changes", "left"),
         [
             ({}, True),
-            ({"outcome": Outcome.NOT_HELPED}, False),
-            ({"outcome": Outcome.SUPERSEDED}, None),
-            ({"outcome": Outcome.RECOMMENDED, "applied": None}, None),
+            ({"outcome": IncidentOutcome.INEFFECTIVE}, False),
+            ({"outcome": IncidentOutcome.SUPERSEDED}, None),
+            ({"outcome": IncidentOutcome.RECOMMENDED, "applied": None}, None),
             ({"remedy": str(Remedy.RESTART_RANKS)}, None),
             ({"remedy": None}, None),
         ],
     )
     def test_whether_the_fault_left_with_the_node(self, changes: dict[str, Any], left: bool | None) -> None:
-        found = entry_of("ns", replace(INCIDENT, **changes), NOW)
+        found = build_entry("ns", replace(INCIDENT, **changes), NOW)
         assert found is not None
-        assert found.left_with_node is left
+        assert found.resolved_by_move is left
 
     def test_a_date_in_the_future_is_now(self) -> None:
-        found = entry_of("ns", replace(INCIDENT, detected=NOW + 1e6), NOW)
+        found = build_entry("ns", replace(INCIDENT, detected=NOW + 1e6), NOW)
         assert found is not None
         assert found.at == NOW
 
     def test_one_incident_counts_once_by_namespace_and_name(self) -> None:
-        entry = NodeIncident("ns", "i", NodeTrouble.HUNG, NOW)
+        entry = NodeIncident("ns", "i", NodeIncidentKind.HUNG, NOW)
         once = with_entry(history(), entry)
         assert with_entry(once, replace(entry, at=NOW + 5)) == once
         assert len(with_entry(once, replace(entry, namespace="other")).incidents) == 2
@@ -133,19 +144,19 @@ class TestWhatCounts:
         found = history(*range(MAX_NODE_INCIDENTS + 10))
         assert len(found.incidents) == MAX_NODE_INCIDENTS
         assert [one.name for one in found.incidents[:2]] == ["i0", "i1"]
-        forgotten = NodeIncident("ns", "i70", NodeTrouble.LOST, NOW - 70 * DAY_SECONDS)
+        forgotten = NodeIncident("ns", "i70", NodeIncidentKind.LOST, NOW - 70 * DAY_SECONDS)
         assert with_entry(found, forgotten) == found
 
     def test_after_ninety_days_it_is_forgotten(self) -> None:
         found = history(0, 89, 91)
-        assert [one.name for one in without_old(found, NOW).incidents] == ["i0", "i1"]
-        assert without_old(found, NOW + REMEMBERED_SECONDS).incidents == ()
+        assert [one.name for one in drop_old_entries(found, NOW).incidents] == ["i0", "i1"]
+        assert drop_old_entries(found, NOW + NODE_INCIDENT_TTL_SECONDS).incidents == ()
 
     def test_a_burst_is_one_day_and_what_stayed_with_the_job_is_none(self) -> None:
-        assert count_days(history(0.0, 0.001, 0.002), NOW) == 1
-        assert count_days(history(0, 5, 91), NOW) == 2
-        stayed = replace(history(5), incidents=(replace(history(5).incidents[0], left_with_node=False),))
-        assert count_days(stayed, NOW) == 0
+        assert count_incident_days(history(0.0, 0.001, 0.002), NOW) == 1
+        assert count_incident_days(history(0, 5, 91), NOW) == 2
+        stayed = replace(history(5), incidents=(replace(history(5).incidents[0], resolved_by_move=False),))
+        assert count_incident_days(stayed, NOW) == 0
 
 
 ALL = {f"node-{n}": NodeView(f"node-{n}", f"uid-node-{n}") for n in range(40)}
@@ -154,16 +165,16 @@ ALL = {f"node-{n}": NodeView(f"node-{n}", f"uid-node-{n}") for n in range(40)}
 class TestPreference:
     def test_nodes_with_incidents_on_several_days_the_worst_first(self) -> None:
         found = [history(1, node="node-1"), history(1, 2, node="node-2"), history(1, 2, 3, node="node-3")]
-        assert unreliable_nodes(found, ALL, NOW) == ("node-3", "node-2")
-        assert unreliable_nodes(found, ALL, NOW + REMEMBERED_SECONDS) == ()
+        assert rank_unreliable_nodes(found, ALL, NOW) == ("node-3", "node-2")
+        assert rank_unreliable_nodes(found, ALL, NOW + NODE_INCIDENT_TTL_SECONDS) == ()
 
     def test_a_node_of_the_same_name_that_is_another_one_is_as_good_as_any(self) -> None:
         found = [history(1, 2, node="node-1", node_uid="of-the-one-before"), history(1, 2, node="gone")]
-        assert unreliable_nodes(found, ALL, NOW) == ()
+        assert rank_unreliable_nodes(found, ALL, NOW) == ()
 
     def test_a_pod_names_few_of_them(self) -> None:
         found = [history(1, 2, node=name) for name in ALL]
-        assert len(unreliable_nodes(found, ALL, NOW)) == MAX_UNRELIABLE
+        assert len(rank_unreliable_nodes(found, ALL, NOW)) == MAX_UNRELIABLE_NODES
 
 
 class TestBadInput:
@@ -191,12 +202,14 @@ class TestBadInput:
     def test_the_fullest_history_fits_into_its_definition(self) -> None:
         found = history()
         for number in range(2 * MAX_NODE_INCIDENTS):
-            kind = list(NodeTrouble)[number % len(NodeTrouble)]
+            kind = list(NodeIncidentKind)[number % len(NodeIncidentKind)]
             found = with_entry(found, NodeIncident("n" * 63, f"{number:0253}", kind, NOW - number, number % 2 == 0))
-        status = NodeHistoryStatus.of(found.incidents)
-        assert faults(status.to_patch(), schema("nodehistories")["status"]) == []
+        status = NodeHistoryStatus.from_incidents(found.incidents)
+        assert find_schema_errors(status.to_patch(), read_schema("nodehistories")["status"]) == []
         assert NodeHistoryStatus.parse(status.to_patch()) == status
-        assert {one.kind: one.count for one in status.counts} == dict.fromkeys(NodeTrouble, MAX_NODE_INCIDENTS // 4)
+        assert {one.kind: one.count for one in status.counts} == dict.fromkeys(
+            NodeIncidentKind, MAX_NODE_INCIDENTS // 4
+        )
 
 
 class Died(BaseException):
@@ -217,22 +230,22 @@ class Cluster(FakeCluster):
         metadata = {"name": "node-7", "uid": uid, "creationTimestamp": format_time(created_at)}
         self._store(("nodes", "", "node-7"), {"metadata": metadata, "spec": {}})
 
-    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+    async def find(self, kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
         found: Object | None = await self._mortal(kind, super().find(kind, name, namespace))
         return found
 
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
         made: Object = await self._mortal(kind, super().create(kind, body, dry_run=dry_run))
         return made
 
-    async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **more: Any) -> Object:
+    async def patch(self, kind: ResourceKind, name: str, body: Any, namespace: str = "", **more: Any) -> Object:
         patched: Object = await self._mortal(kind, super().patch(kind, name, body, namespace, **more))
         return patched
 
-    async def delete(self, kind: Kind, name: str, namespace: str = "", **more: Any) -> None:
+    async def delete(self, kind: ResourceKind, name: str, namespace: str = "", **more: Any) -> None:
         await self._mortal(kind, super().delete(kind, name, namespace, **more))
 
-    async def _mortal(self, kind: Kind, call: Any) -> Any:
+    async def _mortal(self, kind: ResourceKind, call: Any) -> Any:
         self.calls += 1
         if self.dies_at == 2 * self.calls or kind.plural in self.denied:
             call.close()
@@ -255,13 +268,15 @@ class Life:
     """Of one operator."""
 
     def __init__(self, cluster: Cluster) -> None:
-        prometheus = Prometheus("", "", "")
-        self.operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, prometheus, Still(), paused="")
-        self.desk: Desk = desk_for(self.operator, training().job, {})
-        self.desk.memory.draft = training().draft
+        prometheus = PrometheusClient("", "", "")
+        self.operator = Operator(
+            Settings(), cluster, JobRegistry(0.0), INSTALLATION, prometheus, FixedTimeRuntime(), paused=""
+        )
+        self.desk: JobContext = create_job_context(self.operator, build_training().job, {})
+        self.desk.cache.update(desired=build_training().desired)
 
     async def write(self, incident: Incident = INCIDENT, before: Incident | None = None) -> None:
-        await carry_out(self.operator, self.desk, WriteIncident(incident, before))
+        await handle_effect(self.operator, self.desk, WriteIncident(incident, before))
 
 
 @pytest.fixture
@@ -276,8 +291,8 @@ class TestRecording:
         assert cluster.history() is None
         await life.write(INCIDENT, opened)
         body = cluster.objects["nodehistories", "", "node-7"]
-        assert faults(body["spec"], schema("nodehistories")["spec"]) == []
-        assert faults(body["status"], schema("nodehistories")["status"]) == []
+        assert find_schema_errors(body["spec"], read_schema("nodehistories")["spec"]) == []
+        assert find_schema_errors(body["status"], read_schema("nodehistories")["status"]) == []
         assert [(one["kind"], one["uid"]) for one in body["metadata"]["ownerReferences"]] == [("Node", "uid-1")]
         (entry,) = NodeHistory.parse(body).incidents
         assert (entry.namespace, entry.name, entry.kind, entry.at) == ("ns", INCIDENT.name, "Lost", INCIDENT.detected)
@@ -315,7 +330,7 @@ class TestRecording:
         assert cluster.history() is None
 
     async def test_a_node_that_is_gone_is_not_remembered(self, cluster: Cluster) -> None:
-        await cluster.delete(NODES, "node-7")
+        await cluster.delete(NODE_OBJECTS, "node-7")
         await Life(cluster).write()
         assert cluster.history() is None
 
@@ -326,15 +341,15 @@ class TestRecording:
         cluster.denied["nodehistories"] = error
         life = Life(cluster)
         await life.write()
-        assert life.desk.told == {INCIDENT.name: INCIDENT}
-        assert (await cluster.get(INCIDENTS, INCIDENT.name, "ns"))["status"]["outcome"] == "Recovered"
+        assert life.desk.written_incidents == {INCIDENT.name: INCIDENT}
+        assert (await cluster.get(INCIDENT_OBJECTS, INCIDENT.name, "ns"))["status"]["outcome"] == "Recovered"
 
     async def test_what_may_work_later_is_tried_again(self, cluster: Cluster) -> None:
         cluster.denied["nodehistories"] = kopf.TemporaryError("the API server does not answer")
         life = Life(cluster)
         with pytest.raises(kopf.TemporaryError):
             await life.write()
-        assert life.desk.told == {}, "so that the effect is wanted again"
+        assert life.desk.written_incidents == {}, "so that the effect is wanted again"
         cluster.denied.clear()
         await life.write()
         assert cluster.names() == [INCIDENT.name]
@@ -347,7 +362,7 @@ class TestRecording:
         await Life(cluster).write(replace(INCIDENT, name="second"))
         find = cluster.find
 
-        async def late(kind: Kind, name: str, namespace: str = "") -> Object | None:
+        async def late(kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
             return stale if kind is NODE_HISTORIES else await find(kind, name, namespace)
 
         monkeypatch.setattr(cluster, "find", late)
@@ -359,7 +374,7 @@ class TestRecording:
 
     async def test_a_job_that_is_deleted_leaves_its_nodes_their_histories(self, cluster: Cluster) -> None:
         life, other = Life(cluster), replace(INCIDENT, name="other", outcome=None)
-        life.desk.memory.draft = training().draft.with_incident(INCIDENT).with_incident(other)
+        life.desk.cache.update(desired=build_training().desired.with_incident(INCIDENT).with_incident(other))
         await close_incidents(life.operator, life.desk)
         assert sorted(cluster.names()) == sorted([INCIDENT.name, "other"])
 
@@ -369,23 +384,23 @@ class TestLookingAfter:
         await cluster.create(NODE_HISTORIES, self.body("node-1", 1, 2, 95))
         await cluster.create(NODE_HISTORIES, self.body("node-2", 91))
         life = Life(cluster)
-        life.operator.nodes.take(
+        life.operator.stores.nodes.update(
             {"metadata": {"name": "node-1", "uid": "uid-node-1", "resourceVersion": "1"}, "status": {}}
         )
-        await node_history.look_after(life.operator)
+        await life.operator.node_histories.clean_up()
         kept = {key[2]: NodeHistory.parse(body) for key, body in cluster.objects.items() if key[0] == "nodehistories"}
         assert {name: len(found.incidents) for name, found in kept.items()} == {"node-1": 2}
-        assert list(life.operator.unreliable_nodes) == ["node-1"]
+        assert list(life.operator.node_histories.unreliable_nodes) == ["node-1"]
         labels = {"node": "node-1", "kind": "Lost"}
         assert REGISTRY.get_sample_value("pacekeeper_node_incidents", labels) == 2
         await cluster.delete(NODE_HISTORIES, "node-1")  # it has been repaired, say
-        await node_history.look_after(life.operator)
-        assert list(life.operator.unreliable_nodes) == []
+        await life.operator.node_histories.clean_up()
+        assert list(life.operator.node_histories.unreliable_nodes) == []
         assert REGISTRY.get_sample_value("pacekeeper_node_incidents", labels) is None
 
     async def test_where_there_is_no_such_kind_nothing_happens(self, cluster: Cluster) -> None:
         cluster.failures["nodehistories"] = [NotFound("the server could not find the requested resource")]
-        await node_history.look_after(Life(cluster).operator)
+        await Life(cluster).operator.node_histories.clean_up()
 
     async def test_one_that_cannot_be_pruned_does_not_stop_the_others(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -394,15 +409,15 @@ class TestLookingAfter:
         await cluster.create(NODE_HISTORIES, self.body("node-2", 95))
         delete = cluster.delete
 
-        async def refuse_one(kind: Kind, name: str, namespace: str = "", **more: Any) -> None:
+        async def refuse_one(kind: ResourceKind, name: str, namespace: str = "", **more: Any) -> None:
             if name == "node-1":
                 raise Denied("forbidden")
             await delete(kind, name, namespace, **more)
 
         monkeypatch.setattr(cluster, "delete", refuse_one)
-        await node_history.look_after(Life(cluster).operator)
+        await Life(cluster).operator.node_histories.clean_up()
         assert [key[2] for key in cluster.objects if key[0] == "nodehistories"] == ["node-1"]
 
     def body(self, node: str, *days: float) -> Object:
-        status = NodeHistoryStatus.of(history(*days).incidents)
+        status = NodeHistoryStatus.from_incidents(history(*days).incidents)
         return {"metadata": {"name": node}, "spec": {"nodeUID": f"uid-{node}"}, "status": status.to_patch()}

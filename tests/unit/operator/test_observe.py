@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import FINISHED_MESSAGE, Heartbeat
-from pacekeeper_operator.api import JobPhase
-from pacekeeper_operator.node_health import NodeHealth
-from pacekeeper_operator.observation import Metrics, Surroundings
-from pacekeeper_operator.observe.gather import observe, surroundings
-from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
-from pacekeeper_operator.observe.neighbourhood import KnownNodes
-from pacekeeper_operator.observe.readers import Readers
+from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, Heartbeat
+from pacekeeper_operator.api.training_job import JobPhase
+from pacekeeper_operator.observe.gather import build_observation, collect_cluster_view
+from pacekeeper_operator.observe.job_cache import JobCache, JobRegistry, WorkerContact
+from pacekeeper_operator.observe.peer_jobs import NodeSnapshot
 from pacekeeper_operator.observe.views import view_node, view_pod
-from pacekeeper_operator.state import Draft, Placement, State
-from tests.support.worlds import NOW, crash, job, training
+from pacekeeper_operator.observe.waiters import Waiters
+from pacekeeper_operator.pods.node_health import NodeHealthRules
+from pacekeeper_operator.state.cluster_view import ClusterView
+from pacekeeper_operator.state.desired_state import DesiredState, Placement, State
+from pacekeeper_operator.state.job_metrics import JobMetrics
+from testing.operators.observations import NOW, build_crash, build_job, build_training
 
 
 def pod(**status: Any) -> dict[str, Any]:
@@ -78,10 +79,10 @@ def failed_before(code: int = 3, **status: Any) -> dict[str, Any]:
 
 def test_an_init_container_that_failed_is_why_the_trainer_never_ran() -> None:
     view = view_pod(failed_before())
-    assert (view.ended_before, view.exit_code, view.exit_message) == ("fetch", 3, "no such bucket")
+    assert (view.failed_init_container, view.exit_code, view.exit_message) == ("fetch", 3, "no such bucket")
     assert view_pod(failed_before(0)).exit_code is None
     evicted = view_pod(failed_before(137, reason="Evicted", message="The node was low on resource: memory."))
-    assert (evicted.ended_before, evicted.exit_code, evicted.exit_reason) == ("", None, "Evicted")
+    assert (evicted.failed_init_container, evicted.exit_code, evicted.exit_reason) == ("", None, "Evicted")
 
 
 @pytest.mark.parametrize(
@@ -105,19 +106,19 @@ def test_an_init_container_that_failed_is_why_the_trainer_never_ran() -> None:
 )
 def test_what_a_pod_is_ended_for_by_its_own_doing(reason: str, message: str, own: bool) -> None:
     view = view_pod(pod(phase="Failed", reason=reason, message=message))
-    assert view.own_fault == (f"{reason}: {message.strip()}" if own else "")
+    assert view.self_inflicted_reason == (f"{reason}: {message.strip()}" if own else "")
 
 
 def test_disruption_and_deletion() -> None:
     body = pod(conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}])
     body["metadata"]["deletionTimestamp"] = "2026-01-01T00:01:00Z"
     view = view_pod(body)
-    assert (view.disrupted, view.deleting) == ("EvictionByEvictionAPI", True)
+    assert (view.disruption_reason, view.deleting) == ("EvictionByEvictionAPI", True)
 
 
 def test_a_pod_that_cannot_be_placed() -> None:
     reason = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/6 nodes"}
-    assert view_pod(pod(conditions=[reason])).unschedulable == "0/6 nodes"
+    assert view_pod(pod(conditions=[reason])).unschedulable_message == "0/6 nodes"
 
 
 def test_a_node() -> None:
@@ -129,7 +130,7 @@ def test_a_node() -> None:
             "addresses": [{"type": "InternalIP", "address": "192.0.2.1"}],
         },
     }
-    view = view_node(node, NodeHealth())
+    view = view_node(node, NodeHealthRules())
     assert (view.ready, view.address) == (False, "192.0.2.1")
     assert view.labels == {}
 
@@ -137,46 +138,46 @@ def test_a_node() -> None:
 def test_of_a_nodes_labels_those_that_say_where_it_is() -> None:
     labels = {"topology.kubernetes.io/zone": "z", "fabric.topograph.run/tier-0": "l", "kubernetes.io/os": "linux"}
     node = {"metadata": {"name": "n", "uid": "u", "labels": {**labels, "example.com/rack": "r"}}}
-    assert sorted(view_node(node, NodeHealth()).labels) == [
+    assert sorted(view_node(node, NodeHealthRules()).labels) == [
         "fabric.topograph.run/tier-0",
         "topology.kubernetes.io/zone",
     ]
-    assert view_node(node, NodeHealth(), ("example.com/rack",)).labels["example.com/rack"] == "r"
+    assert view_node(node, NodeHealthRules(), ("example.com/rack",)).labels["example.com/rack"] == "r"
 
 
 def test_silence_counts_from_the_operators_own_start() -> None:
-    world = training()
-    memory = JobMemory(world.job, world.draft)
-    seen = observe(NOW - 4, memory, (), Metrics(), Surroundings(), NOW)
+    world = build_training()
+    memory = JobCache(world.job, world.desired)
+    seen = build_observation(NOW - 4, memory, (), JobMetrics(), ClusterView(), NOW)
     assert {view.silent_seconds for view in seen.workers} == {4.0}
-    memory.contacts["j-w0-0"] = Contact(Heartbeat(worker="j-w0-0"), NOW - 3)
-    memory.contacts["j-w1-0"] = Contact(Heartbeat(worker="j-w1-0"), NOW - 30, polling=1)
-    seen = observe(NOW - 60, memory, (), Metrics(), Surroundings(), NOW)
+    memory.contacts["j-w0-0"] = WorkerContact(Heartbeat(worker="j-w0-0"), NOW - 3)
+    memory.contacts["j-w1-0"] = WorkerContact(Heartbeat(worker="j-w1-0"), NOW - 30, open_polls=1)
+    seen = build_observation(NOW - 60, memory, (), JobMetrics(), ClusterView(), NOW)
     assert [view.silent_seconds for view in seen.workers[:3]] == [3.0, 0.0, 60.0]
 
 
 async def test_what_was_dealt_with_is_forgotten_once_it_is_written() -> None:
-    world = training()
-    memory = JobMemory(world.job)
-    fault = crash("j-w0-0", 0)
-    memory.faults.take(fault, workers=1)
-    memory.publish(world.draft, "1")
+    world = build_training()
+    memory = JobCache(world.job)
+    fault = build_crash("j-w0-0", 0)
+    memory.faults.add(fault, workers=1)
+    memory.publish(world.desired, "1")
     assert memory.faults
-    memory.publish(world.draft.settle((fault.name,)), "2")
+    memory.publish(world.desired.settle_faults((fault.name,)), "2")
     assert not memory.faults
 
 
 async def test_an_older_job_goes_first_but_not_for_ever() -> None:
-    memory = Memory(0.0)
-    older = memory.of(replace(job(), name="older"))
-    waiting = Draft(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
-    older.draft = waiting
-    older.phase = JobPhase.PENDING
-    younger = replace(job(), uid="other", created_at=NOW)
+    memory = JobRegistry(0.0)
+    older = memory.get_or_create(replace(build_job(), name="older"))
+    waiting = DesiredState(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
+    older.update(desired=waiting)
+    older.update(phase=JobPhase.PENDING)
+    younger = replace(build_job(), uid="other", created_at=NOW)
 
     def waits(attempts: int) -> bool:
         draft = replace(waiting, state=State(placement=Placement(attempts=attempts)))
-        return bool(surroundings(memory, younger, draft, KnownNodes(), NOW).older_job_waits)
+        return bool(collect_cluster_view(memory, younger, draft, NodeSnapshot(), NOW).older_waiting_job)
 
     assert not waits(0)  # its first attempt is free
     assert waits(2)
@@ -184,26 +185,29 @@ async def test_an_older_job_goes_first_but_not_for_ever() -> None:
     younger = replace(younger, namespace="another")
     assert not waits(2), "tenants do not wait for each other"
     younger = replace(younger, namespace="ns")
-    older.draft = older.draft.with_placement(template_accepted=0)
+    older.update(desired=waiting.with_placement(template_accepted=0))
     assert not waits(2), "it cannot have pods at all"
 
 
 async def test_polls_are_told_of_another_plan_and_senders_of_faults_of_any_bookkeeping() -> None:
     """Thousands of polls are not looked through for what concerns none of them."""
-    world = training()
-    memory = JobMemory(world.job)
-    memory.publish(world.draft, "1")
+    world = build_training()
+    memory = JobCache(world.job)
+    memory.publish(world.desired, "1")
     told = list[str]()
 
-    async def wait(readers: Readers, what: str) -> None:
-        await readers.next("j-w0-0")
+    async def wait(readers: Waiters, what: str) -> None:
+        await readers.wait("j-w0-0")
         told.append(what)
 
-    tasks = [asyncio.create_task(wait(memory.polls, "poll")), asyncio.create_task(wait(memory.senders, "fault"))]
+    tasks = [
+        asyncio.create_task(wait(memory.plan_waiters, "poll")),
+        asyncio.create_task(wait(memory.fault_waiters, "fault")),
+    ]
     await asyncio.sleep(0)
-    memory.publish(world.draft.settle(("j-w0-0-1",)), "2")
-    await asyncio.wait_for(tasks[1], 5)
+    memory.publish(world.desired.settle_faults(("j-w0-0-1",)), "2")
+    await asyncio.wait_for(tasks[1], 60)
     assert told == ["fault"]
-    memory.publish(world.draft.with_plan(evidence_request="why"), "3")
-    await asyncio.wait_for(tasks[0], 5)
+    memory.publish(world.desired.with_plan(evidence_request="why"), "3")
+    await asyncio.wait_for(tasks[0], 60)
     assert told == ["fault", "poll"]

@@ -11,19 +11,19 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_operator.api import PreflightSpec
-from pacekeeper_operator.cluster import NODE_PROBES, NODES, PODS, Kind, Object
-from pacekeeper_operator.observation import NodeCheck
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus
+from pacekeeper_operator.api.training_job import PreflightSpec
+from pacekeeper_operator.kube.client import NODE_OBJECTS, NODE_PROBES, PODS, Object, ResourceKind
+from pacekeeper_operator.observe.job_cache import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.preflight import look
-from pacekeeper_operator.services.probe_claims import FLIGHTS_AT_ONCE, GPU_NODES_AT_ONCE, GPU_REST_SECONDS
+from pacekeeper_operator.services.preflight import check_nodes
+from pacekeeper_operator.services.shared.probe_claims import FLIGHTS_AT_ONCE, GPU_NODES_AT_ONCE, GPU_REST_SECONDS
 from pacekeeper_operator.settings import Settings
-from tests.support.fake_cluster import FakeCluster
-from tests.support.schema import faults, schema
-from tests.support.virtual_time import Timeline, VirtualRuntime
-from tests.support.written import INSTALLATION
+from pacekeeper_operator.state.effect_results import NodeCheck
+from testing.kubernetes.fake_cluster import FakeCluster
+from testing.kubernetes.schema import find_schema_errors, read_schema
+from testing.kubernetes.stored_job import INSTALLATION
+from testing.operators.virtual_time import Timeline, VirtualRuntime
 
 SETTINGS = Settings(namespace="system")
 SPEC = PreflightSpec(enabled=True)
@@ -46,9 +46,9 @@ class Cluster(FakeCluster):
     def node(self, name: str, **labels: str) -> None:
         status = {"conditions": [{"type": "Ready", "status": "True"}]}
         metadata = {"name": name, "uid": f"uid-{name}", "labels": labels}
-        self._store((NODES.plural, "", name), {"metadata": metadata, "spec": {}, "status": status})
+        self._store((NODE_OBJECTS.plural, "", name), {"metadata": metadata, "spec": {}, "status": status})
 
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
         if kind is PODS and self.fail_next:
             self.fail_next -= 1
             raise kopf.TemporaryError("the API server is away", delay=1)
@@ -66,7 +66,7 @@ class Cluster(FakeCluster):
     def probes(self) -> dict[str, Object]:
         found = {key[2]: body["spec"] for key, body in self.objects.items() if key[0] == NODE_PROBES.plural}
         for spec in found.values():
-            assert faults(spec, schema("nodeprobes")["spec"]) == []
+            assert find_schema_errors(spec, read_schema("nodeprobes")["spec"]) == []
         return found
 
 
@@ -79,14 +79,16 @@ class Place:
     def __init__(self, settings: Settings = SETTINGS, /, **words: list[Object]) -> None:
         self.cluster, self.timeline = Cluster(**words), Timeline()
         runtime = VirtualRuntime(self.timeline)
-        self.operator = Operator(settings, self.cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""), runtime)
+        self.operator = Operator(
+            settings, self.cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""), runtime
+        )
 
     async def look(
         self, *nodes: str, seconds: float = 190.0, since: float | None = None, gpus: bool = True
     ) -> dict[str, NodeCheck]:
         made = self.operator.runtime.now() if since is None else since
         wanted = {name: f"uid-{name}" for name in nodes}
-        task = asyncio.ensure_future(look(self.operator, wanted, SPEC, made, gpus=gpus))
+        task = asyncio.ensure_future(check_nodes(self.operator, wanted, SPEC, made, gpus=gpus))
         await self.timeline.run(seconds)
         assert task.done(), "it takes too long"
         assert not self.cluster.pods(), "nothing is left of it"
@@ -98,7 +100,7 @@ async def test_healthy_nodes_pass_and_are_not_looked_at_again() -> None:
     found = await place.look("a", "b", "c")
     assert [check.passed for check in found.values()] == [True] * 3
     assert place.cluster.made == ["a", "b", "c"]
-    assert all(place.cluster.probes()[name]["figures"] == {"coreSeconds": 0.001} | _rest() for name in "abc")
+    assert all(place.cluster.probes()[name]["metrics"] == {"coreSeconds": 0.001} | _rest() for name in "abc")
     assert await place.look("a", "b", "c") == found
     assert len(place.cluster.made) == 3
     assert (await place.look("a", "d"))["d"].passed, "it gets company of those that are known"
@@ -128,7 +130,7 @@ async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_momen
         "d": True,
         "e": True,
     }
-    assert "2.0 times as long" in found["c"].words
+    assert "2.0 times as long" in found["c"].message
     assert place.cluster.probes()["c"]["passed"] is False
 
 
@@ -138,15 +140,15 @@ async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_momen
         (told({"unfit": "memory does not keep what is written"}, "Failed"), False, "memory does not keep"),
         ({"phase": "Failed", "reason": "OutOfpods"}, None, "OutOfpods"),
         ({"phase": "Running"}, False, "did not end within 90 s"),
-        (told({"core_seconds": -1}), True, "cannot be read"),
-        (told({}), True, "cannot be read"),
+        (told({"core_seconds": -1}), True, "termination message is invalid"),
+        (told({}), True, "termination message is invalid"),
     ],
 )
 async def test_what_a_probe_pod_comes_to(status: Object, passed: bool | None, words: str) -> None:
     place = Place(a=[told(USUAL)], b=[told(USUAL)], c=[status])
     check = (await place.look("a", "b", "c"))["c"]
     assert check.passed is passed
-    assert words in check.words
+    assert words in check.message
     assert place.cluster.probes()["c"].get("passed") is passed
 
 
@@ -156,7 +158,7 @@ async def test_what_fails_on_every_node_is_no_nodes_fault(check: str) -> None:
     place = Place(a=[unfit], b=[unfit], c=[unfit])
     found = await place.look("a", "b", "c")
     assert {check.passed for check in found.values()} == {None}
-    assert "fails in the same way" in found["a"].words
+    assert "fails in the same way" in found["a"].message
     alone = Place(a=[told({"unfit": "no network", "check": "network"}, "Failed")])
     assert (await alone.look("a"))["a"].passed is None
 
@@ -182,7 +184,7 @@ async def test_alone_a_node_is_not_slow() -> None:
     place = Place(a=[told(SLOW)])
     check = (await place.look("a"))["a"]
     assert check.passed
-    assert "no other node of its kind" in check.words
+    assert "no other node of its kind" in check.message
 
 
 async def test_only_nodes_of_one_kind_are_held_against_each_other() -> None:
@@ -196,7 +198,7 @@ async def test_what_an_operator_before_has_left_goes_and_what_cannot_be_read_is_
     left: Object = {
         "name": "preflight-x-0-0",
         "namespace": "system",
-        "labels": {"pacekeeper.dev/circle": "preflight-x"},
+        "labels": {"pacekeeper.dev/probe-group": "preflight-x"},
     }
     place.cluster._store(("pods", "system", left["name"]), {"metadata": left, "spec": {"nodeName": "a"}})
     place.cluster._store(("nodeprobes", "", "a"), {"metadata": {"name": "a", "uid": "p"}, "spec": {"at": "long ago"}})
@@ -207,7 +209,7 @@ async def test_a_node_that_was_made_anew_is_another_one() -> None:
     place = Place(a=[told(USUAL)])
     await place.look("a")
     place.cluster.objects["nodes", "", "a"]["metadata"]["uid"] = "another"
-    task = asyncio.ensure_future(look(place.operator, {"a": "another"}, SPEC, place.operator.runtime.now()))
+    task = asyncio.ensure_future(check_nodes(place.operator, {"a": "another"}, SPEC, place.operator.runtime.now()))
     await place.timeline.run(90)
     assert list(task.result()) == ["another"]
     assert place.cluster.made == ["a", "a"]
@@ -225,7 +227,7 @@ async def test_a_job_without_gpus_leaves_those_of_its_nodes_alone() -> None:
         place.cluster.objects["nodes", "", name]["status"]["allocatable"] = {"nvidia.com/gpu": "8"}
     assert all(check.passed for check in (await place.look("a", "b", "c", gpus=False)).values())
     assert asked(place) == ["0"] * 3
-    assert place.cluster.probes()["a"]["gpusLeftAlone"] is True
+    assert place.cluster.probes()["a"]["gpusSkipped"] is True
     await place.look("a", "b", "c", gpus=False)
     assert len(place.cluster.made) == 3, "that is known"
     await place.look("a", "b", "c")
@@ -241,7 +243,9 @@ async def test_a_job_without_gpus_leaves_those_of_its_nodes_alone() -> None:
 async def test_two_looks_take_turns() -> None:
     place = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(USUAL)])
     wanted = {name: f"uid-{name}" for name in "abc"}
-    looks = [asyncio.ensure_future(look(place.operator, wanted, SPEC, place.operator.runtime.now())) for _ in range(2)]
+    looks = [
+        asyncio.ensure_future(check_nodes(place.operator, wanted, SPEC, place.operator.runtime.now())) for _ in range(2)
+    ]
     await place.timeline.run(10)
     assert looks[0].result() == looks[1].result()
     assert len(place.cluster.made) == 3
@@ -252,7 +256,7 @@ HANGS: Object = {"phase": "Running", "podIP": "10.0.0.1"}
 
 def begin(place: Place, *nodes: str, gpus: bool = True) -> asyncio.Task[dict[str, NodeCheck]]:
     wanted = {name: f"uid-{name}" for name in nodes}
-    return asyncio.ensure_future(look(place.operator, wanted, SPEC, place.operator.runtime.now(), gpus=gpus))
+    return asyncio.ensure_future(check_nodes(place.operator, wanted, SPEC, place.operator.runtime.now(), gpus=gpus))
 
 
 def finish(place: Place, answer: Object) -> None:
@@ -337,11 +341,11 @@ async def test_free_gpus_of_few_nodes_are_held_at_a_time_and_the_next_job_looks_
     finish(place, told(USUAL))
     await place.timeline.run(10)
     assert all(task.done() for task in tasks)
-    left = {name for name, probe in place.cluster.probes().items() if probe.get("gpusLeftAlone")}
+    left = {name for name, probe in place.cluster.probes().items() if probe.get("gpusSkipped")}
     assert len(left) >= 24 - GPU_NODES_AT_ONCE
     made = len(place.cluster.made)
     await place.look(*names, seconds=10.0)
-    after = {name for name, probe in place.cluster.probes().items() if probe.get("gpusLeftAlone")}
+    after = {name for name, probe in place.cluster.probes().items() if probe.get("gpusSkipped")}
     assert after < left
     assert len(place.cluster.made) - made <= GPU_NODES_AT_ONCE, "not all of them once more"
 
@@ -352,7 +356,7 @@ async def test_a_nodes_free_gpus_rest_between_looks_however_often_a_job_is_made_
     spec = replace(SPEC, valid_for=60.0)
     wanted = {name: f"uid-{name}" for name in "abc"}
     for _ in range(20):
-        task = asyncio.ensure_future(look(place.operator, wanted, spec, place.operator.runtime.now()))
+        task = asyncio.ensure_future(check_nodes(place.operator, wanted, spec, place.operator.runtime.now()))
         await place.timeline.run(70)
         assert all(check.passed for check in task.result().values())
     held = [gpus for gpus in asked(place) if gpus != "0"]
@@ -367,7 +371,7 @@ async def test_a_node_whose_gpus_failed_is_not_cleared_by_a_look_without_them() 
     spec = replace(SPEC, valid_for=60.0)
     for _ in range(2):
         wanted = {name: f"uid-{name}" for name in "abc"}
-        task = asyncio.ensure_future(look(place.operator, wanted, spec, place.operator.runtime.now()))
+        task = asyncio.ensure_future(check_nodes(place.operator, wanted, spec, place.operator.runtime.now()))
         await place.timeline.run(100)
         assert task.result()["uid-a"].passed is False
     of_a = [gpus for name, gpus in zip(place.cluster.made, asked(place), strict=True) if name == "a"]

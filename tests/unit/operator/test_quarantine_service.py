@@ -11,28 +11,31 @@ import kopf
 import pytest
 from prometheus_client import REGISTRY
 
-from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Mode, ObjectRef, QuarantinePhase, Verdict
-from pacekeeper_operator.cluster import (
+from pacekeeper_operator.api.incident import ObjectRef
+from pacekeeper_operator.api.names import FIELD_MANAGER_CORDON, TAINT_QUARANTINE
+from pacekeeper_operator.api.node_quarantine import QuarantinePhase, QuarantineVerdict
+from pacekeeper_operator.api.training_job import RemediationMode
+from pacekeeper_operator.decide.nodes.quarantine_steps import Quarantine, TargetNode
+from pacekeeper_operator.kube.client import (
     EVENTS,
-    NODES,
+    NODE_OBJECTS,
+    NODE_QUARANTINES,
     PODS,
-    QUARANTINES,
     Conflict,
     Denied,
-    Kind,
     Listing,
     NotFound,
     Object,
+    ResourceKind,
 )
-from pacekeeper_operator.decide.node_steps import Node, Quarantine
 from pacekeeper_operator.services import quarantine as service
-from pacekeeper_operator.services.fleet import Fleet
-from pacekeeper_operator.services.quarantine import Blame, release_all, suspect, watch_over
+from pacekeeper_operator.services.node_registry import NodeRegistry
+from pacekeeper_operator.services.quarantine import NodeAccusation, raise_suspicion, release_all, run_quarantine_loop
 from pacekeeper_operator.settings import Settings
-from tests.support.fake_cluster import FakeCluster
-from tests.support.virtual_time import Timeline, VirtualRuntime
+from testing.kubernetes.fake_cluster import FakeCluster
+from testing.operators.virtual_time import Timeline, VirtualRuntime
 
-SETTINGS = Settings(namespace="system", quarantine_mode=Mode.ACT, quarantine_max_share=1.0)
+SETTINGS = Settings(namespace="system", quarantine_mode=RemediationMode.ACT, quarantine_max_share=1.0)
 MARKS = {"unschedulable": True, "taints": [{"key": TAINT_QUARANTINE, "effect": "NoSchedule"}]}
 OURS = [
     {"manager": FIELD_MANAGER_CORDON, "operation": "Apply", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}},
@@ -60,23 +63,23 @@ class Cluster(FakeCluster):
             metadata["managedFields"] = OURS
         self._store(("nodes", "", name), {"metadata": metadata, "spec": MARKS if marked else {}, "status": status})
 
-    async def listing(self, kind: Kind, namespace: str = "", **named: Any) -> Listing:
+    async def list_with_version(self, kind: ResourceKind, namespace: str = "", **named: Any) -> Listing:
         self.lists.append(kind.plural)
         if kind.plural in self.hidden and not namespace:
             raise self.hidden[kind.plural]
-        return await super().listing(kind, namespace, **named)
+        return await super().list_with_version(kind, namespace, **named)
 
-    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+    async def apply(self, kind: ResourceKind, body: Object, *, manager: str, subresource: str = "") -> Object:
         if subresource and self.deny_conditions:
             raise Denied("nodes/status is forbidden")
         return await super().apply(kind, body, manager=manager, subresource=subresource)
 
     def marked(self) -> set[str]:
-        nodes = (body for (plural, _, _), body in self.objects.items() if plural == NODES.plural)
-        return {body["metadata"]["name"] for body in nodes if Node.parse(body).marked}
+        nodes = (body for (plural, _, _), body in self.objects.items() if plural == NODE_OBJECTS.plural)
+        return {body["metadata"]["name"] for body in nodes if TargetNode.parse(body).marked}
 
     def quarantines(self) -> dict[str, Quarantine]:
-        found = (body for (plural, _, _), body in self.objects.items() if plural == QUARANTINES.plural)
+        found = (body for (plural, _, _), body in self.objects.items() if plural == NODE_QUARANTINES.plural)
         return {body["metadata"]["name"]: Quarantine.parse(body) for body in found}
 
     def events(self, kind: str = "") -> list[tuple[str, str, str]]:
@@ -90,22 +93,22 @@ class Place:
         self.cluster, self.timeline = Cluster(), Timeline()
         self.runtime = VirtualRuntime(self.timeline)
 
-    def fleet(self, settings: Settings = SETTINGS) -> Fleet:
-        return Fleet(self.cluster, self.runtime, settings)
+    def fleet(self, settings: Settings = SETTINGS) -> NodeRegistry:
+        return NodeRegistry(self.cluster, self.runtime, settings)
 
-    def blame(self, node: str = "node-1", **changes: Any) -> Blame:
-        said = Blame(node, f"uid-{node}", "XID 79", ObjectRef("i", "team-a"), self.runtime.now())
+    def blame(self, node: str = "node-1", **changes: Any) -> NodeAccusation:
+        said = NodeAccusation(node, f"uid-{node}", "XID 79", ObjectRef("i", "team-a"), self.runtime.now())
         return replace(said, **changes)
 
-    async def suspect(self, blame: Blame | None = None, settings: Settings = SETTINGS) -> Verdict:
-        return (await suspect(self.fleet(settings), blame or self.blame())).verdict
+    async def suspect(self, blame: NodeAccusation | None = None, settings: Settings = SETTINGS) -> QuarantineVerdict:
+        return (await raise_suspicion(self.fleet(settings), blame or self.blame())).verdict
 
     async def by_hand(self, name: str = "node-1", *, approved: bool = True, reason: str = "it smells") -> None:
         spec = {"reason": reason, "approved": approved}
-        await self.cluster.create(QUARANTINES, {"metadata": {"name": name}, "spec": spec})
+        await self.cluster.create(NODE_QUARANTINES, {"metadata": {"name": name}, "spec": spec})
 
     async def reconcile(self, name: str = "node-1", settings: Settings = SETTINGS) -> float:
-        return await service.reconcile(self.fleet(settings), name)
+        return await service.reconcile_node(self.fleet(settings), name)
 
 
 @pytest.fixture
@@ -115,37 +118,37 @@ def place() -> Place:
 
 class TestSuspect:
     async def test_an_answer_for_a_node_that_was_made_anew_is_none(self, place: Place) -> None:
-        assert await place.suspect() is Verdict.SUSPECTED
+        assert await place.suspect() is QuarantineVerdict.SUSPECTED
         other = place.blame(uid="another", incident=ObjectRef("j", "team-b"))
-        assert await place.suspect(other) is Verdict.RELEASING
-        assert len(place.cluster.quarantines()["node-1"].spec.signs) == 1
+        assert await place.suspect(other) is QuarantineVerdict.RELEASING
+        assert len(place.cluster.quarantines()["node-1"].spec.suspicions) == 1
 
     async def test_whoever_deletes_a_suspicion_has_ended_it(self, place: Place) -> None:
         """While it goes, and when it has gone. What was held back before is none that somebody has deleted."""
-        paused = await suspect(place.fleet(replace(SETTINGS, paused=True)), place.blame())
-        assert (paused.verdict, paused.raised) == (Verdict.PAUSED, False)
-        ruling = await suspect(place.fleet(), place.blame())
-        assert (ruling.verdict, ruling.raised) == (Verdict.SUSPECTED, True)
-        raised = place.blame(raised=ruling.raised)
-        assert (await suspect(place.fleet(), raised)) == ruling, "it stands"
+        paused = await raise_suspicion(place.fleet(replace(SETTINGS, paused=True)), place.blame())
+        assert (paused.verdict, paused.recorded) == (QuarantineVerdict.PAUSED, False)
+        ruling = await raise_suspicion(place.fleet(), place.blame())
+        assert (ruling.verdict, ruling.recorded) == (QuarantineVerdict.SUSPECTED, True)
+        raised = place.blame(recorded=ruling.recorded)
+        assert (await raise_suspicion(place.fleet(), raised)) == ruling, "it stands"
 
-        await place.cluster.delete(QUARANTINES, "node-1")
-        assert await place.suspect(raised) is Verdict.CLEARED
-        assert await place.suspect() is Verdict.RELEASING, "another one is to be said again then"
+        await place.cluster.delete(NODE_QUARANTINES, "node-1")
+        assert await place.suspect(raised) is QuarantineVerdict.CLEARED
+        assert await place.suspect() is QuarantineVerdict.RELEASING, "another one is to be said again then"
         await place.reconcile()
-        assert await place.suspect(raised) is Verdict.CLEARED
+        assert await place.suspect(raised) is QuarantineVerdict.CLEARED
         assert not place.cluster.quarantines()
 
     async def test_one_by_hand_is_no_word_of_the_job(self, place: Place) -> None:
         await place.by_hand(approved=False)
         await place.reconcile()
-        ruling = await suspect(place.fleet(), place.blame())
-        assert (ruling.verdict, ruling.raised) == (Verdict.AWAITS_APPROVAL, False)
+        ruling = await raise_suspicion(place.fleet(), place.blame())
+        assert (ruling.verdict, ruling.recorded) == (QuarantineVerdict.AWAITS_APPROVAL, False)
 
     async def test_nothing_is_said_into_one_that_is_approved(self, place: Place) -> None:
         await place.by_hand()
         before = place.cluster.version
-        assert await place.suspect() is Verdict.QUARANTINED
+        assert await place.suspect() is QuarantineVerdict.QUARANTINED
         assert place.cluster.version == before
 
     async def test_the_same_word_is_written_once(self, place: Place) -> None:
@@ -161,16 +164,16 @@ class TestSuspect:
         await place.suspect()
         find = place.cluster.find
 
-        async def blind_once(kind: Kind, name: str, namespace: str = "") -> Object | None:
-            return None if kind is QUARANTINES else await find(kind, name, namespace)
+        async def blind_once(kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
+            return None if kind is NODE_QUARANTINES else await find(kind, name, namespace)
 
         monkeypatch.setattr(place.cluster, "find", blind_once)
-        assert await place.suspect(place.blame(incident=ObjectRef("j", "team-b"))) is Verdict.SUSPECTED
-        assert [sign.namespace for sign in place.cluster.quarantines()["node-1"].spec.signs] == ["team-a"]
+        assert await place.suspect(place.blame(incident=ObjectRef("j", "team-b"))) is QuarantineVerdict.SUSPECTED
+        assert [sign.namespace for sign in place.cluster.quarantines()["node-1"].spec.suspicions] == ["team-a"]
 
     async def test_while_remedies_are_paused_by_the_settings_nothing_is_raised(self, place: Place) -> None:
         paused = replace(SETTINGS, paused=True)
-        assert await place.suspect(settings=paused) is Verdict.PAUSED
+        assert await place.suspect(settings=paused) is QuarantineVerdict.PAUSED
         assert place.cluster.quarantines() == {}
 
 
@@ -205,7 +208,7 @@ class TestReconcile:
         await place.by_hand("node-2")
         await place.reconcile("node-2")
         assert place.cluster.lists == []
-        await place.suspect(place.blame(weak=True))
+        await place.suspect(place.blame(is_weak=True))
         await place.reconcile()
         assert place.cluster.lists == ["nodequarantines"]
         place.cluster.lists.clear()
@@ -214,9 +217,11 @@ class TestReconcile:
         await place.reconcile("node-3")
         assert "nodes" in place.cluster.lists
 
-    @pytest.mark.parametrize(("mode", "marked"), [(Mode.ACT, {"node-1"}), (Mode.RECOMMEND, set())])
+    @pytest.mark.parametrize(
+        ("mode", "marked"), [(RemediationMode.ACT, {"node-1"}), (RemediationMode.RECOMMEND, set())]
+    )
     async def test_the_platforms_mode_caps_what_is_done_to_nodes(
-        self, place: Place, mode: Mode, marked: set[str]
+        self, place: Place, mode: RemediationMode, marked: set[str]
     ) -> None:
         settings = replace(SETTINGS, mode=mode)
         place.cluster.node("node-1", ready=False)
@@ -227,7 +232,7 @@ class TestReconcile:
         assert place.cluster.marked() == marked
 
     async def test_one_that_cannot_be_read_does_not_hide_the_others(self, place: Place) -> None:
-        await place.cluster.create(QUARANTINES, {"metadata": {"name": "node-2"}, "spec": {"reason": 7}})
+        await place.cluster.create(NODE_QUARANTINES, {"metadata": {"name": "node-2"}, "spec": {"reason": 7}})
         await place.suspect()
         await place.reconcile()
         assert [key[2][:6] for key in place.cluster.objects if key[0] == PODS.plural] == ["probe-"]
@@ -318,7 +323,7 @@ class TestCondition:
             await place.timeline.run(29)
             await task
         else:
-            await place.cluster.delete(QUARANTINES, "node-1")
+            await place.cluster.delete(NODE_QUARANTINES, "node-1")
             await place.reconcile(settings=FLAGGING)
         assert self.conditions(place).keys() == {"Ready"}
         assert (place.cluster.marked(), place.cluster.quarantines()) == (set(), {})
@@ -333,7 +338,7 @@ class TestCondition:
     async def test_an_operator_that_dies_before_it_is_taken_away_goes_on(self, place: Place) -> None:
         await place.by_hand()
         await place.reconcile(settings=FLAGGING)
-        await place.cluster.delete(QUARANTINES, "node-1")
+        await place.cluster.delete(NODE_QUARANTINES, "node-1")
         place.cluster.deny_conditions = True
         with pytest.raises(Denied):
             await place.reconcile(settings=FLAGGING)
@@ -369,7 +374,7 @@ class TestReleaseAll:
     async def test_what_is_left_after_the_time_is_named(self, place: Place) -> None:
         await place.by_hand()
         await place.reconcile()
-        place.cluster.objects[QUARANTINES.plural, "", "node-1"]["metadata"]["finalizers"].append("somebody's")
+        place.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"]["metadata"]["finalizers"].append("somebody's")
         task = asyncio.ensure_future(release_all(place.cluster, place.runtime, 30))
         await place.timeline.run(31)
         with pytest.raises(TimeoutError, match="not released within 30 s: node-1"):
@@ -379,8 +384,8 @@ class TestReleaseAll:
 
 class TestWatchOver:
     async def run(self, place: Place, seconds: float) -> None:
-        watching = watch_over(place.fleet())
-        task = place.runtime.start(watching, "quarantines")
+        watching = run_quarantine_loop(place.fleet())
+        task = place.runtime.start_task(watching, "quarantines")
         await place.timeline.run(seconds)
         assert not task.done()
         task.cancel()
@@ -396,11 +401,11 @@ class TestWatchOver:
     async def test_marks_whose_quarantine_goes_by_force_are_taken_away_while_it_runs(self, place: Place) -> None:
         await place.by_hand()
         fleet = place.fleet()
-        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
         await place.timeline.run(3)
         assert place.cluster.marked() == {"node-1"}
-        gone = place.cluster.objects.pop((QUARANTINES.plural, "", "node-1"))
-        fleet.quarantines.hear(gone, deleted=True)
+        gone = place.cluster.objects.pop((NODE_QUARANTINES.plural, "", "node-1"))
+        fleet.quarantines.apply_event(gone, deleted=True)
         await place.timeline.run(3)
         assert place.cluster.marked() == set()
         assert "NodeReleased" in {event[0] for event in place.cluster.events("Node")}
@@ -409,12 +414,12 @@ class TestWatchOver:
     async def test_marks_that_come_while_it_runs_without_a_quarantine_go(self, place: Place) -> None:
         """Like those of a restored backup; one whose NodeQuarantine a watch has not told of yet stays."""
         fleet = place.fleet()
-        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
         await place.timeline.run(3)
         await place.by_hand("node-3")
         for name in ("node-2", "node-3"):
             place.cluster.node(name, marked=True)
-            fleet.nodes.hear(place.cluster.objects[NODES.plural, "", name], deleted=False)
+            fleet.nodes.apply_event(place.cluster.objects[NODE_OBJECTS.plural, "", name], deleted=False)
         await place.timeline.run(3)
         assert place.cluster.marked() == {"node-3"}
         watching.cancel()
@@ -434,12 +439,12 @@ class TestWatchOver:
 
     async def test_a_change_is_looked_at_at_once(self, place: Place) -> None:
         fleet = place.fleet()
-        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
         await place.timeline.run(1)
         await place.by_hand()
         await place.timeline.run(1)
         assert place.cluster.marked() == set(), "nobody has told of it"
-        fleet.quarantines.hear(place.cluster.objects[QUARANTINES.plural, "", "node-1"], deleted=False)
+        fleet.quarantines.apply_event(place.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"], deleted=False)
         await place.timeline.run(1)
         assert place.cluster.marked() == {"node-1"}
         watching.cancel()
@@ -450,11 +455,11 @@ class TestWatchOver:
         await place.by_hand("node-2", approved=True)
         place.cluster.objects["nodequarantines", "", "node-2"]["status"] = {"phase": "Rubbish"}
         fleet = place.fleet()
-        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
         await place.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) == 1
         for name in ("node-1", "node-2"):
-            fleet.quarantines.hear(place.cluster.objects.pop(("nodequarantines", "", name)), deleted=True)
+            fleet.quarantines.apply_event(place.cluster.objects.pop(("nodequarantines", "", name)), deleted=True)
         await place.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) is None
         watching.cancel()
@@ -464,8 +469,8 @@ class TestWatchOver:
         patch = place.cluster.patch
         refused: list[str] = []
 
-        async def refuses_once(kind: Kind, name: str, body: Any, namespace: str = "", **named: Any) -> Object:
-            if kind is QUARANTINES and not refused:
+        async def refuses_once(kind: ResourceKind, name: str, body: Any, namespace: str = "", **named: Any) -> Object:
+            if kind is NODE_QUARANTINES and not refused:
                 refused.append(name)
                 raise Conflict("somebody else has written")
             return await patch(kind, name, body, namespace, **named)

@@ -9,14 +9,15 @@ import kopf
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import Outcome
-from pacekeeper_operator.cluster import INCIDENTS, JOBS, STATES, Conflict
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observe.memory import JobMemory
-from pacekeeper_operator.services import bookkeeping, incidents
+from pacekeeper_operator.api.incident import IncidentOutcome
+from pacekeeper_operator.decide.evaluate import evaluate_job
+from pacekeeper_operator.kube.client import INCIDENT_OBJECTS, TRAINING_JOB_STATES, TRAINING_JOBS, Conflict
+from pacekeeper_operator.observe.job_cache import JobCache
+from pacekeeper_operator.runtime import job_state
+from pacekeeper_operator.services import incidents
 from pacekeeper_operator.settings import Settings
-from tests.support.fake_cluster import FakeCluster
-from tests.support.worlds import NOW, policy, stalls, training
+from testing.kubernetes.fake_cluster import FakeCluster
+from testing.operators.observations import NOW, build_policy, build_stalls, build_training
 
 
 @pytest.fixture
@@ -26,57 +27,57 @@ def cluster() -> FakeCluster:
 
 class TestBookkeeping:
     async def test_what_is_written_is_what_is_read(self, cluster: FakeCluster) -> None:
-        world = training()
-        draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
-        await bookkeeping.write(cluster, world.job, JobMemory(), draft)
-        memory = JobMemory()
-        assert await bookkeeping.load(cluster, world.job, memory) == draft
-        assert memory.draft == draft
+        world = build_training()
+        draft = evaluate_job(replace(world, faults=build_stalls(world, culprit=2)), build_policy()).desired
+        await job_state.write_state(cluster, world.job, JobCache(), draft)
+        memory = JobCache()
+        assert await job_state.load_state(cluster, world.job, memory) == draft
+        assert memory.desired == draft
 
     async def test_of_two_writers_one_is_told_to_look_again(self, cluster: FakeCluster) -> None:
-        job, draft = training().job, training().draft
-        one, two = JobMemory(), JobMemory()
-        await bookkeeping.write(cluster, job, one, draft)
-        await bookkeeping.load(cluster, job, two)
-        await bookkeeping.write(cluster, job, one, draft.with_plan(checkpoint_request=1))
+        job, draft = build_training().job, build_training().desired
+        one, two = JobCache(), JobCache()
+        await job_state.write_state(cluster, job, one, draft)
+        await job_state.load_state(cluster, job, two)
+        await job_state.write_state(cluster, job, one, draft.with_plan(checkpoint_request=1))
         with pytest.raises(Conflict):
-            await bookkeeping.write(cluster, job, two, draft.with_plan(checkpoint_request=5))
-        assert (await bookkeeping.load(cluster, job, two) or draft).plan.checkpoint_request == 1
+            await job_state.write_state(cluster, job, two, draft.with_plan(checkpoint_request=5))
+        assert (await job_state.load_state(cluster, job, two) or draft).plan.checkpoint_request == 1
 
     async def test_the_plan_of_an_earlier_job_of_the_name_is_not_ours(self, cluster: FakeCluster) -> None:
-        world = training()
-        await bookkeeping.write(cluster, world.job, JobMemory(), world.draft)
+        world = build_training()
+        await job_state.write_state(cluster, world.job, JobCache(), world.desired)
         ((_, body),) = cluster.objects.items()
         body["metadata"]["uid"] = "of the first"
         successor = replace(world.job, uid="another")
         with pytest.raises(kopf.TemporaryError, match="is gone"):
-            await bookkeeping.load(cluster, successor, JobMemory())
-        assert await cluster.find(STATES, "j", "ns"), "it may be a later job's"
-        await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j", "uid": "another"}})
-        assert await bookkeeping.load(cluster, successor, JobMemory()) is None
+            await job_state.load_state(cluster, successor, JobCache())
+        assert await cluster.find(TRAINING_JOB_STATES, "j", "ns"), "it may be a later job's"
+        await cluster.create(TRAINING_JOBS, {"metadata": {"namespace": "ns", "name": "j", "uid": "another"}})
+        assert await job_state.load_state(cluster, successor, JobCache()) is None
 
     @pytest.mark.parametrize("there", [True, False])
     async def test_a_plan_that_went_with_its_job_is_not_made_anew(self, cluster: FakeCluster, there: bool) -> None:
         """After a backup of before the job was restored, say: nobody tells of a deletion then."""
-        world, memory = training(), JobMemory()
-        await bookkeeping.write(cluster, world.job, memory, world.draft)
+        world, memory = build_training(), JobCache()
+        await job_state.write_state(cluster, world.job, memory, world.desired)
         cluster.objects.clear()
-        assert await bookkeeping.load(cluster, world.job, memory) is None
+        assert await job_state.load_state(cluster, world.job, memory) is None
         if there:
             metadata = {"namespace": "ns", "name": "j", "uid": world.job.uid}
-            await cluster.create(JOBS, {"metadata": metadata})
-            await bookkeeping.begin(cluster, world.job, memory, (), NOW)
+            await cluster.create(TRAINING_JOBS, {"metadata": metadata})
+            await job_state.create_state(cluster, world.job, memory, (), NOW)
         else:
             with pytest.raises(kopf.TemporaryError, match="is gone"):
-                await bookkeeping.begin(cluster, world.job, memory, (), NOW)
-        assert (await cluster.find(STATES, "j", "ns") is not None) is there
+                await job_state.create_state(cluster, world.job, memory, (), NOW)
+        assert (await cluster.find(TRAINING_JOB_STATES, "j", "ns") is not None) is there
 
     def test_a_plan_that_was_deleted_is_made_anew_above_all_that_workers_may_have_seen(self) -> None:
-        world = training()
+        world = build_training()
         pods = tuple(view.pod for view in world.workers if view.pod is not None)
-        draft = bookkeeping.first(world.job, pods, NOW, 7)
+        draft = job_state.build_initial_state(world.job, pods, NOW, 7)
         assert draft.plan.version >= NOW
-        assert draft.state.placement.round_seen == 7, "the next round has a number above it"
+        assert draft.state.placement.highest_round == 7, "the next round has a number above it"
         assert draft.state.placement.incarnations == {str(n): 0 for n in range(5)}
         assert all(worker.leaving for worker in draft.state.placement.workers)
 
@@ -85,9 +86,11 @@ class TestIncident:
     async def test_one_that_is_known_is_not_created_in_vain_and_one_that_was_deleted_is_made_anew(
         self, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        world = training()
-        (incident,) = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft.state.incidents.current
-        assert await incidents.write(cluster, world.job, incident, 3600)
+        world = build_training()
+        (incident,) = evaluate_job(
+            replace(world, faults=build_stalls(world, culprit=2)), build_policy()
+        ).desired.state.incidents.current
+        assert await incidents.write_incident(cluster, world.job, incident, 3600)
         created, create = [], cluster.create
 
         async def counted(*what: Any, **named: Any) -> Any:
@@ -95,31 +98,33 @@ class TestIncident:
             return await create(*what, **named)
 
         monkeypatch.setattr(cluster, "create", counted)
-        ended = replace(incident, outcome=Outcome.RECOVERED)
-        assert not await incidents.write(cluster, world.job, ended, 3600, known=True)
+        ended = replace(incident, outcome=IncidentOutcome.RECOVERED)
+        assert not await incidents.write_incident(cluster, world.job, ended, 3600, known=True)
         assert created == []
-        await cluster.delete(INCIDENTS, incident.name, "ns")
-        assert await incidents.write(cluster, world.job, ended, 3600, known=True)
-        body = await cluster.get(INCIDENTS, incident.name, "ns")
+        await cluster.delete(INCIDENT_OBJECTS, incident.name, "ns")
+        assert await incidents.write_incident(cluster, world.job, ended, 3600, known=True)
+        body = await cluster.get(INCIDENT_OBJECTS, incident.name, "ns")
         assert body["status"]["outcome"] == "Recovered"
 
     async def test_one_that_is_over_stays_as_it_ended(self, cluster: FakeCluster) -> None:
         """A plan that was lost is made anew, and the same trouble of the same round has the same name."""
-        world = training()
-        (incident,) = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft.state.incidents.current
-        await incidents.write(cluster, world.job, replace(incident, outcome=Outcome.RECOVERED), 3600)
-        for again in (incident, replace(incident, outcome=Outcome.FAILED)):
-            assert not await incidents.write(cluster, world.job, again, 3600)
-            body = await cluster.get(INCIDENTS, incident.name, "ns")
+        world = build_training()
+        (incident,) = evaluate_job(
+            replace(world, faults=build_stalls(world, culprit=2)), build_policy()
+        ).desired.state.incidents.current
+        await incidents.write_incident(cluster, world.job, replace(incident, outcome=IncidentOutcome.RECOVERED), 3600)
+        for again in (incident, replace(incident, outcome=IncidentOutcome.FAILED)):
+            assert not await incidents.write_incident(cluster, world.job, again, 3600)
+            body = await cluster.get(INCIDENT_OBJECTS, incident.name, "ns")
             assert body["status"]["outcome"] == "Recovered"
 
     async def test_twice_is_once(self, cluster: FakeCluster) -> None:
-        world = training()
-        draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
+        world = build_training()
+        draft = evaluate_job(replace(world, faults=build_stalls(world, culprit=2)), build_policy()).desired
         (incident,) = draft.state.incidents.current
-        await incidents.write(cluster, world.job, incident, 3600)
-        await incidents.write(cluster, world.job, replace(incident, outcome=Outcome.RECOVERED), 3600)
-        (body,) = (body for (plural, _, _), body in cluster.objects.items() if plural == INCIDENTS.plural)
+        await incidents.write_incident(cluster, world.job, incident, 3600)
+        await incidents.write_incident(cluster, world.job, replace(incident, outcome=IncidentOutcome.RECOVERED), 3600)
+        (body,) = (body for (plural, _, _), body in cluster.objects.items() if plural == INCIDENT_OBJECTS.plural)
         assert body["spec"]["cause"] == "hang"
         assert body["status"]["outcome"] == "Recovered"
         assert body["status"]["detectedSeconds"] == pytest.approx(3.1)
@@ -142,7 +147,7 @@ class TestSettings:
 
     def test_the_operators_own_condition_is_no_witness(self) -> None:
         values = {"PACEKEEPER_REPAIR_CONDITION": "Faulty", "PACEKEEPER_QUARANTINE_CONDITIONS": "A,Faulty=False"}
-        with pytest.raises(InputError, match="take its own word for somebody else's"):
+        with pytest.raises(InputError, match="take its own condition for another's"):
             Settings.from_environment(values)
         assert Settings.from_environment({"PACEKEEPER_REPAIR_CONDITION": "Faulty"}).repair_condition == "Faulty"
 

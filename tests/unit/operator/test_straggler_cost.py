@@ -8,16 +8,24 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from pacekeeper_analysis import shares
-from pacekeeper_analysis.diagnose.windows import steps_in_window
-from pacekeeper_analysis.price import Loss, loss_rate
-from pacekeeper_analysis.reports import RankWindow
-from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Cause, Remedy
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import Observation
-from pacekeeper_operator.state import Draft
-from tests.support.worlds import NOW, change_members, change_worker, evidence_of, policy, training
+from pacekeeper_analysis.protocol.reports import RankWindow
+from pacekeeper_analysis.stragglers import shares
+from pacekeeper_analysis.stragglers.price import AccumulatedLoss, compute_loss_rate
+from pacekeeper_analysis.stragglers.windows import count_window_steps
+from pacekeeper_operator.api.incident import IncidentCause
+from pacekeeper_operator.api.training_job import Remedy
+from pacekeeper_operator.decide.evaluate import evaluate_job
+from pacekeeper_operator.state import state_codec
+from pacekeeper_operator.state.desired_state import DesiredState
+from pacekeeper_operator.state.observation import Observation
+from testing.operators.observations import (
+    NOW,
+    build_evidence,
+    build_policy,
+    build_training,
+    change_members,
+    change_worker,
+)
 
 RANKS, SLOW = 4, 2
 SAMPLE_SECONDS = 0.01
@@ -59,7 +67,7 @@ class Job:
 
     def loses(self, of_each: tuple[int, ...]) -> float:
         """Seconds a second."""
-        return loss_rate(max(self.seconds(of_each)) / (SAMPLE_SECONDS * self.samples))
+        return compute_loss_rate(max(self.seconds(of_each)) / (SAMPLE_SECONDS * self.samples))
 
     @property
     def equal(self) -> tuple[int, ...]:
@@ -70,7 +78,7 @@ class Job:
         if not self.steered:
             return self.loses(self.equal)
         batch = RANKS * self.samples
-        others = ((mine, shares.equal(batch - mine, RANKS - 1, 1)) for mine in range(1, self.samples + 1))
+        others = ((mine, shares.divide_equally(batch - mine, RANKS - 1, 1)) for mine in range(1, self.samples + 1))
         return min(self.loses((*rest[:SLOW], mine, *rest[SLOW:])) for mine, rest in others)
 
 
@@ -81,16 +89,16 @@ class Course:
     lost: float = 0.0
     decided: float = math.inf
     exchanged: float = math.inf
-    draft: Draft | None = None
+    draft: DesiredState | None = None
 
 
 def world_of(job: Job) -> Observation:
-    world = change_members(training(spares=job.spares), steered=job.steered, sync_mode="Sync")
-    world = world.with_draft(world.draft.with_budget(restart_seconds=job.restart))
+    world = change_members(build_training(spares=job.spares), managed=job.steered, sync_mode="Sync")
+    world = world.with_desired(world.desired.with_budget(restart_seconds=job.restart))
     return change_members(world, global_batch=RANKS * job.samples)
 
 
-def seen(world: Observation, job: Job, draft: Draft, now: float) -> Observation:
+def seen(world: Observation, job: Job, draft: DesiredState, now: float) -> Observation:
     """By the metrics, and by the answers of all ranks, at once."""
     of_each = draft.plan.shares or job.equal
     own = job.seconds(of_each)
@@ -98,14 +106,14 @@ def seen(world: Observation, job: Job, draft: Draft, now: float) -> Observation:
     metrics = replace(
         world.metrics,
         step_seconds=max(own),
-        pace=job.factor if slow else 1.0,
-        behind=max(own) / (SAMPLE_SECONDS * job.samples) if slow else 1.0,
+        relative_time=job.factor if slow else 1.0,
+        peer_slowdown=max(own) / (SAMPLE_SECONDS * job.samples) if slow else 1.0,
         slowest_rank=SLOW,
-        waiting=0.0,
+        wait_share=0.0,
         steps=32,
     )
-    steps = tuple(range(500))[-steps_in_window(32, max(own)) :]
-    answers = evidence_of(
+    steps = tuple(range(500))[-count_window_steps(32, max(own)) :]
+    answers = build_evidence(
         draft.plan.evidence_request,
         (
             RankWindow(
@@ -119,7 +127,7 @@ def seen(world: Observation, job: Job, draft: Draft, now: float) -> Observation:
             for rank in range(RANKS)
         ),
     )
-    found = replace(world.with_draft(draft), now=NOW + now, metrics=metrics)
+    found = replace(world.with_desired(draft), now=NOW + now, metrics=metrics)
     found = replace(found, evidence=answers if draft.plan.evidence_request else ())
     return change_members(found, step=500 + int(now / max(own)))
 
@@ -127,11 +135,11 @@ def seen(world: Observation, job: Job, draft: Draft, now: float) -> Observation:
 def course(job: Job) -> Course:
     """Each pass is one of an operator that has only what the one before has written."""
     world, found = world_of(job), Course()
-    draft, now = world.draft, 0.0
+    draft, now = world.desired, 0.0
     while now < job.lasts:
-        draft = ledger.read(ledger.write(draft, "j"), "j").draft
-        draft = think(seen(world, job, draft, now), policy(max_restarts=1)).draft
-        incidents = [i for i in draft.state.incidents.current if i.cause is Cause.STRAGGLER]
+        draft = state_codec.decode_state(state_codec.encode_state(draft, "j"), "j").desired
+        draft = evaluate_job(seen(world, job, draft, now), build_policy(max_restarts=1)).desired
+        incidents = [i for i in draft.state.incidents.current if i.cause is IncidentCause.STRAGGLER]
         if incidents and math.isinf(found.decided):
             found.decided = now
         if any(incident.remedy is Remedy.REPLACE_WORKER for incident in incidents):
@@ -180,7 +188,7 @@ def test_without_a_spare_shares_stay_and_nobody_is_asked_for_ever() -> None:
     found = course(job)
     assert found.draft is not None
     assert found.draft.plan.shares is not None
-    assert found.draft.state.adaptation.suspicion is None
+    assert found.draft.state.adaptation.investigation is None
     assert found.draft.plan.evidence_request == ""
 
 
@@ -198,20 +206,20 @@ def test_what_is_lost_is_kept_beside_the_plan_and_forgotten_with_the_fault() -> 
     loss = observation.state.adaptation.loss
     assert loss is not None
     assert loss.slowdown == pytest.approx(1.125, abs=0.01), "a fixed part of its steps is supposed"
-    assert loss.by(NOW + 30.0) == pytest.approx(4 * 0.375 + 26 * (1 - 1 / 1.125), abs=1.5)
-    over = replace(observation, metrics=replace(observation.metrics, pace=1.0, behind=1.0), evidence=())
-    assert think(over, policy()).draft.state.adaptation.loss is None
+    assert loss.compute_seconds(NOW + 30.0) == pytest.approx(4 * 0.375 + 26 * (1 - 1 / 1.125), abs=1.5)
+    over = replace(observation, metrics=replace(observation.metrics, relative_time=1.0, peer_slowdown=1.0), evidence=())
+    assert evaluate_job(over, build_policy()).desired.state.adaptation.loss is None
 
 
 def test_a_spare_that_gets_warm_late_is_taken_then() -> None:
     observation, job = mended(500.0, spares=0)
-    assert not think(observation, policy()).draft.state.incidents.open
+    assert not evaluate_job(observation, build_policy()).desired.state.incidents.open
     warm = world_of(replace(job, spares=1))
     records = warm.state.placement.workers
-    draft = observation.draft.with_placement(workers=records)
-    asked = think(seen(warm, job, draft, 501.0), policy()).draft
+    draft = observation.desired.with_placement(workers=records)
+    asked = evaluate_job(seen(warm, job, draft, 501.0), build_policy()).desired
     assert asked.plan.evidence_request
-    taken = think(seen(warm, job, asked, 502.0), policy()).draft
+    taken = evaluate_job(seen(warm, job, asked, 502.0), build_policy()).desired
     assert [i.remedy for i in taken.state.incidents.open] == [Remedy.REPLACE_WORKER]
 
 
@@ -220,10 +228,10 @@ def test_what_shares_leave_of_a_slow_rank_may_be_little_and_is_paid_for_all_the_
     observation, _ = mended()
 
     def asks(slowdown: float, lost: float = 31.0) -> bool:
-        loss = Loss(lost, observation.now, slowdown)
-        draft = observation.draft.with_adaptation(suspicion=None, loss=loss).with_plan(evidence_request="")
+        loss = AccumulatedLoss(lost, observation.now, slowdown)
+        draft = observation.desired.with_adaptation(investigation=None, loss=loss).with_plan(evidence_request="")
         draft = draft.with_incidents(current=())
-        return bool(think(observation.with_draft(draft), policy()).draft.plan.evidence_request)
+        return bool(evaluate_job(observation.with_desired(draft), build_policy()).desired.plan.evidence_request)
 
     assert asks(1.01)
     assert not asks(1.01, lost=30.0), "a spare costs more"
@@ -237,17 +245,19 @@ def test_nobody_is_replaced_for_what_is_over() -> None:
     assert found.draft is not None
     assert found.draft.plan.evidence_request
     observation = seen(world_of(job), job, found.draft, 300.0)
-    over = replace(observation, metrics=replace(observation.metrics, pace=1.0))
-    assert not think(over, policy()).draft.state.incidents.open
-    assert think(observation, policy()).draft.state.incidents.open
+    over = replace(observation, metrics=replace(observation.metrics, relative_time=1.0))
+    assert not evaluate_job(over, build_policy()).desired.state.incidents.open
+    assert evaluate_job(observation, build_policy()).desired.state.incidents.open
 
 
 def test_a_loss_in_recommend_only_asks_no_questions() -> None:
     observation, _ = mended(100.0)
     quiet = replace(observation, now=NOW + 2000.0)
-    assert think(quiet, policy()).draft.plan.evidence_request
-    assert not think(quiet, policy(allow=frozenset(Remedy) - {Remedy.REPLACE_WORKER})).draft.plan.evidence_request
-    assert not think(quiet, policy(paused="maintenance")).draft.plan.evidence_request
+    assert evaluate_job(quiet, build_policy()).desired.plan.evidence_request
+    assert not evaluate_job(
+        quiet, build_policy(allow=frozenset(Remedy) - {Remedy.REPLACE_WORKER})
+    ).desired.plan.evidence_request
+    assert not evaluate_job(quiet, build_policy(paused="maintenance")).desired.plan.evidence_request
 
 
 def test_shares_that_outlive_their_straggler_are_set_back_although_they_cost_little() -> None:
@@ -256,18 +266,18 @@ def test_shares_that_outlive_their_straggler_are_set_back_although_they_cost_lit
     spec = observation.job.spec
     spec = replace(spec, detection=replace(spec.detection, straggler_slowdown=1.2))
     observation = replace(observation, job=replace(observation.job, spec=spec))
-    well, draft = replace(job, factor=1.0), observation.draft
+    well, draft = replace(job, factor=1.0), observation.desired
     for now in (120.0, 121.0, 122.0):
         found = replace(seen(observation, well, draft, now), job=observation.job)
-        draft = think(found, policy()).draft
+        draft = evaluate_job(found, build_policy()).desired
     assert draft.plan.shares == (8, 8, 8, 8)
 
 
 def test_a_new_membership_has_lost_nothing_yet() -> None:
     observation, _ = mended()
     gone = change_worker(observation, "j-w0-0", gone=True)
-    draft = think(gone, policy()).draft
+    draft = evaluate_job(gone, build_policy()).desired
     for _ in range(3):
-        draft = think(replace(gone.with_draft(draft), now=gone.now + 1), policy()).draft
+        draft = evaluate_job(replace(gone.with_desired(draft), now=gone.now + 1), build_policy()).desired
     assert draft.plan.membership > 1
     assert draft.state.adaptation.loss is None

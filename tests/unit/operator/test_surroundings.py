@@ -12,57 +12,68 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Evidence, Heartbeat
-from pacekeeper_operator import files
-from pacekeeper_operator.api import Cause, Class, JobPhase, Verdict
-from pacekeeper_operator.files import Files
-from pacekeeper_operator.node_health import NodeHealth
-from pacekeeper_operator.observation import HEARD_SECONDS, Metrics, PodView, Ruling, Surroundings
+from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.reports import Evidence, Heartbeat
+from pacekeeper_operator import file_limits
+from pacekeeper_operator.api.incident import IncidentCause, IncidentClass
+from pacekeeper_operator.api.node_quarantine import QuarantineVerdict
+from pacekeeper_operator.api.training_job import JobPhase
+from pacekeeper_operator.file_limits import FileLimits
 from pacekeeper_operator.observe import reachability
-from pacekeeper_operator.observe.gather import observe, surroundings
-from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
-from pacekeeper_operator.observe.neighbourhood import HUNG_SECONDS, SUSPECT_SECONDS, KnownNodes
+from pacekeeper_operator.observe.gather import build_observation, collect_cluster_view
+from pacekeeper_operator.observe.job_cache import JobCache, JobRegistry, WorkerContact
+from pacekeeper_operator.observe.peer_jobs import HUNG_NODE_SECONDS, SUSPECT_NODE_SECONDS, NodeSnapshot
 from pacekeeper_operator.observe.views import view_node
-from pacekeeper_operator.state import Draft, Incident, Past, Placement, State, WantedQuarantine
-from tests.support.worlds import NOW, crash, job, training
+from pacekeeper_operator.pods.node_health import NodeHealthRules
+from pacekeeper_operator.state.cluster_view import RECENT_POLL_SECONDS, ClusterView, PodView
+from pacekeeper_operator.state.desired_state import (
+    DesiredState,
+    Incident,
+    PastIncident,
+    Placement,
+    QuarantineRequest,
+    State,
+)
+from pacekeeper_operator.state.effect_results import QuarantineDecision
+from pacekeeper_operator.state.job_metrics import JobMetrics
+from testing.operators.observations import NOW, build_crash, build_job, build_training
 
-MINE = replace(job(), uid="mine", name="mine", created_at=NOW)
-ATTEMPTED = Draft(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
+MINE = replace(build_job(), uid="mine", name="mine", created_at=NOW)
+ATTEMPTED = DesiredState(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
 
 
-def around(*others: JobMemory, mine: Draft = ATTEMPTED) -> Surroundings:
-    memory = Memory(0.0)
+def around(*others: JobCache, mine: DesiredState = ATTEMPTED) -> ClusterView:
+    memory = JobRegistry(0.0)
     for other in others:
         assert other.job is not None
-        known = memory.of(other.job)
-        known.draft, known.phase = other.draft, other.phase
-    return surroundings(memory, MINE, mine, KnownNodes(), NOW)
+        known = memory.get_or_create(other.job)
+        known.update(desired=other.desired, phase=other.phase)
+    return collect_cluster_view(memory, MINE, mine, NodeSnapshot(), NOW)
 
 
-def other(draft: Draft | None = ATTEMPTED, phase: JobPhase = JobPhase.PENDING, **changes: Any) -> JobMemory:
+def other(draft: DesiredState | None = ATTEMPTED, phase: JobPhase = JobPhase.PENDING, **changes: Any) -> JobCache:
     values: dict[str, Any] = {"name": "other", "uid": "other", "created_at": NOW - 100}
-    return JobMemory(replace(job(), **(values | changes)), draft, phase=phase)
+    return JobCache(replace(build_job(), **(values | changes)), draft, phase=phase)
 
 
-def with_past(*past: Past) -> Draft:
+def with_past(*past: PastIncident) -> DesiredState:
     return ATTEMPTED.with_incidents(past=past)
 
 
 class TestTurns:
     def test_an_older_job_that_waits_too_goes_first(self) -> None:
-        assert around(other()).older_job_waits == "other"
+        assert around(other()).older_waiting_job == "other"
 
     @pytest.mark.parametrize(
         "differs",
         [
             other(None),
             other(phase=JobPhase.RUNNING),
-            other(spec=replace(job().spec, suspend=True)),
+            other(spec=replace(build_job().spec, suspend=True)),
             other(generation=2),
             other(ATTEMPTED.with_placement(attempts=0)),
             other(ATTEMPTED.with_placement(attempts=3)),
-            other(ATTEMPTED.with_plan(members=training().plan.members)),
+            other(ATTEMPTED.with_plan(members=build_training().plan.members)),
             other(namespace="another"),
         ],
         ids=[
@@ -76,35 +87,35 @@ class TestTurns:
             "it is another tenant's",
         ],
     )
-    def test_other_jobs_do_not(self, differs: JobMemory) -> None:
-        assert around(differs).older_job_waits == ""
+    def test_other_jobs_do_not(self, differs: JobCache) -> None:
+        assert around(differs).older_waiting_job == ""
 
     def test_nor_a_younger_one_nor_itself(self) -> None:
         younger = other()
         assert younger.job is not None
         assert (
             around(
-                JobMemory(replace(younger.job, created_at=NOW + 1), ATTEMPTED, phase=JobPhase.PENDING)
-            ).older_job_waits
+                JobCache(replace(younger.job, created_at=NOW + 1), ATTEMPTED, phase=JobPhase.PENDING)
+            ).older_waiting_job
             == ""
         )
-        itself = JobMemory(MINE, ATTEMPTED, phase=JobPhase.PENDING)
-        assert around(itself).older_job_waits == ""
-        elder = JobMemory(replace(MINE, created_at=NOW - 9), ATTEMPTED, phase=JobPhase.PENDING)
-        assert around(elder).older_job_waits == "", "the same job, as it is known there"
+        itself = JobCache(MINE, ATTEMPTED, phase=JobPhase.PENDING)
+        assert around(itself).older_waiting_job == ""
+        elder = JobCache(replace(MINE, created_at=NOW - 9), ATTEMPTED, phase=JobPhase.PENDING)
+        assert around(elder).older_waiting_job == "", "the same job, as it is known there"
 
     def test_a_first_attempt_and_a_job_with_members_wait_for_nobody(self) -> None:
-        assert around(other(), mine=ATTEMPTED.with_placement(attempts=0)).older_job_waits == ""
-        assert around(other(), mine=ATTEMPTED.with_plan(members=training().plan.members)).older_job_waits == ""
+        assert around(other(), mine=ATTEMPTED.with_placement(attempts=0)).older_waiting_job == ""
+        assert around(other(), mine=ATTEMPTED.with_plan(members=build_training().plan.members)).older_waiting_job == ""
 
     def test_one_of_the_same_second_by_its_uid(self) -> None:
         for uid, first in (("a", "other"), ("z", "")):
-            assert around(other(created_at=NOW, uid=uid)).older_job_waits == first
+            assert around(other(created_at=NOW, uid=uid)).older_waiting_job == first
 
 
 class TestSuspects:
-    def blamed(self, cause: Cause, class_: Class, node: str | None, age: float) -> frozenset[str]:
-        past = Past(cause, NOW - age, 5.0, node=node, class_=class_)
+    def blamed(self, cause: IncidentCause, class_: IncidentClass, node: str | None, age: float) -> frozenset[str]:
+        past = PastIncident(cause, NOW - age, 5.0, node=node, class_=class_)
         incident = Incident("i", cause, class_, 1, "m", NOW, NOW - age, NOW, node=node)
         by_past = around(other(with_past(past))).suspects
         by_current = around(other(ATTEMPTED.with_incident(incident))).suspects
@@ -112,75 +123,77 @@ class TestSuspects:
         return by_past
 
     def test_are_nodes_that_infrastructure_has_failed_on_just_now(self) -> None:
-        infrastructure = Class.INFRASTRUCTURE
-        assert self.blamed(Cause.NODE_LOST, infrastructure, "node-1", 1) == {"node-1"}
-        assert self.blamed(Cause.GPU_ERROR, infrastructure, "node-1", SUSPECT_SECONDS - 1) == {"node-1"}
-        assert self.blamed(Cause.GPU_ERROR, infrastructure, "node-1", SUSPECT_SECONDS + 1) == frozenset()
-        assert self.blamed(Cause.GPU_ERROR, Class.APPLICATION, "node-1", 1) == frozenset()
-        assert self.blamed(Cause.HANG, infrastructure, "node-1", 1) == frozenset()
-        assert self.blamed(Cause.NODE_LOST, infrastructure, None, 1) == frozenset()
+        infrastructure = IncidentClass.INFRASTRUCTURE
+        assert self.blamed(IncidentCause.NODE_LOST, infrastructure, "node-1", 1) == {"node-1"}
+        assert self.blamed(IncidentCause.GPU_ERROR, infrastructure, "node-1", SUSPECT_NODE_SECONDS - 1) == {"node-1"}
+        assert self.blamed(IncidentCause.GPU_ERROR, infrastructure, "node-1", SUSPECT_NODE_SECONDS + 1) == frozenset()
+        assert self.blamed(IncidentCause.GPU_ERROR, IncidentClass.APPLICATION, "node-1", 1) == frozenset()
+        assert self.blamed(IncidentCause.HANG, infrastructure, "node-1", 1) == frozenset()
+        assert self.blamed(IncidentCause.NODE_LOST, infrastructure, None, 1) == frozenset()
 
     def test_other_tenants_word_is_none(self) -> None:
-        past = Past(Cause.NODE_LOST, NOW - 1, 5.0, node="node-1", class_=Class.INFRASTRUCTURE)
+        past = PastIncident(IncidentCause.NODE_LOST, NOW - 1, 5.0, node="node-1", class_=IncidentClass.INFRASTRUCTURE)
         assert around(other(with_past(past), namespace="another")).suspects == frozenset()
 
 
 class TestHangs:
     def test_of_this_namespace_are_counted_and_of_others_known(self) -> None:
         hangs = (
-            Past(Cause.HANG, NOW - 1, 5.0, node="node-1"),
-            Past(Cause.HANG, NOW - HUNG_SECONDS + 1, 5.0, node="node-1"),
-            Past(Cause.HANG, NOW - HUNG_SECONDS - 1, 5.0, node="node-2"),
-            Past(Cause.CRASH, NOW - 1, 5.0, node="node-3"),
-            Past(Cause.HANG, NOW - 1, 5.0),
+            PastIncident(IncidentCause.HANG, NOW - 1, 5.0, node="node-1"),
+            PastIncident(IncidentCause.HANG, NOW - HUNG_NODE_SECONDS + 1, 5.0, node="node-1"),
+            PastIncident(IncidentCause.HANG, NOW - HUNG_NODE_SECONDS - 1, 5.0, node="node-2"),
+            PastIncident(IncidentCause.CRASH, NOW - 1, 5.0, node="node-3"),
+            PastIncident(IncidentCause.HANG, NOW - 1, 5.0),
         )
         here = around(other(with_past(*hangs)))
         assert (dict(here.hung_nodes), here.hung_elsewhere) == ({"node-1": 2}, frozenset())
         elsewhere = around(other(with_past(*hangs), namespace="another"))
         assert (dict(elsewhere.hung_nodes), elsewhere.hung_elsewhere) == ({}, frozenset({"node-1"}))
-        assert elsewhere.past_seconds == {}
-        assert here.past_seconds[Cause.CRASH] == (5.0,)
-        assert not around(JobMemory(MINE, with_past(*hangs))).hung_nodes, "its own it knows itself"
+        assert elsewhere.past_durations == {}
+        assert here.past_durations[IncidentCause.CRASH] == (5.0,)
+        assert not around(JobCache(MINE, with_past(*hangs))).hung_nodes, "its own it knows itself"
 
 
 class TestHeard:
-    def heard(self, of: JobMemory, ago: float) -> bool:
+    def heard(self, of: JobCache, ago: float) -> bool:
         assert of.job is not None
-        memory = Memory(0.0)
-        known = memory.of(of.job)
-        known.draft = of.draft
-        memory.hear(known, NOW - ago)
-        return surroundings(memory, MINE, ATTEMPTED, KnownNodes(), NOW).reached_elsewhere
+        memory = JobRegistry(0.0)
+        known = memory.get_or_create(of.job)
+        known.update(desired=of.desired)
+        memory.mark_reporting(known, NOW - ago)
+        return collect_cluster_view(memory, MINE, ATTEMPTED, NodeSnapshot(), NOW).reached_elsewhere
 
-    @pytest.mark.parametrize(("ago", "heard"), [(HEARD_SECONDS - 1, True), (HEARD_SECONDS + 1, False)])
+    @pytest.mark.parametrize(("ago", "heard"), [(RECENT_POLL_SECONDS - 1, True), (RECENT_POLL_SECONDS + 1, False)])
     def test_another_jobs_worker_shows_that_the_operator_is_not_cut_off(self, ago: float, heard: bool) -> None:
         assert self.heard(other(namespace="another"), ago) is heard
-        assert not self.heard(JobMemory(MINE, ATTEMPTED), ago)
+        assert not self.heard(JobCache(MINE, ATTEMPTED), ago)
 
 
 class TestMemory:
     async def test_what_nobody_waits_for_any_more_is_forgotten_once_that_is_written(self) -> None:
-        world = training()
-        memory = JobMemory(world.job)
+        world = build_training()
+        memory = JobCache(world.job)
         for name in ("j-w0-0", "j-w9-0"):
-            memory.contacts[name] = Contact(Heartbeat(worker=name), NOW)
+            memory.contacts[name] = WorkerContact(Heartbeat(worker=name), NOW)
             memory.evidence[name] = Evidence("old" if name == "j-w9-0" else "new", name, 1, ())
-            memory.faults.take(crash(name, 0), workers=10)
-        memory.rulings = {(name, "node-1"): Ruling(Verdict.SUSPECTED, "w") for name in ("asked", "dropped")}
-        wanted = WantedQuarantine("node-1", "u", "why", "asked")
-        draft = world.draft.with_plan(evidence_request="new").with_incidents(quarantines=(wanted,))
+            memory.faults.add(build_crash(name, 0), workers=10)
+        memory.results.quarantine_decisions = {
+            (name, "node-1"): QuarantineDecision(QuarantineVerdict.SUSPECTED, "w") for name in ("asked", "dropped")
+        }
+        wanted = QuarantineRequest("node-1", "u", "why", "asked")
+        draft = world.desired.with_plan(evidence_request="new").with_incidents(quarantine_requests=(wanted,))
         memory.publish(draft, "7")
         assert list(memory.contacts) == ["j-w0-0"]
         assert list(memory.evidence) == ["j-w0-0"]
         assert [fault.worker for fault in memory.faults.values()] == ["j-w0-0"]
-        assert list(memory.rulings) == [("asked", "node-1")]
-        assert (memory.draft, memory.resource_version) == (draft, "7")
+        assert list(memory.results.quarantine_decisions) == [("asked", "node-1")]
+        assert (memory.desired, memory.resource_version) == (draft, "7")
 
     def test_a_job_is_known_by_its_uid(self) -> None:
-        memory = Memory(0.0)
-        known = memory.of(MINE)
-        assert memory.of(replace(MINE, generation=2)) is known
-        later = memory.of(replace(MINE, uid="later"))
+        memory = JobRegistry(0.0)
+        known = memory.get_or_create(MINE)
+        assert memory.get_or_create(replace(MINE, generation=2)) is known
+        later = memory.get_or_create(replace(MINE, uid="later"))
         assert later is not known
         assert memory.find("ns", "mine") is later
         memory.forget(MINE)
@@ -190,8 +203,8 @@ class TestMemory:
         memory.forget(MINE)
 
     def test_waking(self) -> None:
-        memory = Memory(0.0)
-        one, two = memory.of(MINE), memory.of(replace(MINE, name="two"))
+        memory = JobRegistry(0.0)
+        one, two = memory.get_or_create(MINE), memory.get_or_create(replace(MINE, name="two"))
         memory.wake("ns", "mine")
         assert (one.wake.is_set(), two.wake.is_set()) == (True, False)
         memory.wake("ns", "unknown")
@@ -200,40 +213,42 @@ class TestMemory:
 
 
 class TestObserved:
-    def world(self, memory: JobMemory, *pods: PodView) -> Any:
-        return observe(NOW - 60, memory, pods, Metrics(), Surroundings(), NOW)
+    def world(self, memory: JobCache, *pods: PodView) -> Any:
+        return build_observation(NOW - 60, memory, pods, JobMetrics(), ClusterView(), NOW)
 
     def test_what_is_settled_or_was_not_asked_is_not_seen(self) -> None:
-        world = training()
-        draft = world.draft.settle(("j-w0-0-rank-0-round-1",)).with_plan(evidence_request="new")
-        memory = JobMemory(world.job, draft)
+        world = build_training()
+        draft = world.desired.settle_faults(("j-w0-0-rank-0-round-1",)).with_plan(evidence_request="new")
+        memory = JobCache(world.job, draft)
         for name in ("j-w0-0", "j-w1-0"):
-            memory.faults.take(crash(name, int(name[3])), workers=10)
+            memory.faults.add(build_crash(name, int(name[3])), workers=10)
             memory.evidence[name] = Evidence("old" if name == "j-w0-0" else "new", name, 1, ())
         seen = self.world(memory)
         assert [fault.worker for fault in seen.faults] == ["j-w1-0"]
         assert [item.worker for item in seen.evidence] == ["j-w1-0"]
 
     def test_pods_that_no_worker_is_known_for_are_strays_until_they_go(self) -> None:
-        world = training()
+        world = build_training()
         stray = PodView("j-w9-0", "u", "Running", "node-1", created_at=NOW)
         going = replace(stray, name="j-w8-0", deleting=True)
-        seen = self.world(JobMemory(world.job, world.draft), stray, going)
-        assert [pod.name for pod in seen.strays] == ["j-w9-0"]
+        seen = self.world(JobCache(world.job, world.desired), stray, going)
+        assert [pod.name for pod in seen.stray_pods] == ["j-w9-0"]
 
     def test_states_and_steps_are_as_old_as_they_were_heard(self) -> None:
-        world = training()
-        memory = JobMemory(world.job, world.draft)
-        memory.contacts["j-w0-0"] = Contact(Heartbeat(), NOW - 3, state_since=NOW - 9, stepped_at=NOW - 5)
-        memory.contacts["j-w1-0"] = Contact(Heartbeat(), NOW - 3, state_since=NOW - 9)
-        ages = [(view.state_seconds, view.stepped_seconds) for view in self.world(memory).workers[:3]]
+        world = build_training()
+        memory = JobCache(world.job, world.desired)
+        memory.contacts["j-w0-0"] = WorkerContact(Heartbeat(), NOW - 3, state_since=NOW - 9, stepped_at=NOW - 5)
+        memory.contacts["j-w1-0"] = WorkerContact(Heartbeat(), NOW - 3, state_since=NOW - 9)
+        ages = [(view.state_seconds, view.seconds_since_step) for view in self.world(memory).workers[:3]]
         assert ages == [(9.0, 5.0), (9.0, float("inf")), (0.0, float("inf"))]
 
 
 def test_a_node_is_ready_by_that_condition_and_no_other() -> None:
     def ready(**conditions: str) -> bool:
         told = [{"type": name, "status": status} for name, status in conditions.items()]
-        return view_node({"metadata": {"name": "n", "uid": "u"}, "status": {"conditions": told}}, NodeHealth()).ready
+        return view_node(
+            {"metadata": {"name": "n", "uid": "u"}, "status": {"conditions": told}}, NodeHealthRules()
+        ).ready
 
     assert ready(MemoryPressure="False", Ready="True")
     assert not ready(MemoryPressure="True", Ready="False")
@@ -244,10 +259,10 @@ class TestReachability:
     async def test_who_listens_or_refuses_is_there(self) -> None:
         server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        assert await reachability.reaches_worker("127.0.0.1", port)
+        assert await reachability.can_reach_worker("127.0.0.1", port)
         server.close()
         await server.wait_closed()
-        assert await reachability.reaches_worker("127.0.0.1", port), "refused: the host answers"
+        assert await reachability.can_reach_worker("127.0.0.1", port), "refused: the host answers"
 
     @pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EHOSTUNREACH, "no route to host")])
     async def test_who_does_not_answer_is_asked_twice(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +273,8 @@ class TestReachability:
             raise error
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
-        assert await reachability.reaches_node("192.0.2.1") is False
-        assert asked == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.TRIES
+        assert await reachability.can_reach_node("192.0.2.1") is False
+        assert asked == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.REACH_ATTEMPTS
 
     async def test_without_a_free_file_nothing_is_known(self) -> None:
         server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
@@ -267,10 +282,10 @@ class TestReachability:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
         try:
-            assert await reachability.reaches_worker("127.0.0.1", port) is None
+            assert await reachability.can_reach_worker("127.0.0.1", port) is None
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        assert await reachability.reaches_worker("127.0.0.1", port) is True
+        assert await reachability.can_reach_worker("127.0.0.1", port) is True
         server.close()
 
     @pytest.mark.parametrize(("route", "answer"), [(False, None), (True, False)], ids=["ours", "a router's word"])
@@ -294,18 +309,18 @@ class TestReachability:
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
         monkeypatch.setattr(socket, "socket", Datagrams)
-        assert await reachability.reaches_node("192.0.2.1") is answer
+        assert await reachability.can_reach_node("192.0.2.1") is answer
 
     async def test_an_operator_that_was_held_up_has_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 0.001)
-        monkeypatch.setattr(reachability, "LATE_SECONDS", 0.01)
+        monkeypatch.setattr(reachability, "REACH_TIMEOUT_SECONDS", 0.001)
+        monkeypatch.setattr(reachability, "REACH_TIMEOUT_SLACK_SECONDS", 0.01)
 
         async def open_connection(_address: str, _port: int) -> Any:
             asyncio.get_running_loop().call_soon(time.sleep, 0.05)
             await asyncio.get_running_loop().create_future()
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
-        assert await reachability.reaches_node("192.0.2.1") is None
+        assert await reachability.can_reach_node("192.0.2.1") is None
 
     @pytest.mark.parametrize("listens", [True, False], ids=["listens", "refuses"])
     async def test_an_answer_that_lies_there_unread_counts_however_busy_the_operator_is(
@@ -317,8 +332,8 @@ class TestReachability:
         if not listens:
             server.close()
             await server.wait_closed()
-        monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 0.01)
-        monkeypatch.setattr(reachability, "TRIES", 1)
+        monkeypatch.setattr(reachability, "REACH_TIMEOUT_SECONDS", 0.01)
+        monkeypatch.setattr(reachability, "REACH_ATTEMPTS", 1)
         loop, over = asyncio.get_running_loop(), False
 
         def be_busy() -> None:
@@ -327,13 +342,17 @@ class TestReachability:
                 loop.call_soon(be_busy)
 
         loop.call_soon(be_busy)
-        assert await reachability.reaches_worker("127.0.0.1", port) is True
+        assert await reachability.can_reach_worker("127.0.0.1", port) is True
         over = True
         server.close()
 
     async def test_no_more_are_under_way_than_there_are_files_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(files, "now", lambda: Files(files.RESERVED + 2 * files.PROBES_SHARE))
-        monkeypatch.setattr(reachability, "TURN_SECONDS", 0.2)
+        monkeypatch.setattr(
+            file_limits,
+            "read_file_limits",
+            lambda: FileLimits(file_limits.RESERVED_FILES + 2 * file_limits.PROBE_FILES_DIVISOR),
+        )
+        monkeypatch.setattr(reachability, "REACH_SLOT_TIMEOUT_SECONDS", 0.2)
         under_way, most, gate = 0, 0, asyncio.Event()
 
         async def open_connection(_address: str, _port: int) -> Any:
@@ -347,8 +366,8 @@ class TestReachability:
             raise ConnectionRefusedError
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
-        monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 5.0)
-        asked = [asyncio.create_task(reachability.reaches_node(f"192.0.2.{number}")) for number in range(3)]
+        monkeypatch.setattr(reachability, "REACH_TIMEOUT_SECONDS", 5.0)
+        asked = [asyncio.create_task(reachability.can_reach_node(f"192.0.2.{number}")) for number in range(3)]
         done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         assert [task.result() for task in done] == [None], "there was no turn for it"
         gate.set()
@@ -359,16 +378,18 @@ class TestReachability:
 class TestFiles:
     @pytest.mark.parametrize("limit", [1, 256, 1024, 20_000, 2**30])
     def test_shares_fit_the_limit_and_nobody_has_none(self, limit: int) -> None:
-        shares = Files(limit)
+        shares = FileLimits(limit)
         assert shares.probes >= 1
         assert shares.connections >= 1
-        assert shares.probes + shares.connections + files.RESERVED <= max(limit, files.RESERVED + 2)
+        assert shares.probes + shares.connections + file_limits.RESERVED_FILES <= max(
+            limit, file_limits.RESERVED_FILES + 2
+        )
 
     def test_the_limit_is_raised_to_what_is_allowed(self) -> None:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
         try:
-            assert files.now().limit == 512
-            assert files.raise_limit().limit == (2**30 if before[1] == resource.RLIM_INFINITY else before[1])
+            assert file_limits.read_file_limits().limit == 512
+            assert file_limits.raise_file_limit().limit == (2**30 if before[1] == resource.RLIM_INFINITY else before[1])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -94,11 +94,12 @@ def test_a_conftest_affects_all_below_it(repository: Path) -> None:
 
 def test_of_each_decision_its_own_tests_are_the_nearest() -> None:
     decide, tests = "operator/pacekeeper_operator/decide", "tests/unit/operator/decide"
-    paths = [str(path.relative_to(ROOT)) for folder in (decide, tests) for path in (ROOT / folder).glob("*.py")]
+    paths = [str(path.relative_to(ROOT)) for folder in (decide, tests) for path in (ROOT / folder).rglob("*.py")]
     references = read_references(ROOT, paths)
-    for name in ("crash", "hang", "straggler"):
-        changed = f"{decide}/{name}.py"
-        assert order_tests(measure_distances(references, [changed]), [changed])[0] == f"{tests}/test_{name}.py"
+    for folder, name in (("failures", "crash"), ("failures", "hang"), ("stragglers", "straggler")):
+        changed = f"{decide}/{folder}/{name}.py"
+        nearest = order_tests(measure_distances(references, [changed]), [changed])[0]
+        assert nearest == f"{tests}/{folder}/test_{name}.py"
 
 
 def test_after_the_deadline_no_test_begins_and_the_rest_is_named(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper.observe.ring import RingWriter, create_ring
-from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.ranks import STEPS_SECONDS, RankRings
-from pacekeeper_analysis.diagnose.links import SpotKind, describe, join, judge
-from pacekeeper_analysis.plan import EvidencePart
-from pacekeeper_analysis.reports import MOST_FLOWS, Evidence, FlowWindow
-from pacekeeper_analysis.transport import HEADER
-from tests.support.nccl import Driver, build
+from pacekeeper.observe.record_ring import RingWriter, create_ring
+from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper.sidecar.rank_rings import NCCL_STEP_MEASUREMENT_SECONDS, RankRings
+from pacekeeper_analysis.network.delay_matrix import SpotKind, describe_hot_spot, diagnose_links, join_link_ends
+from pacekeeper_analysis.protocol.plan import EvidencePart
+from pacekeeper_analysis.protocol.reports import MAX_WORKER_FLOWS, Evidence, FlowWindow
+from pacekeeper_analysis.protocol.transport import TRANSPORT_HEADER
+from testing.training.nccl import NcclDriver, build_driver
 
 WORKERS, FIRST_RANK = 4, 20
 """Of one rank each, so that places in the communicator are not the ranks' numbers."""
@@ -25,70 +25,72 @@ PARTS = (EvidencePart.WINDOWS, EvidencePart.LINKS)
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return build(tmp_path_factory.mktemp("nccl"))
+def driver(tmp_path_factory: pytest.TempPathFactory) -> NcclDriver:
+    return build_driver(tmp_path_factory.mktemp("nccl"))
 
 
-def worker(folder: Path, place: int) -> tuple[Runtime, RankRings]:
-    runtime = Runtime(folder / f"w{place}").make()
+def worker(folder: Path, place: int) -> tuple[RuntimeFolder, RankRings]:
+    runtime = RuntimeFolder(folder / f"w{place}").create()
     create_ring(runtime.ring(0), rank=FIRST_RANK + place, round_=1, capacity=64)
     RingWriter(runtime.ring(0))
     return runtime, RankRings(runtime, window_steps=2)
 
 
-def asked(driver: Driver, folder: Path, slow: tuple[int, int] = (-1, -1)) -> list[Evidence]:
+def asked(driver: NcclDriver, folder: Path, slow: tuple[int, int] = (-1, -1)) -> list[Evidence]:
     """What each worker answers, as the operator reads it."""
     answers = []
     for place in range(WORKERS):
         runtime, rings = worker(folder, place)
         peer = slow[1] if place == slow[0] else -1
-        driver.play(6, "traffic", WORKERS, place, peer, transport=runtime.transport(0))
-        sent = rings.evidence("why", f"w{place}", 1, PARTS)
+        driver.run_scenario(6, "traffic", WORKERS, place, peer, transport=runtime.transport(0))
+        sent = rings.build_evidence("why", f"w{place}", 1, PARTS)
         answers.append(Evidence.from_json(json.loads(json.dumps(sent.to_json()))))
     return answers
 
 
-def test_a_slow_pair_is_a_hot_cell(driver: Driver, tmp_path: Path) -> None:
-    cells, unknown = join(asked(driver, tmp_path, slow=(1, 2)))
+def test_a_slow_pair_is_a_hot_cell(driver: NcclDriver, tmp_path: Path) -> None:
+    cells, unknown = join_link_ends(asked(driver, tmp_path, slow=(1, 2)))
     assert unknown == 0
-    found = judge(cells)
-    (spot,) = found.hot
+    found = diagnose_links(cells)
+    (spot,) = found.hot_spots
     assert (spot.kind, spot.source, spot.destination) == (SpotKind.LINK, FIRST_RANK + 1, FIRST_RANK + 2)
     assert spot.ratio == pytest.approx(5, rel=0.05)
-    assert describe(spot).startswith("link 21 → 22: 40 MB/s while a channel of NCCL is busy, the others 200 MB/s")
+    assert describe_hot_spot(spot).startswith(
+        "link 21 → 22: 40 MB/s while a channel of NCCL is busy, the others 200 MB/s"
+    )
     assert found.cells == WORKERS * (WORKERS - 1)
 
 
-def test_transfers_that_are_alike_show_nothing(driver: Driver, tmp_path: Path) -> None:
-    found = judge(join(asked(driver, tmp_path))[0])
-    assert (found.known, found.hot) == (True, ())
+def test_transfers_that_are_alike_show_nothing(driver: NcclDriver, tmp_path: Path) -> None:
+    found = diagnose_links(join_link_ends(asked(driver, tmp_path))[0])
+    assert (found.is_known, found.hot_spots) == (True, ())
 
 
-def test_a_rank_whose_plugin_does_not_run_is_unknown_to_the_others(driver: Driver, tmp_path: Path) -> None:
+def test_a_rank_whose_plugin_does_not_run_is_unknown_to_the_others(driver: NcclDriver, tmp_path: Path) -> None:
     told = [answer for answer in asked(driver, tmp_path, slow=(1, 2)) if answer.worker != "w2"]
-    cells, unknown = join(told)
+    cells, unknown = join_link_ends(told)
     assert unknown == 3, "one of each who sends to it"
     assert not {cell.destination for cell in cells} & {FIRST_RANK + 2}
 
 
-def test_the_question_has_the_next_seconds_measured(driver: Driver, tmp_path: Path) -> None:
+def test_the_question_has_the_next_seconds_measured(driver: NcclDriver, tmp_path: Path) -> None:
     runtime, rings = worker(tmp_path, 0)
-    driver.play(6, "traffic", WORKERS, 0, -1, transport=runtime.transport(0))
+    driver.run_scenario(6, "traffic", WORKERS, 0, -1, transport=runtime.transport(0))
     forever = _steps_until(runtime)
-    assert rings.evidence("why", "w0", 1, (EvidencePart.WINDOWS,)).flows == ()
+    assert rings.build_evidence("why", "w0", 1, (EvidencePart.WINDOWS,)).flows == ()
     assert _steps_until(runtime) == forever, "nobody has asked for links"
     before = time.monotonic_ns()
-    rings.evidence("why", "w0", 1, PARTS)
-    assert before < _steps_until(runtime) - STEPS_SECONDS * 1e9 < time.monotonic_ns()
+    rings.build_evidence("why", "w0", 1, PARTS)
+    assert before < _steps_until(runtime) - NCCL_STEP_MEASUREMENT_SECONDS * 1e9 < time.monotonic_ns()
 
 
 def test_of_too_many_flows_the_largest_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, rings = worker(tmp_path, 0)
-    rings.look()
-    many = tuple(FlowWindow(1, 0, 1 + peer, FIRST_RANK, 0, peer) for peer in range(MOST_FLOWS + 5))
-    monkeypatch.setattr(RankRings, "_flows_of", lambda *_: many)
-    told = rings.evidence("why", "w0", 1, PARTS).flows
-    assert (len(told), min(flow.sent_bytes for flow in told)) == (MOST_FLOWS, 5)
+    rings.refresh()
+    many = tuple(FlowWindow(1, 0, 1 + peer, FIRST_RANK, 0, peer) for peer in range(MAX_WORKER_FLOWS + 5))
+    monkeypatch.setattr(RankRings, "_read_flows", lambda *_: many)
+    told = rings.build_evidence("why", "w0", 1, PARTS).flows
+    assert (len(told), min(flow.sent_bytes for flow in told)) == (MAX_WORKER_FLOWS, 5)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no such file"], ids=["none", "empty", "another"])
@@ -99,11 +101,11 @@ def test_where_the_plugin_does_not_run_nothing_else_changes(
     if content is not None:
         runtime.transport(0).write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        answer = rings.evidence("why", "w0", 1, PARTS)
+        answer = rings.build_evidence("why", "w0", 1, PARTS)
     assert (answer.flows, [window.rank for window in answer.windows]) == ((), [FIRST_RANK])
     assert ("rank 20's transfers over NCCL are unknown" in caplog.text) is (content is not None)
-    assert join([answer]) == ([], 0)
+    assert join_link_ends([answer]) == ([], 0)
 
 
-def _steps_until(runtime: Runtime) -> int:
-    return int(np.fromfile(runtime.transport(0), HEADER, count=1)["steps_until_ns"][0])
+def _steps_until(runtime: RuntimeFolder) -> int:
+    return int(np.fromfile(runtime.transport(0), TRANSPORT_HEADER, count=1)["steps_until_ns"][0])

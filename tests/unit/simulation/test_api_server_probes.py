@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.api_probes import PROBES, Probe
-from tests.support.simulated_api import SimulatedServer
+from testing.kubernetes.api_probes import PROBES, ApiProbe
+from testing.simulated.simulated_api import SimulatedServer
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_a_probe(probe: Probe) -> None:
-    assert probe.says(SimulatedServer()) == probe.expected
+def test_a_probe(probe: ApiProbe) -> None:
+    assert probe.run_on(SimulatedServer()) == probe.expected

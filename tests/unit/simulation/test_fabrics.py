@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.plan import Plan
-from pacekeeper_operator import ledger
-from pacekeeper_operator.decide.paths import ways_of
-from simulation.schedule import JobSettings
+from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_operator.state import state_codec
+from pacekeeper_operator.state.routes import get_planned_routes
+from simulation.schedule import SimulatedJob
 from simulation.world import NAMESPACE, World, WorldSettings
 
 LEAF = "example.com/leaf"
@@ -32,7 +32,7 @@ def world() -> Iterator[World]:
     By this seed flows collide that have no ways.
     """
     world = World(1, WorldSettings(nodes=8, slots=1))
-    until(world, lambda: len(world.api.all("nodes")) == 8)
+    until(world, lambda: len(world.api.list_all("nodes")) == 8)
     for n, leaf in enumerate(LEAVES):
         world.api.patch("nodes", f"node-{n}", "", {"metadata": {"labels": {LEAF: leaf}}})
     yield world
@@ -43,7 +43,7 @@ def until(world: World, holds: Callable[[], object], seconds: float = 120.0) -> 
     async def wait() -> None:
         began = world.now()
         while not holds():
-            assert world.now() - began < seconds, f"not within {seconds} s: {world.story.lines[-10:]}"
+            assert world.now() - began < seconds, f"not within {seconds} s: {world.log.lines[-10:]}"
             await asyncio.sleep(0.1)
 
     world.run(wait())
@@ -51,12 +51,12 @@ def until(world: World, holds: Callable[[], object], seconds: float = 120.0) -> 
 
 def make_jobs(world: World, *names: str) -> None:
     for name in names:
-        world.api.create("trainingjobs", JobSettings(name, replicas=4, spares=0).manifest())
+        world.api.create("trainingjobs", SimulatedJob(name, replicas=4, spares=0).build_manifest())
 
 
 def plan(world: World, job: str) -> Plan:
     state = world.api.get("trainingjobstates", job, NAMESPACE)
-    return Plan() if state is None else ledger.read(state, job).draft.plan
+    return Plan() if state is None else state_codec.decode_state(state, job).desired.plan
 
 
 def status(world: World, kind: str, name: str, namespace: str = "") -> Mapping[str, Any]:
@@ -73,7 +73,7 @@ def make_fabric(world: World, **changes: Any) -> None:
 
 
 def leaves_of_seats(world: World, job: str) -> str:
-    pods = {pod["metadata"]["name"]: pod for pod in world.api.all("pods", NAMESPACE)}
+    pods = {pod["metadata"]["name"]: pod for pod in world.api.list_all("pods", NAMESPACE)}
     nodes = [int(pods[member.worker]["spec"]["nodeName"].split("-")[1]) for member in plan(world, job).members]
     return "".join(LEAVES[node] for node in nodes)
 
@@ -87,14 +87,14 @@ def test_two_jobs_are_ordered_and_planned_apart(world: World) -> None:
         leaves = leaves_of_seats(world, job)
         changes = sum(a != b for a, b in zip(leaves, leaves[1:] + leaves[:1], strict=True))
         assert status(world, "trainingjobs", job, NAMESPACE)["leafCrossings"] == {"now": changes, "best": changes}
-        assert len(ways_of(plan(world, job))) == changes
+        assert len(get_planned_routes(plan(world, job))) == changes
     until(world, lambda: status(world, "fabrics", "f").get("flows", 0) > 0)
     shown = status(world, "fabrics", "f")
-    assert shown["maxLoad"] == shown["bound"]
+    assert shown["maxLoad"] == shown["lowerBound"]
     assert {one["type"]: one["status"] for one in shown["conditions"]} == {
         "InForce": "True",
-        "LeavesKnown": "True",
-        "LinksKnown": "True",
+        "LeavesResolved": "True",
+        "LinksResolved": "True",
         "Planned": "True",
     }
 
@@ -114,7 +114,7 @@ def test_an_operator_that_is_killed_between_two_jobs_leaves_each_plan_whole_and_
         assert paths is None or plan(world, job).paths == paths, "what was written stays"
         assert plan(world, job).paths is not None
     shown = status(world, "fabrics", "f")
-    assert shown["maxLoad"] == shown["bound"]
+    assert shown["maxLoad"] == shown["lowerBound"]
 
 
 def test_without_a_fabric_all_is_as_ever(world: World) -> None:
@@ -138,6 +138,6 @@ def test_labels_that_change_while_a_job_trains_move_nobody(world: World) -> None
     assert plan(world, "one").members == before.members
     assert train(world, "one")
     # Flows that cross leaves by now had no ways: one round for them pays, and no second one follows.
-    causes = [found["spec"]["cause"] for found in world.api.all("incidents")]
+    causes = [found["spec"]["cause"] for found in world.api.list_all("incidents")]
     assert causes == ["slow-communication"]
     assert plan(world, "one").membership == before.membership + 1

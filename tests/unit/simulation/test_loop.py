@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import pytest
 
-from simulation.loop import Process, Stuck, VirtualLoop, current_process
+from simulation.loop import LoopStuck, Process, VirtualLoop, get_current_process
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_what_never_comes_is_an_error(loop: VirtualLoop) -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(Stuck):
+    with pytest.raises(LoopStuck):
         loop.run(main())
 
 
@@ -54,7 +54,7 @@ def test_a_moment_that_never_ends_is_an_error(loop: VirtualLoop) -> None:
         while True:
             await asyncio.wait([asyncio.create_task(asyncio.sleep(0))])
 
-    with pytest.raises(Stuck, match="circles"):
+    with pytest.raises(LoopStuck, match="endlessly"):
         loop.run(main())
 
 
@@ -77,7 +77,7 @@ def test_nothing_of_a_killed_process_runs_on_not_even_what_it_would_do_last(loop
     async def main() -> None:
         process.spawn(parent(), "parent")
         await asyncio.sleep(0.5)
-        process.on_death(lambda: said.append("mourned"))
+        process.add_death_callback(lambda: said.append("mourned"))
         process.kill()
         await asyncio.sleep(10)
 
@@ -132,13 +132,13 @@ def test_whatever_a_process_starts_is_its_own(loop: VirtualLoop) -> None:
     process = Process(loop, "p")
 
     async def inner() -> None:
-        owners.append(current_process())
+        owners.append(get_current_process())
 
     async def outer() -> None:
         await asyncio.gather(inner(), asyncio.create_task(inner()))
 
     async def main() -> None:
-        owners.append(current_process())
+        owners.append(get_current_process())
         await process.spawn(outer(), "outer")
 
     loop.run(main())

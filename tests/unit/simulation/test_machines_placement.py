@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.observe.views import view_pod
-from simulation.kubernetes.placement import Needs, Offer, obstacle, quantity, toleration_seconds
-from tests.support.simulated_machines import NAMESPACE, TRAINER, Machines
+from simulation.kubernetes.placement import (
+    NodeOffer,
+    PodNeeds,
+    compute_toleration_seconds,
+    find_obstacle,
+    parse_quantity,
+)
+from testing.simulated.simulated_machines import NAMESPACE, TRAINER, MachinesHarness
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 HOST = "kubernetes.io/hostname"
@@ -17,19 +23,19 @@ WITH_GPU = {"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}
 ONE_CORE = {"name": "first", "resources": {"requests": {"cpu": "1"}}}
 
 
-def needs(**spec: Any) -> Needs:
+def needs(**spec: Any) -> PodNeeds:
     metadata = {"uid": "uid", "namespace": "n", "name": "p", "labels": {"app": "a"}}
-    return Needs.parse({"metadata": metadata, "spec": {"containers": [{"name": "c"}], **spec}})
+    return PodNeeds.parse({"metadata": metadata, "spec": {"containers": [{"name": "c"}], **spec}})
 
 
-def offer(name: str = "node-0", *pods: Needs, labels: dict[str, str] | None = None, **spec: Any) -> Offer:
+def offer(name: str = "node-0", *pods: PodNeeds, labels: dict[str, str] | None = None, **spec: Any) -> NodeOffer:
     status = {"allocatable": {"cpu": "2", "memory": "4Gi", "nvidia.com/gpu": "1", "pods": "3"}}
     node = {"metadata": {"name": name, "labels": {HOST: name, **(labels or {})}}, "spec": spec, "status": status}
-    return Offer(node, {str(number): pod for number, pod in enumerate(pods)})
+    return NodeOffer(node, {str(number): pod for number, pod in enumerate(pods)})
 
 
-def why(pod: Needs, node: Offer) -> str:
-    return obstacle(pod, node, {node.name: node})
+def why(pod: PodNeeds, node: NodeOffer) -> str:
+    return find_obstacle(pod, node, {node.name: node})
 
 
 def asking(**requests: str) -> dict[str, Any]:
@@ -38,7 +44,7 @@ def asking(**requests: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("text", "value"), [("250m", 0.25), ("64Mi", 64 * 2**20), ("8", 8.0), (8, 8.0), ("2G", 2e9)])
 def test_quantities(text: object, value: float) -> None:
-    assert quantity(text) == value
+    assert parse_quantity(text) == value
 
 
 @pytest.mark.parametrize(
@@ -94,9 +100,9 @@ def test_taints_and_tolerations(taint: dict[str, str], toleration: dict[str, str
 def test_the_shortest_toleration_counts() -> None:
     taint = {"key": "k", "effect": "NoExecute"}
     short, always = {"key": "k", "operator": "Exists", "tolerationSeconds": 30}, {"key": "k", "operator": "Exists"}
-    assert toleration_seconds(taint, []) is None
-    assert toleration_seconds(taint, [always]) == float("inf")
-    assert toleration_seconds(taint, [always, short]) == 30.0
+    assert compute_toleration_seconds(taint, []) is None
+    assert compute_toleration_seconds(taint, [always]) == float("inf")
+    assert compute_toleration_seconds(taint, [always, short]) == 30.0
 
 
 def test_pods_are_counted_and_a_port_of_the_nodes_network_is_taken_once() -> None:
@@ -105,7 +111,7 @@ def test_pods_are_counted_and_a_port_of_the_nodes_network_is_taken_once() -> Non
     assert why(needs(**host), offer("node-0", one)) == "node(s) didn't have free ports for the requested pod ports"
     full = offer()
     for number in range(3):
-        full.add(Needs.parse({"metadata": {"uid": str(number), "namespace": "n"}, "spec": {"containers": []}}))
+        full.add(PodNeeds.parse({"metadata": {"uid": str(number), "namespace": "n"}, "spec": {"containers": []}}))
     assert why(needs(), full) == "Too many pods"
 
 
@@ -123,12 +129,12 @@ def test_pods_that_keep_others_of_their_kind_away_do_so_on_both_sides() -> None:
     one, other, far = (offer(f"node-{i}", labels={"zone": zone}) for i, zone in enumerate("aab"))
     nodes = {node.name: node for node in (one, other, far)}
     one.add(plain)
-    assert obstacle(lonely, other, nodes) == "node(s) didn't match pod anti-affinity rules"
-    assert obstacle(lonely, far, nodes) == ""
+    assert find_obstacle(lonely, other, nodes) == "node(s) didn't match pod anti-affinity rules"
+    assert find_obstacle(lonely, far, nodes) == ""
     one.remove(plain.uid)
     one.add(lonely)
-    assert obstacle(plain, other, nodes) == "node(s) didn't satisfy existing pods anti-affinity rules"
-    assert obstacle(plain, far, nodes) == ""
+    assert find_obstacle(plain, other, nodes) == "node(s) didn't satisfy existing pods anti-affinity rules"
+    assert find_obstacle(plain, far, nodes) == ""
 
 
 def test_pods_that_want_company_go_where_it_is() -> None:
@@ -136,101 +142,104 @@ def test_pods_that_want_company_go_where_it_is() -> None:
     social = needs(affinity={"podAffinity": {REQUIRED: [term]}})
     one, other = offer("node-0", needs()), offer("node-1")
     nodes = {"node-0": one, "node-1": other}
-    assert obstacle(social, one, nodes) == ""
-    assert obstacle(social, other, nodes) == "node(s) didn't match pod affinity rules"
+    assert find_obstacle(social, one, nodes) == ""
+    assert find_obstacle(social, other, nodes) == "node(s) didn't match pod affinity rules"
 
 
 def test_workers_are_spread_and_a_spare_is_never_beside_them() -> None:
-    machines = Machines(nodes=3)
-    names = [machines.worker(0), machines.worker(1), machines.worker(2, spare=True)]
+    machines = MachinesHarness(nodes=3)
+    names = [machines.create_worker_pod(0), machines.create_worker_pod(1), machines.create_worker_pod(2, spare=True)]
     for name in names:
-        machines.runs(name)
-    assert sorted(machines.place(name) for name in names) == ["node-0", "node-1", "node-2"]
-    late = machines.worker(3, spare=True)
-    machines.until(lambda: view_pod(machines.there(late)).unschedulable)
-    assert "anti-affinity" in view_pod(machines.there(late)).unschedulable
+        machines.is_running(name)
+    assert sorted(machines.get_node_name(name) for name in names) == ["node-0", "node-1", "node-2"]
+    late = machines.create_worker_pod(3, spare=True)
+    machines.wait_until(lambda: view_pod(machines.get_pod(late)).unschedulable_message)
+    assert "anti-affinity" in view_pod(machines.get_pod(late)).unschedulable_message
 
 
 def test_a_worker_is_not_put_beside_a_spare() -> None:
-    machines = Machines(nodes=1)
-    machines.runs(machines.worker(0, spare=True))
-    name = machines.worker(1)
-    machines.until(lambda: view_pod(machines.there(name)).unschedulable)
-    assert "existing pods anti-affinity" in view_pod(machines.there(name)).unschedulable
+    machines = MachinesHarness(nodes=1)
+    machines.is_running(machines.create_worker_pod(0, spare=True))
+    name = machines.create_worker_pod(1)
+    machines.wait_until(lambda: view_pod(machines.get_pod(name)).unschedulable_message)
+    assert "existing pods anti-affinity" in view_pod(machines.get_pod(name)).unschedulable_message
 
 
 def test_suspects_are_avoided() -> None:
-    machines = Machines(nodes=3)
-    names = [machines.worker(ordinal, avoid_nodes=["node-0", "node-2"]) for ordinal in range(3)]
+    machines = MachinesHarness(nodes=3)
+    names = [machines.create_worker_pod(ordinal, avoid_nodes=["node-0", "node-2"]) for ordinal in range(3)]
     for name in names:
-        machines.runs(name)
-    assert [machines.place(name) for name in names] == ["node-1"] * 3
+        machines.is_running(name)
+    assert [machines.get_node_name(name) for name in names] == ["node-1"] * 3
 
 
 def test_a_pod_without_a_place_gets_one_when_a_node_is_uncordoned() -> None:
-    machines = Machines(nodes=1)
-    machines.node(0).cordon()
-    name = machines.worker()
-    machines.until(lambda: view_pod(machines.there(name)).unschedulable)
-    assert view_pod(machines.there(name)).unschedulable == "0/1 nodes are available: 1 node(s) were unschedulable."
+    machines = MachinesHarness(nodes=1)
+    machines.get_node(0).cordon()
+    name = machines.create_worker_pod()
+    machines.wait_until(lambda: view_pod(machines.get_pod(name)).unschedulable_message)
+    assert (
+        view_pod(machines.get_pod(name)).unschedulable_message
+        == "0/1 nodes are available: 1 node(s) were unschedulable."
+    )
     machines.wait(30.0)
-    machines.node(0).uncordon()
-    machines.runs(name)
-    assert not view_pod(machines.there(name)).unschedulable
+    machines.get_node(0).uncordon()
+    machines.is_running(name)
+    assert not view_pod(machines.get_pod(name)).unschedulable_message
 
 
 def test_a_terminating_pod_keeps_its_room_until_it_is_gone() -> None:
-    machines = Machines(nodes=1, cpu=2)
+    machines = MachinesHarness(nodes=1, cpu=2)
     spec = {"containers": [{**TRAINER, "resources": {"requests": {"cpu": "1900m"}}}]}
-    first = machines.worker(0, spec=spec)
-    old = machines.runs(first)
+    first = machines.create_worker_pod(0, spec=spec)
+    old = machines.is_running(first)
     old.takes = 8.0
     machines.api.delete("pods", first, NAMESPACE)
-    second = machines.worker(1, spec=spec)
+    second = machines.create_worker_pod(1, spec=spec)
     machines.wait(6.0)
-    assert machines.place(second) == ""
-    machines.until(lambda: machines.pod(first) is None)
-    machines.runs(second)
+    assert machines.get_node_name(second) == ""
+    machines.wait_until(lambda: machines.find_pod(first) is None)
+    machines.is_running(second)
 
 
 def test_an_ended_pod_gives_its_room_away() -> None:
-    machines = Machines(nodes=1, cpu=2)
+    machines = MachinesHarness(nodes=1, cpu=2)
     spec = {"containers": [{**TRAINER, "resources": {"requests": {"cpu": "1900m"}}}]}
-    first, second = machines.worker(0, spec=spec), machines.worker(1, spec=spec)
-    machines.runs(first).end(1)
-    machines.runs(second)
-    assert machines.phase(first) == "Failed"
+    first, second = machines.create_worker_pod(0, spec=spec), machines.create_worker_pod(1, spec=spec)
+    machines.is_running(first).end(1)
+    machines.is_running(second)
+    assert machines.get_phase(first) == "Failed"
 
 
 def test_a_pod_without_a_place_holds_nobody_up() -> None:
-    machines = Machines(nodes=1)
-    large = machines.worker(0, spec={"containers": [{**TRAINER, "resources": {"requests": {"cpu": "64"}}}]})
-    small = machines.worker(1)
-    machines.until(lambda: machines.place(small), 1.0)
-    assert machines.place(large) == ""
+    machines = MachinesHarness(nodes=1)
+    large = machines.create_worker_pod(0, spec={"containers": [{**TRAINER, "resources": {"requests": {"cpu": "64"}}}]})
+    small = machines.create_worker_pod(1)
+    machines.wait_until(lambda: machines.get_node_name(small), 1.0)
+    assert machines.get_node_name(large) == ""
 
 
 def test_a_pod_that_has_waited_for_long_backs_off_and_others_do_not() -> None:
-    machines = Machines(nodes=1)
-    machines.node(0).cordon()
-    name = machines.worker()
+    machines = MachinesHarness(nodes=1)
+    machines.get_node(0).cordon()
+    name = machines.create_worker_pod()
     for _ in range(6):  # each change is a try in vain
         machines.wait(15.0)
-        machines.node(0).taint("example.com/x", "NoSchedule")
+        machines.get_node(0).taint("example.com/x", "NoSchedule")
         machines.wait(15.0)
-        machines.node(0).untaint("example.com/x")
-    machines.node(0).uncordon()
+        machines.get_node(0).untaint("example.com/x")
+    machines.get_node(0).uncordon()
     machines.wait(0.5)
-    late = machines.worker(1)
-    machines.until(lambda: machines.place(late), 1.0)
-    assert machines.place(name) == ""
-    machines.until(lambda: machines.place(name), 10.0)
+    late = machines.create_worker_pod(1)
+    machines.wait_until(lambda: machines.get_node_name(late), 1.0)
+    assert machines.get_node_name(name) == ""
+    machines.wait_until(lambda: machines.get_node_name(name), 10.0)
 
 
 def test_company_in_another_namespace_is_none() -> None:
     term = {"labelSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}, "topologyKey": HOST}
     shy = needs(affinity={"podAntiAffinity": {REQUIRED: [term]}})
-    stranger = Needs.parse(
+    stranger = PodNeeds.parse(
         {"metadata": {"uid": "other", "namespace": "m", "labels": {"app": "a"}}, "spec": {"containers": []}}
     )
     assert why(shy, offer("node-0", stranger)) == ""
@@ -257,18 +266,18 @@ def test_operators_of_selectors(operator: str, values: list[str], fits: bool) ->
 
 
 def test_a_new_node_takes_what_has_waited() -> None:
-    machines = Machines(nodes=0)
-    name = machines.worker()
+    machines = MachinesHarness(nodes=0)
+    name = machines.create_worker_pod()
     machines.wait(5.0)
-    assert view_pod(machines.there(name)).unschedulable == "no nodes available to schedule pods"
+    assert view_pod(machines.get_pod(name)).unschedulable_message == "no nodes available to schedule pods"
     machines.world.add_node()
-    machines.runs(name)
+    machines.is_running(name)
 
 
 def test_a_pod_behind_a_gate_is_left_alone() -> None:
-    machines = Machines()
-    name = machines.worker(spec={"schedulingGates": [{"name": "quota"}]})
+    machines = MachinesHarness()
+    name = machines.create_worker_pod(spec={"schedulingGates": [{"name": "quota"}]})
     machines.wait(5.0)
-    assert machines.place(name) == ""
+    assert machines.get_node_name(name) == ""
     machines.api.patch("pods", name, NAMESPACE, {"spec": {"schedulingGates": None}})
-    machines.runs(name)
+    machines.is_running(name)

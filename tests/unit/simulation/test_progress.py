@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import JobPhase, JobStatus, parse_duration
-from pacekeeper_operator.decide import status as statuses
-from pacekeeper_operator.decide.progress import GRAINS
-from simulation.faults.moments import At
+from pacekeeper_operator.api.formats import parse_duration
+from pacekeeper_operator.api.training_job import JobPhase, JobStatus
+from pacekeeper_operator.decide.lifecycle import status as statuses
+from pacekeeper_operator.decide.lifecycle.progress import ROUNDING_STEPS
 from simulation.faults.people import JobFinishes
 from simulation.faults.ranks import RankCrashes
-from simulation.generator import OPERATOR
-from simulation.run import run
-from simulation.schedule import Aim, JobSettings, Schedule, Stroke
+from simulation.faults.triggers import AtTime
+from simulation.generator import OPERATOR_SETTINGS
+from simulation.run import run_schedule
+from simulation.schedule import Aim, FaultInjection, Schedule, SimulatedJob
 from simulation.world import EPOCH, WorldSettings
 
 STEPS = 200
@@ -24,23 +25,26 @@ CRASHES = (50.0, 75.0, 100.0, 125.0, 150.0)
 @pytest.mark.parametrize("crashes", [(), CRASHES], ids=["steady", "interrupted"])
 def test_at_half_time_it_is_right_by_a_fifth(crashes: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[float, JobStatus]] = []
-    real = statuses.report
+    real = statuses.build_job_status
 
     def report(observation: Any, *rest: Any) -> JobStatus:
         status = real(observation, *rest)
         said.append((observation.now - EPOCH, status))
         return status
 
-    monkeypatch.setattr(statuses, "report", report)
-    monkeypatch.setattr("simulation.run.SECONDS", 250.0)  # it is done by then
-    monkeypatch.setattr("simulation.run.HEALED_AFTER", 200.0)
-    strokes = (Stroke(At(20.0), JobFinishes(steps=STEPS)), *(Stroke(At(at), RankCrashes(index=1)) for at in crashes))
-    jobs = (JobSettings(replicas=3, spares=1, spec={"remediation": {"maxRestarts": 100}}),)
-    outcome = run(Schedule(5, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR), jobs, strokes))
+    monkeypatch.setattr(statuses, "build_job_status", report)
+    monkeypatch.setattr("simulation.run.MIN_RUN_SECONDS", 250.0)  # it is done by then
+    monkeypatch.setattr("simulation.run.HEALED_BY_SECONDS", 200.0)
+    strokes = (
+        FaultInjection(AtTime(20.0), JobFinishes(steps=STEPS)),
+        *(FaultInjection(AtTime(at), RankCrashes(index=1)) for at in crashes),
+    )
+    jobs = (SimulatedJob(replicas=3, spares=1, spec={"remediation": {"maxRestarts": 100}}),)
+    outcome = run_schedule(Schedule(5, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR_SETTINGS), jobs, strokes))
     assert outcome.violations == ()
     assert outcome.restarts == len(crashes)
     done = next(at for at, status in said if status.phase is JobPhase.COMPLETE)
     begun = next(at for at, status in said if status.phase is JobPhase.RUNNING)
     at, half = next((at, status) for at, status in said if at >= (begun + done) / 2 and status.remaining)
-    left, rounding = done - at, GRAINS[0][1] / 2
+    left, rounding = done - at, ROUNDING_STEPS[0][1] / 2
     assert abs(parse_duration(half.remaining or "") - left) <= 0.2 * left + rounding

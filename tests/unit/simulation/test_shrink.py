@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 from simulation.faults.machines import PodDeleted, PowerFails
-from simulation.faults.moments import AfterFault, At
 from simulation.faults.operators import OperatorKilled
 from simulation.faults.ranks import NodeIsSlow, RankCrashes
-from simulation.schedule import JobSettings, Schedule, Stroke
-from simulation.shrink import shrink, simpler
+from simulation.faults.triggers import AfterFault, AtTime
+from simulation.schedule import FaultInjection, Schedule, SimulatedJob
+from simulation.shrink import iterate_simpler, shrink_schedule
 from simulation.world import WorldSettings
 
 MANY = Schedule(
     7,
     world=WorldSettings(nodes=9, operators=2),
-    jobs=(JobSettings("a", replicas=4, spares=2, ranks=2, spec={"schedulingTimeout": "30s"}), JobSettings("b")),
-    strokes=(
-        Stroke(At(20.3), RankCrashes(index=2, code=-9)),
-        Stroke(At(25.0), PowerFails(index=3), 80.0),
-        Stroke(AfterFault(1, 2.0), NodeIsSlow(factor=4.0), 33.0),
-        Stroke(AfterFault(2, 1.0), OperatorKilled()),
-        Stroke(At(90.0), PodDeleted(index=1, force=True)),
+    jobs=(SimulatedJob("a", replicas=4, spares=2, ranks=2, spec={"schedulingTimeout": "30s"}), SimulatedJob("b")),
+    injections=(
+        FaultInjection(AtTime(20.3), RankCrashes(index=2, code=-9)),
+        FaultInjection(AtTime(25.0), PowerFails(index=3), 80.0),
+        FaultInjection(AfterFault(1, 2.0), NodeIsSlow(factor=4.0), 33.0),
+        FaultInjection(AfterFault(2, 1.0), OperatorKilled()),
+        FaultInjection(AtTime(90.0), PodDeleted(index=1, force=True)),
     ),
 )
 
 
 def test_only_the_faults_that_break_the_rule_are_left_at_their_simplest() -> None:
-    small = shrink(MANY, lambda schedule: {"power-fails", "operator-killed"} <= set(schedule.kinds))
+    small = shrink_schedule(MANY, lambda schedule: {"power-fails", "operator-killed"} <= set(schedule.kinds))
     assert small.kinds == ("power-fails", "node-is-slow", "operator-killed"), "the last one comes after the one before"
-    assert small.strokes[0] == Stroke(At(25.0), PowerFails(), 1.0)
-    assert small.strokes[2].when == AfterFault(1, 1.0), "it still comes after the same one"
-    assert small.jobs == (JobSettings("a", replicas=1, spares=0),)
+    assert small.injections[0] == FaultInjection(AtTime(25.0), PowerFails(), 1.0)
+    assert small.injections[2].trigger == AfterFault(1, 1.0), "it still comes after the same one"
+    assert small.jobs == (SimulatedJob("a", replicas=1, spares=0),)
     assert small.world == WorldSettings(nodes=2, operators=1)
 
 
 def test_what_the_rule_needs_is_kept() -> None:
-    small = shrink(MANY, lambda schedule: schedule.jobs[0].replicas >= 3 and schedule.world.operators == 2)
-    assert small.strokes == ()
+    small = shrink_schedule(MANY, lambda schedule: schedule.jobs[0].replicas >= 3 and schedule.world.operators == 2)
+    assert small.injections == ()
     assert small.jobs[0].replicas == 3
     assert small.world.operators == 2
 
@@ -47,9 +47,9 @@ def test_it_ends_with_the_tries() -> None:
         tried.append(schedule)
         return True
 
-    assert shrink(MANY, breaks, tries=3) == tried[-1]
+    assert shrink_schedule(MANY, breaks, tries=3) == tried[-1]
     assert len(tried) == 3
 
 
 def test_no_candidate_is_the_schedule_itself() -> None:
-    assert MANY not in list(simpler(MANY))
+    assert MANY not in list(iterate_simpler(MANY))

@@ -7,37 +7,39 @@ from typing import Any
 
 import pytest
 
+from simulation.conformance.scenario import CONFORMANCE_FAULTS, ConformanceScenario, Episode, generate_scenario
+from simulation.conformance.scenario_run import is_job_calm
+from simulation.conformance.sequences import Comparison
+from simulation.conformance.simulated import run_in_simulation
 from simulation.faults import machines, people
-from simulation.faults.fault import Role
-from simulation.schedule import JobSettings
-from simulation.two_worlds.disaster import MENU, Disaster, Episode, disaster
-from simulation.two_worlds.performance import is_calm
-from simulation.two_worlds.sequences import Comparison
-from simulation.two_worlds.simulated import simulate
+from simulation.faults.fault import TargetRole
+from simulation.schedule import SimulatedJob
 
 Change = Callable[[dict[str, Any]], None]
 
 
 def test_twenty_seeds_in_a_row_leave_nothing_of_the_vocabulary_out() -> None:
-    found = {type(episode.what) for seed in range(1, 21) for episode in disaster(seed).episodes}
-    assert found >= set(MENU)
+    found = {type(episode.fault) for seed in range(1, 21) for episode in generate_scenario(seed).episodes}
+    assert found >= set(CONFORMANCE_FAULTS)
 
 
 def test_a_seed_is_always_the_same_disaster() -> None:
-    assert disaster(7) == disaster(7)
-    assert len({str(disaster(seed)) for seed in range(1, 21)}) == 20
+    assert generate_scenario(7) == generate_scenario(7)
+    assert len({str(generate_scenario(seed)) for seed in range(1, 21)}) == 20
 
 
 def test_an_operator_or_a_node_that_fails_is_no_business_of_other_jobs() -> None:
     """Whoever is struck by it is alone in the cluster."""
     cut_off = Episode(machines.NodeIsCutOff())
-    assert Disaster(0, JobSettings(), (Episode(machines.PodDeleted()), cut_off)).exclusive
-    assert not Disaster(0, JobSettings(), (Episode(machines.PodDeleted()),)).exclusive
+    assert ConformanceScenario(0, SimulatedJob(), (Episode(machines.PodDeleted()), cut_off)).is_exclusive
+    assert not ConformanceScenario(0, SimulatedJob(), (Episode(machines.PodDeleted()),)).is_exclusive
 
 
 def test_a_simulated_disaster_is_told_up_to_its_end() -> None:
-    job = JobSettings("a", replicas=2, spares=1)
-    sequence = simulate(Disaster(3, job, (Episode(machines.PodDeleted()), Episode(people.JobFinishes()))))
+    job = SimulatedJob("a", replicas=2, spares=1)
+    sequence = run_in_simulation(
+        ConformanceScenario(3, job, (Episode(machines.PodDeleted()), Episode(people.JobFinishes())))
+    )
     assert sequence == (
         "Running, membership 1, round 1, restarts 0, workers 2/2+1, 3 made",
         "→ pod-deleted",
@@ -50,17 +52,17 @@ def test_a_simulated_disaster_is_told_up_to_its_end() -> None:
 
 def test_a_fault_that_nobody_notices_is_part_of_the_sequence() -> None:
     """There is no spare to be deleted."""
-    nobody = machines.PodDeleted(role=Role.SPARE)
-    sequence = simulate(Disaster(3, JobSettings("a", replicas=2, spares=0), (Episode(nobody),)))
+    nobody = machines.PodDeleted(role=TargetRole.SPARE)
+    sequence = run_in_simulation(ConformanceScenario(3, SimulatedJob("a", replicas=2, spares=0), (Episode(nobody),)))
     assert "misses: job a has no spare" in sequence
 
 
 def test_a_comparison_shows_both_where_they_differ() -> None:
-    same = Comparison(disaster(1), ("a", "b"), ("a", "b"))
+    same = Comparison(generate_scenario(1), ("a", "b"), ("a", "b"))
     assert same.agrees
-    different = Comparison(disaster(1), ("a", "b", "d"), ("a", "c"))
+    different = Comparison(generate_scenario(1), ("a", "b", "d"), ("a", "c"))
     assert not different.agrees
-    assert [line.strip() for line in different.lines()][1:] == ["a", "- b", "+ c", "- d", "+ (nothing)"]
+    assert [line.strip() for line in different.format_lines()][1:] == ["a", "- b", "+ c", "- d", "+ (nothing)"]
 
 
 def of_spec(**changes: object) -> Change:
@@ -89,7 +91,7 @@ def test_calm_is_a_job_as_its_spec_wants_it(change: Change, calm: bool) -> None:
         "status": {"observedGeneration": 2, "phase": "Running", "workers": {"ready": 2, "spare": 1}},
     }
     change(job)
-    assert is_calm(job, []) == calm
+    assert is_job_calm(job, []) == calm
 
 
 def test_an_open_incident_is_no_calm() -> None:
@@ -98,5 +100,5 @@ def test_an_open_incident_is_no_calm() -> None:
         "spec": {"replicas": 2},
         "status": {"observedGeneration": 2, "phase": "Running", "workers": {"ready": 2}},
     }
-    assert is_calm(job, [{"status": {"outcome": "Recovered"}}])
-    assert not is_calm(job, [{"status": {"outcome": "Recovered"}}, {"status": {}}])
+    assert is_job_calm(job, [{"status": {"outcome": "Recovered"}}])
+    assert not is_job_calm(job, [{"status": {"outcome": "Recovered"}}, {"status": {}}])

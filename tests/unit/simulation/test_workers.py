@@ -4,75 +4,77 @@ from __future__ import annotations
 
 import pytest
 
-from pacekeeper_analysis.diagnose.hang import HangKind, verdict
-from pacekeeper_analysis.plan import Stop, SyncMode
-from pacekeeper_analysis.reports import FaultKind, LauncherState, StartStage
-from simulation.workers.worker import LAUNCHER, POD
-from tests.support.simulated_workers import Team
+from pacekeeper_analysis.failures.hang import HangKind, diagnose_hang
+from pacekeeper_analysis.protocol.plan import Stop, SyncMode
+from pacekeeper_analysis.protocol.reports import FaultKind, LauncherState, StartStage
+from simulation.workers.worker import ALL_PROCESSES, LAUNCHER_PROCESS
+from testing.simulated.simulated_workers import SimulatedTeam
 
 
 def test_two_workers_train_under_a_plan() -> None:
-    team = Team()
-    team.train("a", "b", steps=25)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=25)
     team.wait(4.0)
-    one, other = team.beat("a"), team.beat("b")
+    one, other = team.get_heartbeat("a"), team.get_heartbeat("b")
     assert one.state is other.state is LauncherState.RUNNING
     assert one.round == other.round == 1
     assert one.step > 20
-    assert (one.steered, one.global_batch, one.sync_mode, one.restored_step) == (True, 16, "Sync", 0)
+    assert (one.managed, one.global_batch, one.sync_mode, one.restored_step) == (True, 16, "Sync", 0)
     assert one.first_step_at > one.round_started_at > 0
     assert one.checkpoint_step == 20
-    assert not team.desk.faults
+    assert not team.endpoint.faults
     assert not team.exits
 
 
 def test_whatever_starts_in_an_outage_ends_and_what_runs_goes_on() -> None:
-    team = Team()
-    team.train("a", "b", steps=25)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=25)
     team.world.trainings.outage, team.world.trainings.outage_at_import = "OSError: away", True
     team.start("c")
     team.wait(10.0)
     assert team.exits == {"c": (1, "")}
-    assert team.beat("a").round == 1
-    team["a"].crash()
+    assert team.get_heartbeat("a").round == 1
+    team["a"].crash_rank()
     team.wait(10.0)
-    errors = {fault.error for fault in team.desk.faults}
+    errors = {fault.error for fault in team.endpoint.faults}
     assert errors == {"ValueError: a bad sample", "OSError: away"}
     assert team["a"].training.outage_at > 0
 
 
 def test_a_crash_restarts_by_the_launchers_alone_and_only_the_culprit_is_told_of() -> None:
-    team = Team(every=0)
-    team.train("a", "b", steps=30)
-    version, before = team.desk.plan.version, team.run.step
-    team["b"].crash(code=3)
-    team.until(lambda: team.beat("a").round == team.beat("b").round == 2)
-    team.step(2)
-    (fault,) = team.faults(FaultKind.RANK_FAILED)
-    assert (team.letter(fault.worker), fault.exit_code, fault.completed_step, fault.round) == ("b", 3, True, 1)
-    assert (team.desk.plan.version, team.beat("a").restarts) == (version, 1)
-    assert before - team.run.training.snapshot_every <= team.run.restored_step <= before, "from the snapshot in memory"
+    team = SimulatedTeam(every=0)
+    team.start_and_train("a", "b", steps=30)
+    version, before = team.endpoint.plan.version, team.newest_round.step
+    team["b"].crash_rank(code=3)
+    team.wait_until(lambda: team.get_heartbeat("a").round == team.get_heartbeat("b").round == 2)
+    team.wait_for_steps(2)
+    (fault,) = team.list_faults(FaultKind.RANK_FAILED)
+    assert (team.find_letter(fault.worker), fault.exit_code, fault.completed_step, fault.round) == ("b", 3, True, 1)
+    assert (team.endpoint.plan.version, team.get_heartbeat("a").restarts) == (version, 1)
+    assert before - team.newest_round.training.snapshot_every <= team.newest_round.restored_step <= before, (
+        "from the snapshot in memory"
+    )
 
 
 def test_how_a_round_started_is_told_with_its_first_step() -> None:
-    team = Team()
-    team.train("a", "b")
-    team["b"].crash()
-    team.until(lambda: team.beat("a").round == 2 and team.beat("a").first_step_at > 0)
-    beat = team.beat("a")
-    assert [one.stage for one in beat.start] == list(StartStage)
-    assert beat.start[-1].seconds == pytest.approx(beat.first_step_at - beat.round_started_at)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team["b"].crash_rank()
+    team.wait_until(lambda: team.get_heartbeat("a").round == 2 and team.get_heartbeat("a").first_step_at > 0)
+    beat = team.get_heartbeat("a")
+    assert [one.stage for one in beat.start_stages] == list(StartStage)
+    assert beat.start_stages[-1].seconds == pytest.approx(beat.first_step_at - beat.round_started_at)
     assert beat.origin in ("NOTHING", "MEMORY", "CHECKPOINT")
 
 
 def test_two_rounds_without_a_step_end_the_launchers_permission() -> None:
-    team = Team()
+    team = SimulatedTeam()
     team.start("a", "b")
     team["a"].script_fails = True
-    team.until(lambda: all(team.beat(each).meeting_port for each in "ab"))
-    team.seat("a", "b")
-    team.until(lambda: team.beat("a").state is team.beat("b").state is LauncherState.FAILED)
-    team.until(lambda: [fault.round for fault in team.faults(FaultKind.RANK_FAILED)] == [1, 2], within=5.0)
+    team.wait_until(lambda: all(team.get_heartbeat(each).rendezvous_port for each in "ab"))
+    team.assign_ranks("a", "b")
+    team.wait_until(lambda: team.get_heartbeat("a").state is team.get_heartbeat("b").state is LauncherState.FAILED)
+    team.wait_until(lambda: [fault.round for fault in team.list_faults(FaultKind.RANK_FAILED)] == [1, 2], within=5.0)
 
 
 @pytest.mark.parametrize(
@@ -86,300 +88,307 @@ def test_two_rounds_without_a_step_end_the_launchers_permission() -> None:
     ],
 )
 def test_a_hang_is_told_by_both_workers_and_names_the_culprit(where: str, kind: HangKind, within: float) -> None:
-    team = Team()
-    team.train("a", "b")
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
     if where == "kernel":
-        team["b"].hang_in_kernel()
+        team["b"].hang_rank_in_kernel()
     elif where == "stopped":
         team["b"].stop_rank()
     else:
-        team["b"].hang(where)
-    team.until(lambda: verdict(team.faults(FaultKind.STALLED), 2), within)
-    found = verdict(team.faults(FaultKind.STALLED), 2)
+        team["b"].hang_rank(where)
+    team.wait_until(lambda: diagnose_hang(team.list_faults(FaultKind.STALLED), 2), within)
+    found = diagnose_hang(team.list_faults(FaultKind.STALLED), 2)
     assert found is not None
     assert (found.kind, found.ranks) == (kind, () if where == "collective" else (1,))
 
 
 def test_a_hang_in_the_first_steps_takes_longer_to_be_told() -> None:
-    team = Team()
-    team.train("a", "b", steps=1)
-    team["b"].hang()
-    assert team.until(lambda: verdict(team.faults(FaultKind.STALLED), 2), within=200.0) > 100.0
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=1)
+    team["b"].hang_rank()
+    assert team.wait_until(lambda: diagnose_hang(team.list_faults(FaultKind.STALLED), 2), within=200.0) > 100.0
 
 
 def test_a_dead_link_blames_nobody_and_says_who_cannot_be_reached() -> None:
-    team = Team()
-    team.train("a", "b")
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
     team.world.network.cut("node-0", "node-1")
-    team.until(lambda: len({fault.worker for fault in team.faults(FaultKind.STALLED)}) == 2)
-    assert {fault.unreachable for fault in team.faults(FaultKind.STALLED)} == {("10.0.0.1",), ("10.0.0.2",)}
+    team.wait_until(lambda: len({fault.worker for fault in team.list_faults(FaultKind.STALLED)}) == 2)
+    assert {fault.unreachable for fault in team.list_faults(FaultKind.STALLED)} == {("10.0.0.1",), ("10.0.0.2",)}
 
 
 def test_ranks_that_stand_still_for_a_moment_go_on() -> None:
-    team = Team()
-    team.train("a", "b")
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
     team.world.network.cut("node-0", "node-1")
     team.wait(1.5)
     team.world.network.mend("node-0", "node-1")
-    team["a"].freeze(POD)
+    team["a"].pause(ALL_PROCESSES)
     team.wait(1.5)
-    team["a"].thaw(POD)
-    team.step(5)
-    assert (team.run.round, team.desk.faults) == (1, [])
+    team["a"].resume(ALL_PROCESSES)
+    team.wait_for_steps(5)
+    assert (team.newest_round.round, team.endpoint.faults) == (1, [])
 
 
 def test_a_frozen_launcher_is_told_of_by_its_sidecar_each_second() -> None:
-    team = Team()
-    team.train("a", "b")
-    team["b"].freeze(LAUNCHER)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team["b"].pause(LAUNCHER_PROCESS)
     team.wait(18.0)
-    assert {worker for worker, _ in team.desk.silences} == {team["b"].name}
-    told = sorted({int(seconds) for _, seconds in team.desk.silences if seconds >= 5})
+    assert {worker for worker, _ in team.endpoint.silences} == {team["b"].name}
+    told = sorted({int(seconds) for _, seconds in team.endpoint.silences if seconds >= 5})
     assert set(range(5, 15)) <= set(told)
-    team["b"].thaw(LAUNCHER)
-    team.until(lambda: team.beat("b").launcher_silent_seconds == 0, within=5.0)
+    team["b"].resume(LAUNCHER_PROCESS)
+    team.wait_until(lambda: team.get_heartbeat("b").launcher_silent_seconds == 0, within=5.0)
 
 
 def test_who_hears_neither_operator_nor_peers_ends_its_ranks() -> None:
-    team = Team()
-    team.train("a", "b")
-    team.desk.away = True
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team.endpoint.is_unavailable = True
     team.world.network.cut("node-0", "node-1")
     team.wait(12.0)
     assert not team["a"].ranks
     assert team["a"].folder.heartbeat.state is LauncherState.LOST
-    team.desk.away = False
     team.world.network.heal()
-    team.until(lambda: team.run.round == 2 and team.run.ordinals > 0)
+    team.wait(20.0)
+    assert team.newest_round.round == 1, "both may have been replaced, which only the operator knows"
+    team.endpoint.is_unavailable = False
+    team.wait_until(lambda: team.newest_round.round == 2 and team.newest_round.sync_points > 0)
 
 
 def test_another_membership_seats_a_spare() -> None:
-    team = Team()
-    team.train("a", "b", steps=12)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=12)
     team.start("c")
-    team.until(lambda: team.beat("c").state is LauncherState.WARM)
-    team.seat("a", "c")
-    team.step(3)
-    assert (team.run.round, [rank.worker for rank in team.run.seated]) == (2, [team["a"], team["c"]])
-    assert (team.beat("b").state, team["b"].ranks) == (LauncherState.WARM, [])
-    assert team.run.restored_step > 0
+    team.wait_until(lambda: team.get_heartbeat("c").state is LauncherState.WARM)
+    team.assign_ranks("a", "c")
+    team.wait_for_steps(3)
+    assert (team.newest_round.round, [rank.worker for rank in team.newest_round.assigned_ranks]) == (
+        2,
+        [team["a"], team["c"]],
+    )
+    assert (team.get_heartbeat("b").state, team["b"].ranks) == (LauncherState.WARM, [])
+    assert team.newest_round.restored_step > 0
 
 
 def test_a_suspended_job_leaves_with_its_last_step_kept() -> None:
-    team = Team()
-    team.train("a", "b", steps=13)
-    team.change(stop=Stop.SUSPEND)
-    team.until(lambda: team.beat("a").state is team.beat("b").state is LauncherState.WARM)
-    newest = team.run.training.volume.newest
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=13)
+    team.change_plan(stop=Stop.SUSPEND)
+    team.wait_until(lambda: team.get_heartbeat("a").state is team.get_heartbeat("b").state is LauncherState.WARM)
+    newest = team.newest_round.training.volume.newest
     assert newest is not None
-    assert newest.step == team.run.step > 13 - 1
-    team.change(stop=Stop.NO)
-    team.step(1)
-    assert team.run.restored_step == newest.step
+    assert newest.step == team.newest_round.step > 13 - 1
+    team.change_plan(stop=Stop.NO)
+    team.wait_for_steps(1)
+    assert team.newest_round.restored_step == newest.step
 
 
 def test_a_job_that_is_done_ends_well_everywhere() -> None:
-    team = Team(arguments=["--steps", "15"])
-    team.train("a", "b")
-    team.until(lambda: len(team.exits) == 2)
+    team = SimulatedTeam(arguments=["--steps", "15"])
+    team.start_and_train("a", "b")
+    team.wait_until(lambda: len(team.exits) == 2)
     assert {code for code, _ in team.exits.values()} == {0}
-    newest = team.run.training.volume.newest
+    newest = team.newest_round.training.volume.newest
     assert newest is not None
     assert newest.step == 15
-    assert {beat.state for beat in team.desk.beats.values()} == {LauncherState.FINISHED}
+    assert {beat.state for beat in team.endpoint.heartbeats.values()} == {LauncherState.FINISHED}
 
 
 def test_the_checkpoint_outlives_all_pods() -> None:
-    team = Team()
-    team.train("a", "b", steps=13)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=13)
     for letter in "ab":
         team[letter].kill()
-    newest = team.run.training.volume.newest
+    newest = team.newest_round.training.volume.newest
     assert newest is not None
     assert newest.step == 10
     assert team.exits == {"a": (137, ""), "b": (137, "")}
-    team.train("c", "d", steps=1)
-    assert team.run.restored_step == newest.step
+    team.start_and_train("c", "d", steps=1)
+    assert team.newest_round.restored_step == newest.step
 
 
 def test_a_sigterm_keeps_the_state_and_leaves() -> None:
-    team = Team()
-    team.train("a", "b", steps=13)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=13)
     team["a"].terminate(30.0)
-    team.until(lambda: "a" in team.exits)
-    newest = team.run.training.volume.newest
+    team.wait_until(lambda: "a" in team.exits)
+    newest = team.newest_round.training.volume.newest
     assert newest is not None
     assert team.exits["a"] == (143, "")
-    assert newest.step == team.run.step
-    assert [team.letter(fault.worker) for fault in team.faults(FaultKind.TERMINATING)] == ["a"]
+    assert newest.step == team.newest_round.step
+    assert [team.find_letter(fault.worker) for fault in team.list_faults(FaultKind.TERMINATING)] == ["a"]
 
 
 def test_who_does_not_leave_in_time_is_killed() -> None:
-    team = Team()
-    team.train("a", "b")
-    team["b"].hang()
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team["b"].hang_rank()
     team["a"].terminate(5.0)
-    assert team.until(lambda: "a" in team.exits) == pytest.approx(5.0, abs=0.2)
+    assert team.wait_until(lambda: "a" in team.exits) == pytest.approx(5.0, abs=0.2)
     assert team.exits["a"][0] == 137
 
 
 def test_a_rank_that_cannot_be_killed_is_told_and_holds_its_pod() -> None:
-    team = Team()
-    team.train("a", "b")
-    team["b"].hang_in_kernel()
-    team.seat("a", "b")
-    team.until(lambda: team.beat("b").unkillable_ranks == (1,))
-    assert team.beat("b").state is LauncherState.FAILED
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team["b"].hang_rank_in_kernel()
+    team.assign_ranks("a", "b")
+    team.wait_until(lambda: team.get_heartbeat("b").unkillable_ranks == (1,))
+    assert team.get_heartbeat("b").state is LauncherState.FAILED
     team["b"].kill()
     team.wait(5.0)
     assert "b" not in team.exits
-    team.until(lambda: "b" in team.exits, within=300.0)
+    team.wait_until(lambda: "b" in team.exits, within=300.0)
 
 
 def test_shares_move_the_times_of_steps() -> None:
-    team = Team()
+    team = SimulatedTeam()
     team.world.nodes["node-1"].slow = 3.0
-    team.train("a", "b", steps=10)
-    slow = team["a"].ranks[0].window().step_seconds[-1]
-    team.change(shares=(12, 4))
-    team.step(5)
-    window = team["a"].ranks[0].window()
+    team.start_and_train("a", "b", steps=10)
+    slow = team["a"].ranks[0].build_window().step_seconds[-1]
+    team.change_plan(shares=(12, 4))
+    team.wait_for_steps(5)
+    window = team["a"].ranks[0].build_window()
     assert window.step_seconds[-1] < 0.7 * slow
-    assert (window.samples[-1], team["b"].ranks[0].window().samples[-1]) == (12, 4)
+    assert (window.samples[-1], team["b"].ranks[0].build_window().samples[-1]) == (12, 4)
 
 
 def test_a_plan_that_the_script_cannot_follow_is_refused() -> None:
-    team = Team()
-    team.train("a", "b")
-    team.change(shares=(12, 5))
-    team.until(lambda: "do not make up 16 samples" in team.beat("a").refused)
-    team.change(shares=(10, 6))
-    team.until(lambda: not team.beat("a").refused)
-    team["b"].refuses = True
-    team.change(sync_mode=SyncMode.EDIT)
-    team.until(lambda: "in mode Sync only" in team.beat("a").refused)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team.change_plan(shares=(12, 5))
+    team.wait_until(lambda: "do not make up 16 samples" in team.get_heartbeat("a").refused)
+    team.change_plan(shares=(10, 6))
+    team.wait_until(lambda: not team.get_heartbeat("a").refused)
+    team["b"].refuses_requests = True
+    team.change_plan(sync_mode=SyncMode.EDIT)
+    team.wait_until(lambda: "in mode Sync only" in team.get_heartbeat("a").refused)
 
 
 def test_in_async_edit_nobody_waits_for_a_slow_rank_and_no_sample_is_lost() -> None:
-    team = Team(arguments=["--steps", "101"])
+    team = SimulatedTeam(arguments=["--steps", "101"])
     team.world.nodes["node-1"].slow = 3.0
-    team.train("a", "b", steps=25)
-    before, began = team.run.step, team.world.now()
-    team.step(10)
+    team.start_and_train("a", "b", steps=25)
+    before, began = team.newest_round.step, team.world.now()
+    team.wait_for_steps(10)
     synchronous = (team.world.now() - began) / 10
-    team.change(sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=12.0)
-    team.until(lambda: team.beat("b").sync_mode == "AsyncEDiT")
-    before, began = team.run.step, team.world.now()
-    team.step(30)
-    assert (team.world.now() - began) / (team.run.step - before) < 0.7 * synchronous
-    fast, slow = team.run.seated
+    team.change_plan(sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=12.0)
+    team.wait_until(lambda: team.get_heartbeat("b").sync_mode == "AsyncEDiT")
+    before, began = team.newest_round.step, team.world.now()
+    team.wait_for_steps(30)
+    assert (team.world.now() - began) / (team.newest_round.step - before) < 0.7 * synchronous
+    fast, slow = team.newest_round.assigned_ranks
     assert fast.samples > slow.samples
-    window = fast.window()
+    window = fast.build_window()
     assert (window.sync_mode, len(window.transfers) > 1) == ("AsyncEDiT", True)
-    team.until(lambda: len(team.exits) == 2, within=200.0)
-    assert (team.run.progress.samples, fast.samples + slow.samples) == (101 * 16, 101 * 16)
+    team.wait_until(lambda: len(team.exits) == 2, within=200.0)
+    assert (team.newest_round.progress.samples, fast.samples + slow.samples) == (101 * 16, 101 * 16)
 
 
 def test_steps_between_two_synchronisations_are_no_stall() -> None:
-    team = Team()
-    team.train("a", "b", steps=25)
-    team.change(sync_mode=SyncMode.EDIT, sync_every=64)
-    team.until(lambda: team.beat("b").sync_mode == "EDiT")
-    first = team.beat("b").step
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=25)
+    team.change_plan(sync_mode=SyncMode.EDIT, sync_every=64)
+    team.wait_until(lambda: team.get_heartbeat("b").sync_mode == "EDiT")
+    first = team.get_heartbeat("b").step
     team.wait(20.0)
-    assert team.beat("b").step > first + 10, "a rank counts its own steps on"
-    assert not team.desk.faults
-    team["b"].hang()
-    team.until(lambda: team.faults(FaultKind.STALLED), within=20.0)
-    assert {team.letter(fault.worker) for fault in team.faults(FaultKind.STALLED)} == {"b"}
+    assert team.get_heartbeat("b").step > first + 10, "a rank counts its own steps on"
+    assert not team.endpoint.faults
+    team["b"].hang_rank()
+    team.wait_until(lambda: team.list_faults(FaultKind.STALLED), within=20.0)
+    assert {team.find_letter(fault.worker) for fault in team.list_faults(FaultKind.STALLED)} == {"b"}
 
 
 def test_checkpoints_that_fail_are_told_and_made_up_for() -> None:
-    team = Team(every=5)
-    team.train("a", "b", steps=2)
-    volume = team.run.training.volume
+    team = SimulatedTeam(every=5)
+    team.start_and_train("a", "b", steps=2)
+    volume = team.newest_round.training.volume
     volume.fails = True
-    team.until(lambda: "No space left" in team.beat("a").checkpoint_error)
-    assert (team.beat("a").checkpoint_failed_rank, team.beat("b").checkpoint_error) == (0, "")
+    team.wait_until(lambda: "No space left" in team.get_heartbeat("a").checkpoint_error)
+    assert (team.get_heartbeat("a").checkpoint_failed_rank, team.get_heartbeat("b").checkpoint_error) == (0, "")
     volume.fails = False
-    team.until(lambda: team.beat("a").checkpoint_error == "" and volume.newest is not None)
+    team.wait_until(lambda: team.get_heartbeat("a").checkpoint_error == "" and volume.newest is not None)
 
 
 def test_a_checkpoint_that_is_asked_for_is_answered_once_it_is_kept() -> None:
-    team = Team(every=0)
-    team.train("a", "b")
-    team.change(checkpoint_request=1)
-    team.until(lambda: team.beat("a").checkpoint_request == team.beat("b").checkpoint_request == 1)
-    newest = team.run.training.volume.newest
+    team = SimulatedTeam(every=0)
+    team.start_and_train("a", "b")
+    team.change_plan(checkpoint_request=1)
+    team.wait_until(
+        lambda: team.get_heartbeat("a").checkpoint_request == team.get_heartbeat("b").checkpoint_request == 1
+    )
+    newest = team.newest_round.training.volume.newest
     assert newest is not None
-    assert team.beat("a").checkpoint_step == newest.step
+    assert team.get_heartbeat("a").checkpoint_step == newest.step
 
 
 def test_an_older_round_publishes_nothing_any_more() -> None:
-    team = Team(every=5)
-    team.train("a", "b", steps=6)
-    old, volume = team.run, team.run.training.volume
+    team = SimulatedTeam(every=5)
+    team.start_and_train("a", "b", steps=6)
+    old, volume = team.newest_round, team.newest_round.training.volume
     kept = [checkpoint.step for checkpoint in volume.checkpoints]
     volume.owner = None  # a later round has begun elsewhere
     old_step = old.step
-    team.until(lambda: old.step > old_step + 12)
+    team.wait_until(lambda: old.step > old_step + 12)
     assert [checkpoint.step for checkpoint in volume.checkpoints] == kept
 
 
 def test_what_befalls_ranks_is_told() -> None:
-    team = Team()
-    team.train("a", "b")
-    team["b"].bad_loss(True)
-    team.until(lambda: team.beat("b").bad_loss_rank == 1)
-    team["b"].bad_loss(False)
-    team["b"].out_of_memory()
-    team.step(2)
-    (fault,) = team.faults(FaultKind.RANK_FAILED)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team["b"].set_bad_loss(True)
+    team.wait_until(lambda: team.get_heartbeat("b").bad_loss_rank == 1)
+    team["b"].set_bad_loss(False)
+    team["b"].kill_rank_for_memory()
+    team.wait_for_steps(2)
+    (fault,) = team.list_faults(FaultKind.RANK_FAILED)
     assert (fault.exit_code, fault.out_of_memory) == (-9, True)
-    team["a"].gpu_error(79)
-    team.until(lambda: team.faults(FaultKind.GPU_ERROR), within=5.0)
-    assert team.faults(FaultKind.GPU_ERROR)[0].xid == 79
+    team["a"].raise_gpu_error(79)
+    team.wait_until(lambda: team.list_faults(FaultKind.GPU_ERROR), within=5.0)
+    assert team.list_faults(FaultKind.GPU_ERROR)[0].xid == 79
 
 
 def test_a_sidecar_that_is_killed_comes_again_and_delivers_what_is_there() -> None:
-    team = Team()
-    team.train("a", "b")
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
     team["b"].kill_sidecar()
-    team["b"].crash(code=7)
-    team.until(lambda: [fault.exit_code for fault in team.faults(FaultKind.RANK_FAILED)] == [7], within=10.0)
+    team["b"].crash_rank(code=7)
+    team.wait_until(lambda: [fault.exit_code for fault in team.list_faults(FaultKind.RANK_FAILED)] == [7], within=10.0)
     assert team["b"].sidecar.serves
 
 
 def test_two_ranks_of_a_worker_come_and_go_together() -> None:
-    team = Team(ranks=2)
-    team.train("a", "b")
+    team = SimulatedTeam(ranks=2)
+    team.start_and_train("a", "b")
     assert [rank.number for rank in team["b"].ranks] == [2, 3]
-    team["b"].crash(code=1, local=1)
-    team.until(lambda: team.beat("b").round == 2)
-    team.step(2)
-    assert [fault.rank for fault in team.faults(FaultKind.RANK_FAILED)] == [3]
-    assert team.run.global_batch == 32
+    team["b"].crash_rank(code=1, local=1)
+    team.wait_until(lambda: team.get_heartbeat("b").round == 2)
+    team.wait_for_steps(2)
+    assert [fault.rank for fault in team.list_faults(FaultKind.RANK_FAILED)] == [3]
+    assert team.newest_round.global_batch == 32
 
 
 def test_evidence_is_given_when_it_is_asked_for() -> None:
-    team = Team()
+    team = SimulatedTeam()
     team.world.nodes["node-1"].slow = 2.0
-    team.train("a", "b", steps=12)
-    team.change(evidence_request="why")
-    team.until(lambda: len(team.desk.evidence) == 2, within=5.0)
-    compute = {each.worker: each.windows[0].compute_seconds[-1] for each in team.desk.evidence}
+    team.start_and_train("a", "b", steps=12)
+    team.change_plan(evidence_request="why")
+    team.wait_until(lambda: len(team.endpoint.evidence) == 2, within=5.0)
+    compute = {each.worker: each.windows[0].compute_seconds[-1] for each in team.endpoint.evidence}
     assert compute[team["b"].name] > 1.8 * compute[team["a"].name]
 
 
 def test_a_node_without_power_is_silent_and_a_killed_pod_is_not() -> None:
-    team = Team()
-    team.train("a", "b")
-    team.world.network.power("node-1", on=False)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    team.world.network.set_power("node-1", on=False)
     team["b"].kill()
     team.wait(1.5)
     assert len(team["a"].ranks) == 1, "nobody has told it"
-    team = Team()
-    team.train("a", "b")
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
     team["b"].kill()
     team.wait(1.5)
     assert not team["a"].ranks, "its kernel has closed its connections"
@@ -387,10 +396,10 @@ def test_a_node_without_power_is_silent_and_a_killed_pod_is_not() -> None:
 
 def test_a_story_follows_from_its_seed() -> None:
     def story(seed: int) -> str:
-        team = Team(seed)
-        team.train("a", "b")
-        team["b"].crash()
-        team.step(3)
-        return team.world.story.digest()
+        team = SimulatedTeam(seed)
+        team.start_and_train("a", "b")
+        team["b"].crash_rank()
+        team.wait_for_steps(3)
+        return team.world.log.digest()
 
     assert story(5) == story(5) != story(6)

@@ -7,100 +7,104 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.decide import straggler
-from pacekeeper_operator.decision import Decision
-from pacekeeper_operator.observation import Metrics
-from pacekeeper_operator.observe import figures
-from pacekeeper_operator.observe.prometheus import FIGURES, Prometheus, Sample
-from pacekeeper_operator.observe.prometheus_access import Rows
-from simulation.faults.control_plane import PrometheusFails, Silence
-from simulation.faults.moments import At
+from pacekeeper_operator.decide.decision import Decision
+from pacekeeper_operator.decide.stragglers import straggler
+from pacekeeper_operator.observe import rank_metrics
+from pacekeeper_operator.observe.prometheus import JOB_EXPRESSIONS, PrometheusClient, PrometheusSample
+from pacekeeper_operator.observe.prometheus_access import QueryRows
+from pacekeeper_operator.state.job_metrics import JobMetrics
+from simulation.faults.control_plane import PrometheusFails, PrometheusFailure
 from simulation.faults.ranks import NodeIsSlow
-from simulation.generator import OPERATOR
-from simulation.prometheus import BEFORE_SECONDS, EXPORTER, MEMORY_METRIC
-from simulation.run import run
-from simulation.schedule import Aim, JobSettings, Schedule, Stroke
-from simulation.workers.worker import SIDECAR
+from simulation.faults.triggers import AtTime
+from simulation.generator import OPERATOR_SETTINGS
+from simulation.prometheus import EXPORTER_NAMESPACE, MEMORY_METRIC, XID_BASELINE_SECONDS
+from simulation.run import run_schedule
+from simulation.schedule import Aim, FaultInjection, Schedule, SimulatedJob
+from simulation.workers.worker import SIDECAR_PROCESS
 from simulation.world import EPOCH, NAMESPACE, WorldSettings
-from tests.support.simulated_workers import Team
+from testing.simulated.simulated_workers import SimulatedTeam
 
 JOB = (NAMESPACE, "j")
 
 
-def sample(team: Team, dcgm: str = "") -> Sample:
-    async def ask(query: str, _seconds: float) -> Rows:
-        rows: Rows = team.world.prometheus.rows(query)
+def sample(team: SimulatedTeam, dcgm: str = "") -> PrometheusSample:
+    async def ask(query: str, _seconds: float) -> QueryRows:
+        rows: QueryRows = team.world.prometheus.run_query(query)
         return rows
 
-    return team.world.run(Prometheus("http://prometheus", dcgm, "Hostname", ask).sample(team.world.now()))
+    return team.world.run(PrometheusClient("http://prometheus", dcgm, "Hostname", ask).sample(team.world.now()))
 
 
-def heard(team: Team) -> Metrics:
-    told = {name: figures.read(beat.figures) for name, beat in team.desk.beats.items()}
-    return figures.metrics(figures.of_plan(told, team.desk.plan), team.desk.plan, Metrics())
+def collect_metrics(team: SimulatedTeam) -> JobMetrics:
+    told = {name: rank_metrics.read_rank_rows(beat.rank_metrics) for name, beat in team.endpoint.heartbeats.items()}
+    return rank_metrics.summarize_ranks(
+        rank_metrics.select_plan_rows(told, team.endpoint.plan), team.endpoint.plan, JobMetrics()
+    )
 
 
 def test_every_figure_is_there_and_the_slow_rank_stands_out() -> None:
-    team = Team()
+    team = SimulatedTeam()
     team.world.nodes["node-1"].slow = 2.0
-    team.train("a", "b", steps=45)
+    team.start_and_train("a", "b", steps=45)
     team.wait(5.0)
-    found = heard(team)
-    assert found.untold == ()
+    found = collect_metrics(team)
+    assert found.unreported_members == ()
     assert found.slowest_rank == 1
-    assert (found.slowdown, found.pace) == pytest.approx((2 / 1.5, 2.0), rel=0.02)
+    assert (found.slowdown, found.relative_time) == pytest.approx((2 / 1.5, 2.0), rel=0.02)
     assert found.step_seconds is not None
     assert found.throughput == pytest.approx(16 / found.step_seconds, rel=0.01)
-    assert found.uniform == pytest.approx(1.0, abs=0.05)
+    assert found.uniform_slowdown == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_rank_that_becomes_slow_is_told_of_between_two_polls() -> None:
-    team = Team()
-    team.train("a", "b", steps=45)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=45)
     team.wait(1.0)
     polls: list[float] = []
-    answer = team.desk.call
+    answer = team.endpoint.call
 
     async def call(method: str, path: str, query: Any, body: Any, token: str, leader: str) -> Any:
         if path == "/v1/plan" and query["wait"] == "0" and body["worker"] == team["b"].name:
             polls.append(team.world.now())
         return await answer(method, path, query, body, token, leader)
 
-    team.desk.call = call  # type: ignore[assignment,method-assign]
+    team.endpoint.call = call  # type: ignore[assignment,method-assign]
     team.wait(10.0)
     assert polls == []
     team.world.nodes["node-1"].slow = 2.0
     team.wait(10.0)
     assert polls
-    found = heard(team)
-    assert found.pace is not None
-    assert found.pace > 1.2
+    found = collect_metrics(team)
+    assert found.relative_time is not None
+    assert found.relative_time > 1.2
 
 
 def test_what_prometheus_knows_are_signs_of_life() -> None:
-    team = Team()
-    team.train("a", "b", steps=12)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=12)
     team.wait(5.0)
-    found = {name: values[JOB] for name, values in sample(team).figures.items()}
-    assert found.keys() == FIGURES.keys()
-    assert (found["ranks"], found["scrape_age"] <= 5.0) == (2, True)
-    assert team.run.step - 15 <= found["least_step"] <= team.run.step
+    found = {name: values[JOB] for name, values in sample(team).job_values.items()}
+    assert found.keys() == JOB_EXPRESSIONS.keys()
+    assert (found["reporting_ranks"], found["scrape_age"] <= 5.0) == (2, True)
+    assert team.newest_round.step - 15 <= found["min_step"] <= team.newest_round.step
 
 
 def test_a_sidecar_that_does_not_answer_has_no_series() -> None:
-    team = Team()
-    team.train("a", "b", steps=12)
-    team["b"].freeze(SIDECAR)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=12)
+    team["b"].pause(SIDECAR_PROCESS)
     team.wait(5.0)
-    assert sample(team).figures["ranks"] == {JOB: 1}
+    assert sample(team).job_values["reporting_ranks"] == {JOB: 1}
     team.world.network.cut("prometheus", "node-0")
     team.wait(5.0)
-    assert sample(team).figures["ranks"] == {}
+    assert sample(team).job_values["reporting_ranks"] == {}
 
 
-@pytest.mark.parametrize("how", [None, Silence.DOWN])
-def test_a_slow_node_is_found_whatever_prometheus_does(how: Silence | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    decide, decided = straggler._decide, list[tuple[float, Decision]]()
+@pytest.mark.parametrize("how", [None, PrometheusFailure.DOWN])
+def test_a_slow_node_is_found_whatever_prometheus_does(
+    how: PrometheusFailure | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide, decided = straggler._decide_remedy, list[tuple[float, Decision]]()
 
     def note(observation: Any, *rest: Any) -> Decision | None:
         decision = decide(observation, *rest)
@@ -108,11 +112,13 @@ def test_a_slow_node_is_found_whatever_prometheus_does(how: Silence | None, monk
             decided.append((observation.now - EPOCH, decision))
         return decision
 
-    monkeypatch.setattr(straggler, "_decide", note)
-    slow = Stroke(At(60.0), NodeIsSlow(factor=2.0), 60.0)
-    away = [] if how is None else [Stroke(At(1.0), PrometheusFails(how=how), None)]
-    jobs = (JobSettings(replicas=4, spares=1),)
-    outcome = run(Schedule(3, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR), jobs, (*away, slow)))
+    monkeypatch.setattr(straggler, "_decide_remedy", note)
+    slow = FaultInjection(AtTime(60.0), NodeIsSlow(factor=2.0), 60.0)
+    away = [] if how is None else [FaultInjection(AtTime(1.0), PrometheusFails(how=how), None)]
+    jobs = (SimulatedJob(replicas=4, spares=1),)
+    outcome = run_schedule(
+        Schedule(3, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR_SETTINGS), jobs, (*away, slow))
+    )
     assert outcome.violations == ()
     at, decision = decided[0]
     assert decision.cause.value == "straggler"
@@ -121,63 +127,66 @@ def test_a_slow_node_is_found_whatever_prometheus_does(how: Silence | None, monk
 
 @pytest.mark.parametrize("silence", ["down", "silent"])
 def test_prometheus_may_be_away(silence: str) -> None:
-    team = Team()
-    team.world.prometheus.silence = silence
+    team = SimulatedTeam()
+    team.world.prometheus.failure = silence
     with pytest.raises(OSError, match="Prometheus"):
-        team.world.prometheus.rows("")
+        team.world.prometheus.run_query("")
 
 
 def test_stale_figures_age() -> None:
-    team = Team()
-    team.train("a", "b", steps=12)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=12)
     team.wait(5.0)
-    team.world.prometheus.silence = "stale"
+    team.world.prometheus.failure = "stale"
     team.wait(60.0)
-    assert sample(team).figures["scrape_age"][JOB] > 55.0
-    team.world.prometheus.silence = "empty"
-    assert sample(team).figures["ranks"] == {}
+    assert sample(team).job_values["scrape_age"][JOB] > 55.0
+    team.world.prometheus.failure = "empty"
+    assert sample(team).job_values["reporting_ranks"] == {}
 
 
 def test_lies_reach_the_operator_about_their_own_ranks_only() -> None:
-    team = Team()
-    team.train("a", "b", steps=12)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b", steps=12)
     team.wait(5.0)
-    team["b"].figures_lie = "foreign"
+    team["b"].wrong_metrics = "foreign"
     team.wait(5.0)
-    assert len(team.beat("b").figures) > 1
-    assert heard(team).pace == pytest.approx(1.0, rel=0.05)
-    team["b"].figures_lie = "huge"
+    assert len(team.get_heartbeat("b").rank_metrics) > 1
+    assert collect_metrics(team).relative_time == pytest.approx(1.0, rel=0.05)
+    team["b"].wrong_metrics = "huge"
     team.wait(5.0)
-    assert heard(team).slowdown == pytest.approx(2.0, rel=0.01)
-    assert all(math.isfinite(value) for value in vars(heard(team)).values() if isinstance(value, float))
+    assert collect_metrics(team).slowdown == pytest.approx(2.0, rel=0.01)
+    assert all(math.isfinite(value) for value in vars(collect_metrics(team)).values() if isinstance(value, float))
 
 
 def test_an_exporter_that_comes_back_shows_what_was_before_only_once_it_has_been_back_for_a_while() -> None:
-    team = Team()
+    team = SimulatedTeam()
     prometheus = team.world.prometheus
     prometheus.add_exporter("node-1", old_error=MEMORY_METRIC)
-    (old,) = sample(team, EXPORTER).gpu
-    assert (old.value, old.before) == (2.0, 2.0)
-    prometheus.show_exporter("node-1", there=False)
-    assert sample(team, EXPORTER).gpu == ()
-    team.wait(BEFORE_SECONDS + 10.0)
-    prometheus.show_exporter("node-1", there=True)
-    (back,) = sample(team, EXPORTER).gpu
-    assert (back.value, back.before) == (2.0, None)
-    team.wait(BEFORE_SECONDS + 1.0)
-    (known,) = sample(team, EXPORTER).gpu
-    assert (known.value, known.before) == (2.0, 2.0)
+    (old,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    assert (old.value, old.previous_value) == (2.0, 2.0)
+    prometheus.show_exporter("node-1", present=False)
+    assert sample(team, EXPORTER_NAMESPACE).gpu_values == ()
+    team.wait(XID_BASELINE_SECONDS + 10.0)
+    prometheus.show_exporter("node-1", present=True)
+    (back,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    assert (back.value, back.previous_value) == (2.0, None)
+    team.wait(XID_BASELINE_SECONDS + 1.0)
+    (known,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    assert (known.value, known.previous_value) == (2.0, 2.0)
     prometheus.count_xid("node-1", "0", 48)
-    assert {(found.value, found.before) for found in sample(team, EXPORTER).gpu} == {(2.0, 2.0), (48.0, 0.0)}
+    assert {(found.value, found.previous_value) for found in sample(team, EXPORTER_NAMESPACE).gpu_values} == {
+        (2.0, 2.0),
+        (48.0, 0.0),
+    }
 
 
 def test_xids_are_vouched_for_where_the_scrape_names_the_node() -> None:
-    team = Team()
-    team.train("a", "b")
-    assert sample(team, EXPORTER).unvouched == ""
-    team["b"].gpu_error(79)
-    (value,) = sample(team, EXPORTER).gpu
-    assert (value.node, value.value, value.vouched) == ("node-1", 79.0, True)
+    team = SimulatedTeam()
+    team.start_and_train("a", "b")
+    assert sample(team, EXPORTER_NAMESPACE).gpu_untrusted_reason == ""
+    team["b"].raise_gpu_error(79)
+    (value,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    assert (value.node, value.value, value.trusted) == ("node-1", 79.0, True)
     team.world.prometheus.names_nodes = False
-    seen = sample(team, EXPORTER)
-    assert (seen.gpu[0].vouched, "no witness" in seen.unvouched) == (False, True)
+    seen = sample(team, EXPORTER_NAMESPACE)
+    assert (seen.gpu_values[0].trusted, "no witness" in seen.gpu_untrusted_reason) == (False, True)

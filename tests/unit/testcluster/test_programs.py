@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from testcluster.programs import compiling
+from testcluster.programs import format_compile_time
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ def test_how_long_it_takes_is_said_of_the_machine_at_hand(
     processors: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    assert compiling(9) == words
+    assert format_compile_time(9) == words

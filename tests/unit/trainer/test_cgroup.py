@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.cgroup import memory_left, waited_for_processor
+from pacekeeper.cgroup import compute_memory_left, read_cpu_wait_seconds
 
 MIB = 1 << 20
 
@@ -29,13 +29,13 @@ def membership(tmp_path: Path) -> Path:
 def test_the_tightest_limit_counts_and_unused_files_do_not(tmp_path: Path, membership: Path) -> None:
     root = tmp_path / "cgroup"
     group(root / "pod/container", "max", 60 * MIB)
-    assert memory_left(root, membership) == math.inf
+    assert compute_memory_left(root, membership) == math.inf
     group(root / "pod", str(100 * MIB), 90 * MIB, unused=20 * MIB)
-    assert memory_left(root, membership) == 30 * MIB
+    assert compute_memory_left(root, membership) == 30 * MIB
     group(root / "pod/container", str(65 * MIB), 60 * MIB)
-    assert memory_left(root, membership) == 5 * MIB
+    assert compute_memory_left(root, membership) == 5 * MIB
     group(root / "pod/container", str(50 * MIB), 60 * MIB)
-    assert memory_left(root, membership) == 0
+    assert compute_memory_left(root, membership) == 0
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -48,22 +48,22 @@ def test_version_1(tmp_path: Path) -> None:
     (folder / "memory.stat").write_text(
         f"inactive_file 1\ntotal_inactive_file {15 * MIB}\ntotal_active_file {5 * MIB}\n"
     )
-    assert memory_left(root, membership) == 30 * MIB
+    assert compute_memory_left(root, membership) == 30 * MIB
 
 
 def test_where_nothing_can_be_read_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
-    assert memory_left(tmp_path / "none", membership) == math.inf
-    assert memory_left(tmp_path / "none", tmp_path / "none") == math.inf
+    assert compute_memory_left(tmp_path / "none", membership) == math.inf
+    assert compute_memory_left(tmp_path / "none", tmp_path / "none") == math.inf
 
 
 def test_how_long_somebody_waited_for_a_processor_is_the_groups_own_or_the_machines(
     tmp_path: Path, membership: Path
 ) -> None:
     machine = tmp_path / "pressure"
-    assert waited_for_processor(tmp_path / "cgroup", membership, machine) is None
+    assert read_cpu_wait_seconds(tmp_path / "cgroup", membership, machine) is None
     machine.write_text("some avg10=1.00 avg60=1.00 avg300=1.00 total=5000000\nfull avg10=0.00 total=9\n")
-    assert waited_for_processor(tmp_path / "cgroup", membership, machine) == 5.0
+    assert read_cpu_wait_seconds(tmp_path / "cgroup", membership, machine) == 5.0
     group = tmp_path / "cgroup/pod/container"
     group.mkdir(parents=True)
     (group / "cpu.pressure").write_text("some avg10=1.00 avg60=1.00 avg300=1.00 total=2500000\n")
-    assert waited_for_processor(tmp_path / "cgroup", membership, machine) == 2.5
+    assert read_cpu_wait_seconds(tmp_path / "cgroup", membership, machine) == 2.5

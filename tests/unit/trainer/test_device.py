@@ -30,7 +30,7 @@ def test_a_rank_takes_its_own_gpu_or_what_it_is_told(
 @pytest.mark.parametrize(
     ("wanted", "local_rank", "gpus", "message"),
     [
-        (None, 4, 4, "LOCAL_RANK=4: this process sees 4 GPUs; start one rank a GPU"),
+        (None, 4, 4, "LOCAL_RANK=4: this process sees 4 GPUs; start one rank per GPU"),
         ("cuda:4", 0, 4, "device='cuda:4': this process sees 4 GPUs"),
         ("cuda", 0, 0, "device='cuda': this process sees no GPU"),
         ("mps", 0, 0, "device='mps' is not supported; take"),

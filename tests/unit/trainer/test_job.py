@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 from pacekeeper.data.lengths import Lengths
 from pacekeeper.job import Job
-from pacekeeper_analysis.lengths import SequenceCost
+from pacekeeper_analysis.stragglers.length_cost import SequenceCost
 
 
 def test_the_dataloader_names_lengths_and_cost_and_takes_iterables() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pacekeeper.job_settings import mesh_shape, replica_ranks
+from pacekeeper.job_settings import count_replica_ranks, resolve_mesh_shape
 from pacekeeper_analysis.errors import InputError
 
 
@@ -19,12 +19,12 @@ from pacekeeper_analysis.errors import InputError
     ],
 )
 def test_with_which_numbers_of_ranks_it_can_train(mesh: dict[str, int], least: int) -> None:
-    assert replica_ranks(mesh, 8) == least
-    mesh_shape(mesh, least)
+    assert count_replica_ranks(mesh, 8) == least
+    resolve_mesh_shape(mesh, least)
     if least < 8:
-        mesh_shape(mesh, 3 * least)
+        resolve_mesh_shape(mesh, 3 * least)
 
 
 def test_others_are_refused() -> None:
     with pytest.raises(InputError, match="does not fit 6 ranks"):
-        mesh_shape({"sync": -1, "shard": 4}, 6)
+        resolve_mesh_shape({"sync": -1, "shard": 4}, 6)

@@ -10,35 +10,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.whatif import Metadata, Trace, TraceError, analyse, trace_from_columns, window_from_trace
-from pacekeeper_analysis.whatif.causes import Cause
+from pacekeeper_analysis.whatif import (
+    JobTrace,
+    TraceError,
+    TraceMetadata,
+    analyze_window,
+    build_trace_from_columns,
+    build_window_from_trace,
+)
+from pacekeeper_analysis.whatif.causes import SlowdownCause
 from pacekeeper_analysis.whatif.command import main
-from pacekeeper_analysis.whatif.faults import Case
 from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet, write_parquet
-from pacekeeper_analysis.whatif.synthetic import Shape
-from pacekeeper_analysis.whatif.trace import FORWARD, OPTIMIZER, TYPES
+from pacekeeper_analysis.whatif.synthetic import JobShape
+from pacekeeper_analysis.whatif.synthetic_faults import SyntheticJob
+from pacekeeper_analysis.whatif.trace import FORWARD, OPERATION_TYPES, OPTIMIZER
 
-SHAPE = Shape(dp=2, pp=2, microbatches=3, steps=5)
+SHAPE = JobShape(dp=2, pp=2, microbatches=3, steps=5)
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
-    return Case(Cause.SLOW_WORKER, SHAPE, strength=1.0, noise=0.02, seed=1).trace()
+def trace() -> JobTrace:
+    return SyntheticJob(SlowdownCause.SLOW_WORKER, SHAPE, strength=1.0, noise=0.02, seed=1).build_trace()
 
 
-def row_of(trace: Trace, step: int, dp_rank: int, stage: int, optype: str, seq: int = 0) -> int:
+def row_of(trace: JobTrace, step: int, dp_rank: int, stage: int, optype: str, seq: int = 0) -> int:
     rows = (trace.step == step) & (trace.dp_rank == dp_rank) & (trace.stage == stage) & (trace.seq_id == seq)
-    return int(np.flatnonzero(rows & (trace.optype == TYPES.index(optype)))[0])
+    return int(np.flatnonzero(rows & (trace.optype == OPERATION_TYPES.index(optype)))[0])
 
 
-def with_value(trace: Trace, column: str, row: int, value: float) -> Trace:
+def with_value(trace: JobTrace, column: str, row: int, value: float) -> JobTrace:
     values = getattr(trace, column).copy()
     values[row] = value
     return replace(trace, **{column: values})
 
 
-def without(trace: Trace, row: int) -> Trace:
-    return trace.select(np.arange(len(trace)) != row)
+def without(trace: JobTrace, row: int) -> JobTrace:
+    return trace.select_rows(np.arange(len(trace)) != row)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +62,14 @@ def without(trace: Trace, row: int) -> Trace:
         ("seq_id", 99, "seq_id is out of order"),
         ("seq_id", -1, "seq_id is out of order"),
         ("seq_id", 0, "recorded twice"),
-        ("optype", TYPES.index("gc"), "dp_rank 1, stage 0 has 2 operations forward-compute; .* have 3"),
+        ("optype", OPERATION_TYPES.index("gc"), "dp_rank 1, stage 0 has 2 operations forward-compute; .* have 3"),
         ("step", 77, "dp_rank 1, stage 0 has 2 operations forward-compute"),
     ],
 )
-def test_a_damaged_row_costs_its_step(trace: Trace, column: str, value: float, reason: str) -> None:
+def test_a_damaged_row_costs_its_step(trace: JobTrace, column: str, value: float, reason: str) -> None:
     damaged = with_value(trace, column, row_of(trace, 2, 1, 0, FORWARD, seq=1), value)
-    whatif = analyse(window_from_trace(damaged))
-    healthy = analyse(window_from_trace(trace.select(trace.step != 2)))
+    whatif = analyze_window(build_window_from_trace(damaged))
+    healthy = analyze_window(build_window_from_trace(trace.select_rows(trace.step != 2)))
     assert whatif.steps == (0, 1, 3, 4)
     assert whatif.slowdown == healthy.slowdown
     reasons = {skipped.step: skipped.reason for skipped in whatif.skipped}
@@ -70,8 +77,8 @@ def test_a_damaged_row_costs_its_step(trace: Trace, column: str, value: float, r
     assert re.search(reason, reasons[2])
 
 
-def test_a_missing_row_costs_its_step(trace: Trace) -> None:
-    whatif = analyse(window_from_trace(without(trace, row_of(trace, 0, 0, 1, OPTIMIZER))))
+def test_a_missing_row_costs_its_step(trace: JobTrace) -> None:
+    whatif = analyze_window(build_window_from_trace(without(trace, row_of(trace, 0, 0, 1, OPTIMIZER))))
     assert whatif.steps == (1, 2, 3, 4)
     assert "dp_rank 0, stage 1 has 0 operations optimizer" in whatif.skipped[0].reason
 
@@ -79,33 +86,36 @@ def test_a_missing_row_costs_its_step(trace: Trace) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.select(t.optype != TYPES.index(OPTIMIZER)), "stage 0 has no operation optimizer"),
+        (lambda t: t.select_rows(t.optype != OPERATION_TYPES.index(OPTIMIZER)), "stage 0 has no operation optimizer"),
         (
-            lambda t: t.select(t.optype != TYPES.index("forward-send")),
+            lambda t: t.select_rows(t.optype != OPERATION_TYPES.index("forward-send")),
             "0 forward-send for 3 computations that need one; rows are missing",
         ),
         (
-            lambda t: t.select((t.optype != TYPES.index("backward-compute")) | (t.seq_id < 2)),
+            lambda t: t.select_rows((t.optype != OPERATION_TYPES.index("backward-compute")) | (t.seq_id < 2)),
             "3 forward-compute and 2 backward-compute",
         ),
         (
-            lambda t: t.select((t.optype != TYPES.index("optimizer-clip-main-grad")) | (t.stage == 0)),
+            lambda t: t.select_rows((t.optype != OPERATION_TYPES.index("optimizer-clip-main-grad")) | (t.stage == 0)),
             "different numbers of optimizer-clip-main-grad",
         ),
-        (lambda t: t.select((t.step == 0) & ~((t.dp_rank == 1) & (t.seq_id == 1))), "no step of the trace is complete"),
-        (lambda t: replace(t, duration=t.duration * np.nan), "no step of the trace is complete; .*not a number"),
-        (lambda t: replace(t, metadata=Metadata(3, 2)), "dp_size 3, but the trace has no row of dp_rank 2"),
-        (lambda t: replace(t, metadata=Metadata(2, 4)), "pp_size 4, but the trace has no row of stage 2"),
-        (lambda t: replace(t, metadata=Metadata(1, 2)), "dp_size 1, but .* rows are of a higher dp_rank"),
         (
-            lambda t: replace(t, metadata=Metadata(2, 2, vpp_size=2)),
+            lambda t: t.select_rows((t.step == 0) & ~((t.dp_rank == 1) & (t.seq_id == 1))),
+            "no step of the trace is complete",
+        ),
+        (lambda t: replace(t, duration=t.duration * np.nan), "no step of the trace is complete; .*not a number"),
+        (lambda t: replace(t, metadata=TraceMetadata(3, 2)), "dp_size 3, but the trace has no row of dp_rank 2"),
+        (lambda t: replace(t, metadata=TraceMetadata(2, 4)), "pp_size 4, but the trace has no row of stage 2"),
+        (lambda t: replace(t, metadata=TraceMetadata(1, 2)), "dp_size 1, but .* rows are of a higher dp_rank"),
+        (
+            lambda t: replace(t, metadata=TraceMetadata(2, 2, vpp_size=2)),
             "vpp_size 2, but the trace has no row of model chunk",
         ),
     ],
 )
-def test_a_trace_that_cannot_be_analysed(trace: Trace, change: Callable[[Trace], Trace], message: str) -> None:
+def test_a_trace_that_cannot_be_analysed(trace: JobTrace, change: Callable[[JobTrace], JobTrace], message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        window_from_trace(change(trace))
+        build_window_from_trace(change(trace))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +129,10 @@ def test_a_trace_that_cannot_be_analysed(trace: Trace, change: Callable[[Trace],
 )
 def test_metadata_that_contradicts_itself(values: dict[str, object], message: str) -> None:
     with pytest.raises(TraceError, match=message):
-        Metadata.from_mapping(values)
+        TraceMetadata.from_mapping(values)
 
 
-def test_columns_are_checked(trace: Trace) -> None:
+def test_columns_are_checked(trace: JobTrace) -> None:
     columns = trace.to_columns()
     for broken, message in (
         ({name: column for name, column in columns.items() if name != "seq_id"}, "no column seq_id"),
@@ -136,10 +146,10 @@ def test_columns_are_checked(trace: Trace) -> None:
         ),
     ):
         with pytest.raises(TraceError, match=message):
-            trace_from_columns(broken, trace.metadata)
+            build_trace_from_columns(broken, trace.metadata)
 
 
-def test_files_that_cannot_be_read(trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_read(trace: JobTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = tmp_path / "trace-x.parquet"
     write_parquet(whole, trace)
     cut, empty, text = tmp_path / "cut.parquet", tmp_path / "empty.parquet", tmp_path / "text.parquet"
@@ -152,7 +162,7 @@ def test_files_that_cannot_be_read(trace: Trace, tmp_path: Path, capsys: pytest.
         ([cut, "--meta", tmp_path / "meta.yaml"], "not a readable parquet file"),
         ([empty, "--meta", tmp_path / "meta.yaml"], "is empty"),
         ([text, "--meta", tmp_path / "meta.yaml"], "unknown kind"),
-        ([whole], "has no meta-x.yaml beside it"),
+        ([whole], "has no meta-x.yaml next to it"),
         ([whole, "--meta", tmp_path / "bad.yaml"], "bad.yaml, line 1: 'dp_size 2'"),
         ([tmp_path / "none.parquet"], "No such file"),
     ):
@@ -160,17 +170,20 @@ def test_files_that_cannot_be_read(trace: Trace, tmp_path: Path, capsys: pytest.
         assert message in capsys.readouterr().err
 
 
-def test_a_trace_survives_being_written(trace: Trace, tmp_path: Path) -> None:
+def test_a_trace_survives_being_written(trace: JobTrace, tmp_path: Path) -> None:
     write_parquet(tmp_path / "trace.parquet", trace)
     (tmp_path / "meta.json").write_text('{"dp_size": 2, "pp_size": 2}')
     read = read_parquet(tmp_path / "trace.parquet", read_metadata(tmp_path / "meta.json"))
-    assert analyse(window_from_trace(read)).slowdown == analyse(window_from_trace(trace)).slowdown
+    assert (
+        analyze_window(build_window_from_trace(read)).slowdown
+        == analyze_window(build_window_from_trace(trace)).slowdown
+    )
 
 
 MUTATIONS = 300
 
 
-def test_mutated_traces_never_give_a_wrong_figure(trace: Trace) -> None:
+def test_mutated_traces_never_give_a_wrong_figure(trace: JobTrace) -> None:
     """Every figure comes from complete steps whose rows are as recorded: a damaged row's step is not among them."""
     rng = np.random.default_rng(11)
     expected = dict(zip(*figures(trace), strict=True))
@@ -188,12 +201,12 @@ def test_mutated_traces_never_give_a_wrong_figure(trace: Trace) -> None:
     assert survived > MUTATIONS / 2
 
 
-def figures(trace: Trace) -> tuple[tuple[int, ...], list[float]]:
-    whatif = analyse(window_from_trace(trace))
+def figures(trace: JobTrace) -> tuple[tuple[int, ...], list[float]]:
+    whatif = analyze_window(build_window_from_trace(trace))
     return whatif.steps, [float(value) for value in whatif.step_s]
 
 
-def mutate(trace: Trace, rng: np.random.Generator) -> tuple[Trace, set[int]]:
+def mutate(trace: JobTrace, rng: np.random.Generator) -> tuple[JobTrace, set[int]]:
     """The trace with a few kinds of damage, and the steps that they are in."""
     touched: set[int] = set()
     for _ in range(int(rng.integers(1, 4))):
@@ -201,7 +214,7 @@ def mutate(trace: Trace, rng: np.random.Generator) -> tuple[Trace, set[int]]:
         touched |= {int(step) for step in trace.step[rows]}
         kind = int(rng.integers(6))
         if kind == 0:
-            trace = trace.select(~np.isin(np.arange(len(trace)), rows))
+            trace = trace.select_rows(~np.isin(np.arange(len(trace)), rows))
         elif kind == 1:
             trace = doubled(trace, rows)
         else:
@@ -210,11 +223,13 @@ def mutate(trace: Trace, rng: np.random.Generator) -> tuple[Trace, set[int]]:
             if column in ("duration", "start_ts"):
                 values[rows] = rng.choice([np.nan, np.inf, -np.inf, 1e12] + ([-1.0] if column == "duration" else []))
             else:
-                values[rows] = (values[rows] + 1) % len(TYPES) if column == "optype" else rng.choice([-5, 1000])
+                values[rows] = (
+                    (values[rows] + 1) % len(OPERATION_TYPES) if column == "optype" else rng.choice([-5, 1000])
+                )
             trace = replace(trace, **{column: values})
     return trace, touched
 
 
-def doubled(trace: Trace, rows: np.ndarray) -> Trace:
+def doubled(trace: JobTrace, rows: np.ndarray) -> JobTrace:
     order = np.concatenate([np.arange(len(trace)), rows])
     return replace(trace, **{name: getattr(trace, name)[order] for name in trace.to_columns()})

@@ -11,15 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.whatif import (
-    Metadata,
+    JobTrace,
     Operation,
-    Trace,
+    TraceMetadata,
     WhatIf,
-    analyse,
-    trace_from_columns,
-    window_from_trace,
+    analyze_window,
+    build_trace_from_columns,
+    build_window_from_trace,
 )
-from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of
+from pacekeeper_analysis.whatif.synthetic import JobShape, list_operations, make_trace
 from pacekeeper_analysis.whatif.trace import (
     BACKWARD,
     BACKWARD_RECV,
@@ -66,10 +66,10 @@ ROWS = [
 
 @pytest.fixture
 def paper() -> WhatIf:
-    return analyse(window_from_trace(paper_trace()))
+    return analyze_window(build_window_from_trace(paper_trace()))
 
 
-def paper_trace() -> Trace:
+def paper_trace() -> JobTrace:
     dp_rank, stage, optype, start, end = (np.array(column) for column in zip(*ROWS, strict=True))
     rows = len(ROWS)
     computes = np.isin(optype, ["forward-compute", "backward-compute", "grads-reduce-scatter"])
@@ -85,7 +85,7 @@ def paper_trace() -> Trace:
         "start_ts": start,
         "duration": end - start,
     }
-    return trace_from_columns(columns, Metadata(dp_size=2, pp_size=2, world_size=4))
+    return build_trace_from_columns(columns, TraceMetadata(dp_size=2, pp_size=2, world_size=4))
 
 
 def test_recorded_and_ideal_step(paper: WhatIf) -> None:
@@ -100,26 +100,26 @@ def test_recorded_and_ideal_step(paper: WhatIf) -> None:
 def test_parts_of_the_slowdown(paper: WhatIf) -> None:
     parts = paper.decomposition
     assert parts is not None
-    assert parts.by_type[FORWARD] == pytest.approx(1.1)  # rank 1: 1 + 3 + 3 + 3 + 1
-    assert parts.by_type[BACKWARD] == pytest.approx(1.2)  # rank 1: 1.5 + 1.5 + 6 + 2 + 1
-    assert parts.by_replica == pytest.approx([1.0, 1.3])
-    assert parts.by_stage == pytest.approx([0.85, 1.45])  # 1 + 1.5 + 3 + 2 + 1; rank 1: 1.5 + 3 + 6 + 3 + 1
-    assert parts.by_worker == pytest.approx(np.array([[0.85, 1.0], [0.85, 1.3]]))
+    assert parts.slowdown_by_type[FORWARD] == pytest.approx(1.1)  # rank 1: 1 + 3 + 3 + 3 + 1
+    assert parts.slowdown_by_type[BACKWARD] == pytest.approx(1.2)  # rank 1: 1.5 + 1.5 + 6 + 2 + 1
+    assert parts.slowdown_by_replica == pytest.approx([1.0, 1.3])
+    assert parts.slowdown_by_stage == pytest.approx([0.85, 1.45])  # 1 + 1.5 + 3 + 2 + 1; rank 1: 1.5 + 3 + 6 + 3 + 1
+    assert parts.slowdown_by_worker == pytest.approx(np.array([[0.85, 1.0], [0.85, 1.3]]))
 
 
 def test_blame(paper: WhatIf) -> None:
     parts = paper.decomposition
     assert parts is not None
     assert parts.worst_workers.workers == ((1, 1),)
-    assert parts.worst_workers.without_s == pytest.approx([8.5])  # rank 1: 1 + 1.5 + 3 + 2 + 1
+    assert parts.worst_workers.ideal_step_s == pytest.approx([8.5])  # rank 1: 1 + 1.5 + 3 + 2 + 1
     assert parts.worst_workers.share == pytest.approx(1.5)
     assert parts.last_stage.share == pytest.approx(1.5)  # both ranks 1 + 1.5 + 3 + 2 + 1
 
 
 def test_nothing_is_decomposed_below_the_threshold() -> None:
-    shape = Shape(dp=2, pp=1, microbatches=1, steps=3)
-    operations = operations_of(shape)
-    whatif = analyse(window_from_trace(make_trace(shape, operations, np.ones((len(operations), 2, 3)))))
+    shape = JobShape(dp=2, pp=1, microbatches=1, steps=3)
+    operations = list_operations(shape)
+    whatif = analyze_window(build_window_from_trace(make_trace(shape, operations, np.ones((len(operations), 2, 3)))))
     assert whatif.slowdown == pytest.approx(1.0)
     assert whatif.decomposition is None
 
@@ -129,17 +129,17 @@ def test_nothing_is_decomposed_below_the_threshold() -> None:
     [
         # (microbatches · chunks + stages - 1) pairs of forward and backward: the bubble of 1F1B, and of its
         # interleaved form.
-        (Shape(dp=1, pp=4, microbatches=8), 11),
-        (Shape(dp=1, pp=4, vpp=2, microbatches=8), 19),
-        (Shape(dp=2, pp=2, vpp=3, microbatches=4), 13),
-        (Shape(dp=1, pp=1, microbatches=5), 5),
+        (JobShape(dp=1, pp=4, microbatches=8), 11),
+        (JobShape(dp=1, pp=4, vpp=2, microbatches=8), 19),
+        (JobShape(dp=2, pp=2, vpp=3, microbatches=4), 13),
+        (JobShape(dp=1, pp=1, microbatches=5), 5),
     ],
 )
-def test_pipeline_bubble(shape: Shape, rounds: int) -> None:
-    operations = operations_of(shape)
+def test_pipeline_bubble(shape: JobShape, rounds: int) -> None:
+    operations = list_operations(shape)
     one = np.array([1.0 if operation.type in (FORWARD, BACKWARD) else 0.0 for operation in operations])
     seconds = np.broadcast_to(one[:, None, None], (len(operations), shape.dp, shape.steps))
-    whatif = analyse(window_from_trace(make_trace(shape, operations, seconds)))
+    whatif = analyze_window(build_window_from_trace(make_trace(shape, operations, seconds)))
     assert whatif.step_s == pytest.approx(2.0 * rounds)
 
 
@@ -147,46 +147,46 @@ def test_pipeline_bubble(shape: Shape, rounds: int) -> None:
 def test_overlapped_gradients_start_before_the_last_backward(overlapped: bool, exposed: float) -> None:
     """Two chunks whose gradients take 3 s each. The last backwards end at 15 s (chunk 1) and 16 s (chunk 0):
     overlapped, the reduce-scatters run from 15 to 18 and from 18 to 21; otherwise from 16 to 22."""
-    shape = Shape(dp=2, pp=1, vpp=2, microbatches=4, overlapped=overlapped)
-    operations = operations_of(shape)
+    shape = JobShape(dp=2, pp=1, vpp=2, microbatches=4, overlapped=overlapped)
+    operations = list_operations(shape)
     takes = {FORWARD: 1.0, BACKWARD: 1.0, REDUCE_SCATTER: 3.0, SEPARATE_ALL_REDUCE: 0.25}
     each = np.array([takes.get(operation.type, 0.0) for operation in operations])
     seconds = np.broadcast_to(each[:, None, None], (len(operations), shape.dp, shape.steps))
-    whatif = analyse(window_from_trace(make_trace(shape, operations, seconds)))
+    whatif = analyze_window(build_window_from_trace(make_trace(shape, operations, seconds)))
     assert whatif.step_s == pytest.approx(16.0 + exposed + (0.25 if overlapped else 0.0))
 
 
 def test_gradients_are_reduced_with_one_data_parallel_rank_and_sequence_parallelism() -> None:
     """dp 1 and dsp 2: the gradients' collectives are there; dp 1 and dsp 1: they are no part of the step."""
-    shape = Shape(dp=1, pp=1, microbatches=1, steps=1)
-    with_peer = Shape(dp=2, pp=1, microbatches=1, steps=1)
-    operations = operations_of(with_peer)
+    shape = JobShape(dp=1, pp=1, microbatches=1, steps=1)
+    with_peer = JobShape(dp=2, pp=1, microbatches=1, steps=1)
+    operations = list_operations(with_peer)
     trace = make_trace(with_peer, operations, np.ones((len(operations), 2, 1)))
-    alone = trace.select(trace.dp_rank == 0)
-    sequence_parallel = replace(alone, metadata=Metadata(dp_size=1, dsp_size=2))
+    alone = trace.select_rows(trace.dp_rank == 0)
+    sequence_parallel = replace(alone, metadata=TraceMetadata(dp_size=1, dsp_size=2))
     single = replace(alone, metadata=shape.metadata)
     # forward, backward, gc, layernorm, embedding, clip and optimizer take 1 s each; all-gather and reduce-scatter
     # too.
-    assert analyse(window_from_trace(sequence_parallel)).step_s == pytest.approx([9.0])
-    assert analyse(window_from_trace(single)).step_s == pytest.approx([7.0])
+    assert analyze_window(build_window_from_trace(sequence_parallel)).step_s == pytest.approx([9.0])
+    assert analyze_window(build_window_from_trace(single)).step_s == pytest.approx([7.0])
 
 
 @pytest.mark.parametrize("first_and_last_missing", [False, True])
 def test_transfers_that_were_recorded_without_a_neighbour_change_nothing(first_and_last_missing: bool) -> None:
     """Some profilers record a transfer for every computation, also at the ends of the model (or all but the
     outermost)."""
-    shape = Shape(dp=2, pp=2, vpp=2, microbatches=4, steps=2)
-    plain = operations_of(shape)
+    shape = JobShape(dp=2, pp=2, vpp=2, microbatches=4, steps=2)
+    plain = list_operations(shape)
     everywhere = [*recorded_everywhere(plain, shape, first_and_last_missing)]
     assert len(everywhere) == len(plain) + 4 * (4 - first_and_last_missing)
     expected, found = (
-        analyse(window_from_trace(make_trace(shape, operations, durations(operations, shape)))).step_s
+        analyze_window(build_window_from_trace(make_trace(shape, operations, durations(operations, shape)))).step_s
         for operations in (plain, everywhere)
     )
     assert found == pytest.approx(expected)
 
 
-def recorded_everywhere(operations: list[Operation], shape: Shape, outermost_missing: bool) -> Iterator[Operation]:
+def recorded_everywhere(operations: list[Operation], shape: JobShape, outermost_missing: bool) -> Iterator[Operation]:
     """The operations with a transfer before and after every computation."""
     counts: Counter[tuple[str, int]] = Counter()
     computes: Counter[tuple[str, int]] = Counter()
@@ -215,7 +215,7 @@ def recorded_everywhere(operations: list[Operation], shape: Shape, outermost_mis
             yield numbered(send, operation.stage, operation)
 
 
-def durations(operations: list[Operation], shape: Shape) -> NDArray[np.float64]:
+def durations(operations: list[Operation], shape: JobShape) -> NDArray[np.float64]:
     """Computations of 1 to 3 s, different on each rank and step; transfers that take no time."""
     seconds = np.zeros((len(operations), shape.dp, shape.steps))
     for node, operation in enumerate(operations):

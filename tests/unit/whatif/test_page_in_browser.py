@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pacekeeper_analysis.whatif import analyse, window_from_trace
-from pacekeeper_analysis.whatif.causes import Cause, diagnose
-from pacekeeper_analysis.whatif.faults import Case
-from pacekeeper_analysis.whatif.report.page import page
-from pacekeeper_analysis.whatif.synthetic import Shape
-from tests.support.browser import needs_browser, noted, rendered
+from pacekeeper_analysis.whatif import analyze_window, build_window_from_trace
+from pacekeeper_analysis.whatif.causes import SlowdownCause, diagnose_cause
+from pacekeeper_analysis.whatif.report.page import render_page
+from pacekeeper_analysis.whatif.synthetic import JobShape
+from pacekeeper_analysis.whatif.synthetic_faults import SyntheticJob
+from testing.browser import load_in_browser, needs_browser, read_notes
 
 pytestmark = needs_browser
 
@@ -32,12 +32,14 @@ document.documentElement.dataset.seen = seen.join("|");
 
 
 def test_the_heat_map_leads_to_the_worker(tmp_path: Path) -> None:
-    case = Case(Cause.SLOW_WORKER, Shape(dp=64, pp=4, microbatches=4, steps=4), strength=1.0, noise=0.01, seed=1)
-    whatif = analyse(window_from_trace(case.trace()))
-    finding = diagnose(whatif)
+    case = SyntheticJob(
+        SlowdownCause.SLOW_WORKER, JobShape(dp=64, pp=4, microbatches=4, steps=4), strength=1.0, noise=0.01, seed=1
+    )
+    whatif = analyze_window(build_window_from_trace(case.build_trace()))
+    finding = diagnose_cause(whatif)
     worst = "Worker: dp rank {}, stage {}".format(*finding.workers[0])
-    document = rendered(page(whatif, finding, "job"), tmp_path, USE_THE_PAGE)
-    start, zoomed, clicked, moved, from_table = noted(document).split("|")
+    document = load_in_browser(render_page(whatif, finding, "job"), tmp_path, USE_THE_PAGE)
+    start, zoomed, clicked, moved, from_table = read_notes(document).split("|")
     assert start == f"{worst}; "
     assert re.fullmatch(rf"{worst}; ranks \d+ to \d+", zoomed)
     assert clicked == "Worker: dp rank 0, stage 0; "
@@ -46,8 +48,10 @@ def test_the_heat_map_leads_to_the_worker(tmp_path: Path) -> None:
 
 
 def test_a_healthy_job_has_a_page_without_a_map(tmp_path: Path) -> None:
-    case = Case(Cause.NONE, Shape(dp=2, pp=2, microbatches=2, steps=1), strength=0.0, noise=0.0, seed=1)
-    whatif = analyse(window_from_trace(case.trace()))
-    document = rendered(page(whatif, diagnose(whatif), "job"), tmp_path)
+    case = SyntheticJob(
+        SlowdownCause.NONE, JobShape(dp=2, pp=2, microbatches=2, steps=1), strength=0.0, noise=0.0, seed=1
+    )
+    whatif = analyze_window(build_window_from_trace(case.build_trace()))
+    document = load_in_browser(render_page(whatif, diagnose_cause(whatif), "job"), tmp_path)
     assert re.search(r'id="map-card"[^>]*hidden', document)
     assert "No straggler" in document

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.whatif import WhatIf, analyse, window_from_trace
-from pacekeeper_analysis.whatif.causes import Cause, diagnose
+from pacekeeper_analysis.whatif import WhatIf, analyze_window, build_window_from_trace
+from pacekeeper_analysis.whatif.causes import SlowdownCause, diagnose_cause
 from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet
 
 RATIO = 2e-6
@@ -18,7 +18,7 @@ SECONDS = 1e-5
 
 
 @pytest.fixture(scope="module")
-def analysed(published: Path) -> dict[str, WhatIf]:
+def analyzed(published: Path) -> dict[str, WhatIf]:
     """The analysis of every published trace in the folder."""
     names = [path.stem.removeprefix("trace-") for path in sorted(published.glob("trace-*.parquet"))]
     return {name: analysis(published, name) for name in names}
@@ -26,7 +26,7 @@ def analysed(published: Path) -> dict[str, WhatIf]:
 
 def analysis(folder: Path, name: str) -> WhatIf:
     trace = read_parquet(folder / f"trace-{name}.parquet", read_metadata(folder / f"meta-{name}.yaml"))
-    return analyse(window_from_trace(trace), trace.worker_ranks())
+    return analyze_window(build_window_from_trace(trace), trace.map_worker_ranks())
 
 
 def expected(folder: Path, kind: str, name: str) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def expected(folder: Path, kind: str, name: str) -> dict[str, Any]:
     return values
 
 
-def test_slowdowns_and_step_times(published: Path, analysed: dict[str, WhatIf]) -> None:
-    for name, whatif in analysed.items():
+def test_slowdowns_and_step_times(published: Path, analyzed: dict[str, WhatIf]) -> None:
+    for name, whatif in analyzed.items():
         result = expected(published, "result", name)
         steps = [str(step) for step in whatif.steps]
         assert whatif.skipped == ()
@@ -55,52 +55,52 @@ def test_slowdowns_and_step_times(published: Path, analysed: dict[str, WhatIf]) 
             assert ours == pytest.approx(np.array([result[theirs][step] for step in steps]), abs=RATIO)
 
 
-def test_decomposition(published: Path, analysed: dict[str, WhatIf]) -> None:
-    for name, whatif in analysed.items():
+def test_decomposition(published: Path, analyzed: dict[str, WhatIf]) -> None:
+    for name, whatif in analyzed.items():
         result = expected(published, "result", name)
         parts = whatif.decomposition
         if parts is None:
             assert result["blocking_decompose_by_optype"] is None
             continue
-        assert parts.by_type == pytest.approx(result["blocking_decompose_by_optype"], abs=RATIO)
-        assert by_number(parts.by_replica) == pytest.approx(result["blocking_decompose_by_dp_rank"], abs=RATIO)
-        assert by_number(parts.by_stage) == pytest.approx(result["blocking_decompose_by_stage"], abs=RATIO)
+        assert parts.slowdown_by_type == pytest.approx(result["blocking_decompose_by_optype"], abs=RATIO)
+        assert by_number(parts.slowdown_by_replica) == pytest.approx(result["blocking_decompose_by_dp_rank"], abs=RATIO)
+        assert by_number(parts.slowdown_by_stage) == pytest.approx(result["blocking_decompose_by_stage"], abs=RATIO)
         for at, step in enumerate(map(str, whatif.steps)):
-            of_types = {name: values[at] for name, values in parts.by_type_per_step.items()}
+            of_types = {name: values[at] for name, values in parts.type_slowdown_per_step.items()}
             assert of_types == pytest.approx(result["blocking_decompose_by_optype_per_step"][step], abs=RATIO)
             of_replicas, of_stages = (
-                by_number(parts.by_replica_per_step[:, at]),
-                by_number(parts.by_stage_per_step[:, at]),
+                by_number(parts.replica_slowdown_per_step[:, at]),
+                by_number(parts.stage_slowdown_per_step[:, at]),
             )
             assert of_replicas == pytest.approx(result["blocking_decompose_by_dp_rank_per_step"][step], abs=RATIO)
             assert of_stages == pytest.approx(result["blocking_decompose_by_stage_per_step"][step], abs=RATIO)
 
 
-def test_blame(published: Path, analysed: dict[str, WhatIf]) -> None:
-    for name, whatif in analysed.items():
+def test_blame(published: Path, analyzed: dict[str, WhatIf]) -> None:
+    for name, whatif in analyzed.items():
         if whatif.decomposition is None:
             continue
         recorded, ideal = whatif.step_s.mean(), whatif.ideal_step_s
         parts = whatif.decomposition
         for kind, blame in (("mw", parts.worst_workers), ("ms", parts.last_stage)):
             result = expected(published, kind, name)
-            alone = (blame.alone_s.mean() - ideal) / (recorded - ideal)
+            alone = (blame.only_step_s.mean() - ideal) / (recorded - ideal)
             assert blame.share == pytest.approx(result["rem"], abs=RATIO)
             assert alone == pytest.approx(result["add"], abs=RATIO)
-            assert blame.without_s.mean() == pytest.approx(result["trem"], abs=SECONDS)
-            assert blame.alone_s.mean() == pytest.approx(result["tadd"], abs=SECONDS)
+            assert blame.ideal_step_s.mean() == pytest.approx(result["trem"], abs=SECONDS)
+            assert blame.only_step_s.mean() == pytest.approx(result["tadd"], abs=SECONDS)
             assert recorded == pytest.approx(result["tori"], abs=SECONDS)
             assert ideal == pytest.approx(result["tideal"], abs=SECONDS)
 
 
-def test_causes(analysed: dict[str, WhatIf]) -> None:
+def test_causes(analyzed: dict[str, WhatIf]) -> None:
     """AR: one worker was slowed down on purpose. ST: the last stage has more to do."""
-    if "AR" in analysed:
-        finding = diagnose(analysed["AR"])
-        assert (finding.cause, finding.workers) == (Cause.SLOW_WORKER, ((0, 0),))
-    if "ST" in analysed:
-        finding = diagnose(analysed["ST"])
-        assert finding.cause is Cause.STAGE_IMBALANCE
+    if "AR" in analyzed:
+        finding = diagnose_cause(analyzed["AR"])
+        assert (finding.cause, finding.workers) == (SlowdownCause.SLOW_WORKER, ((0, 0),))
+    if "ST" in analyzed:
+        finding = diagnose_cause(analyzed["ST"])
+        assert finding.cause is SlowdownCause.STAGE_IMBALANCE
         assert {stage for _, stage in finding.workers} == {3}
 
 

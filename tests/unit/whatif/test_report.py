@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.whatif import WhatIf, analyse, window_from_trace
-from pacekeeper_analysis.whatif.causes import Cause, Finding, diagnose
+from pacekeeper_analysis.whatif import WhatIf, analyze_window, build_window_from_trace
+from pacekeeper_analysis.whatif.causes import CauseFinding, SlowdownCause, diagnose_cause
 from pacekeeper_analysis.whatif.command import main
-from pacekeeper_analysis.whatif.faults import Case
 from pacekeeper_analysis.whatif.inputs.parquet import write_parquet
 from pacekeeper_analysis.whatif.report import perfetto
-from pacekeeper_analysis.whatif.report.document import document
-from pacekeeper_analysis.whatif.report.page import page
-from pacekeeper_analysis.whatif.report.terminal import render
-from pacekeeper_analysis.whatif.synthetic import Shape
+from pacekeeper_analysis.whatif.report.document import build_document
+from pacekeeper_analysis.whatif.report.page import render_page
+from pacekeeper_analysis.whatif.report.terminal import render_summary
+from pacekeeper_analysis.whatif.synthetic import JobShape
+from pacekeeper_analysis.whatif.synthetic_faults import SyntheticJob
 
-SHAPE = Shape(dp=3, pp=2, microbatches=4, steps=4)
+SHAPE = JobShape(dp=3, pp=2, microbatches=4, steps=4)
 KEYS = {
     "slowdown",
     "step_s",
@@ -43,23 +43,23 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def slow() -> tuple[WhatIf, Finding]:
-    return analysis(Case(Cause.SLOW_WORKER, SHAPE, strength=1.0, noise=0.01, seed=1))
+def slow() -> tuple[WhatIf, CauseFinding]:
+    return analysis(SyntheticJob(SlowdownCause.SLOW_WORKER, SHAPE, strength=1.0, noise=0.01, seed=1))
 
 
 @pytest.fixture(scope="module")
-def healthy() -> tuple[WhatIf, Finding]:
-    return analysis(Case(Cause.NONE, SHAPE, strength=0.0, noise=0.001, seed=1))
+def healthy() -> tuple[WhatIf, CauseFinding]:
+    return analysis(SyntheticJob(SlowdownCause.NONE, SHAPE, strength=0.0, noise=0.001, seed=1))
 
 
-def analysis(case: Case) -> tuple[WhatIf, Finding]:
-    whatif = analyse(window_from_trace(case.trace()))
-    return whatif, diagnose(whatif)
+def analysis(case: SyntheticJob) -> tuple[WhatIf, CauseFinding]:
+    whatif = analyze_window(build_window_from_trace(case.build_trace()))
+    return whatif, diagnose_cause(whatif)
 
 
-def test_document(slow: tuple[WhatIf, Finding]) -> None:
+def test_document(slow: tuple[WhatIf, CauseFinding]) -> None:
     whatif, _ = slow
-    content = json.loads(json.dumps(document(*slow), allow_nan=False))
+    content = json.loads(json.dumps(build_document(*slow), allow_nan=False))
     assert content.keys() == KEYS
     assert content["slowdown"] == pytest.approx(content["step_s"] / content["ideal_step_s"])
     assert content["waste"] == pytest.approx(1 - 1 / content["slowdown"])
@@ -72,8 +72,8 @@ def test_document(slow: tuple[WhatIf, Finding]) -> None:
     assert content["m_w"] == whatif.decomposition.worst_workers.share
 
 
-def test_document_of_a_healthy_job_has_nothing_to_decompose(healthy: tuple[WhatIf, Finding]) -> None:
-    content = document(*healthy)
+def test_document_of_a_healthy_job_has_nothing_to_decompose(healthy: tuple[WhatIf, CauseFinding]) -> None:
+    content = build_document(*healthy)
     assert content.keys() == KEYS
     assert content["cause"]["name"] == "none"
     for key in ("per_type", "per_dp", "per_stage", "per_worker", "m_w", "m_s"):
@@ -81,32 +81,34 @@ def test_document_of_a_healthy_job_has_nothing_to_decompose(healthy: tuple[WhatI
 
 
 @pytest.mark.parametrize("width", [60, 100])
-def test_terminal_fits_its_width(slow: tuple[WhatIf, Finding], width: int) -> None:
-    plain = render(*slow, width=width, colour=False)
+def test_terminal_fits_its_width(slow: tuple[WhatIf, CauseFinding], width: int) -> None:
+    plain = render_summary(*slow, width=width, color=False)
     assert "\033" not in plain
     assert max(len(line) for line in plain.splitlines()) <= width
     assert "slow-worker" in plain
     assert re.search(r"dp_rank \d +stage \d", plain)
-    coloured = render(*slow, width=width, colour=True)
-    assert re.sub(r"\033\[[\d;]*m", "", coloured).split() != plain.split()
-    assert "\033[48;5;196m" in coloured
+    colored = render_summary(*slow, width=width, color=True)
+    assert re.sub(r"\033\[[\d;]*m", "", colored).split() != plain.split()
+    assert "\033[48;5;196m" in colored
 
 
 def test_terminal_of_many_ranks_shows_the_worst_of_each_column() -> None:
-    case = Case(Cause.SLOW_WORKER, Shape(dp=150, pp=2, microbatches=2, steps=2), strength=1.0, noise=0.0, seed=1)
-    text = render(*analysis(case), width=80, colour=False)
+    case = SyntheticJob(
+        SlowdownCause.SLOW_WORKER, JobShape(dp=150, pp=2, microbatches=2, steps=2), strength=1.0, noise=0.0, seed=1
+    )
+    text = render_summary(*analysis(case), width=80, color=False)
     *_, first, second = text.splitlines()
     assert (first + second).count("#") == 1
 
 
-def test_terminal_of_a_healthy_job(healthy: tuple[WhatIf, Finding]) -> None:
-    text = render(*healthy, width=80, colour=False)
+def test_terminal_of_a_healthy_job(healthy: tuple[WhatIf, CauseFinding]) -> None:
+    text = render_summary(*healthy, width=80, color=False)
     assert "too small to have a cause" in text
     assert "operation type" not in text
 
 
-def test_page_holds_its_data_and_needs_nothing_else(slow: tuple[WhatIf, Finding]) -> None:
-    html = page(*slow, title="</script><b>job & co")
+def test_page_holds_its_data_and_needs_nothing_else(slow: tuple[WhatIf, CauseFinding]) -> None:
+    html = render_page(*slow, title="</script><b>job & co")
     assert "</script><b>" not in html
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|https?://", html)
     (found,) = re.findall(r"^const data = (.*);$", html, flags=re.MULTILINE)
@@ -119,12 +121,12 @@ def test_page_holds_its_data_and_needs_nothing_else(slow: tuple[WhatIf, Finding]
     assert [list(map(int, slowest))] == data["blamed"]
 
 
-def test_page_of_a_healthy_job(healthy: tuple[WhatIf, Finding]) -> None:
-    (found,) = re.findall(r"^const data = (.*);$", page(*healthy, title="job"), flags=re.MULTILINE)
+def test_page_of_a_healthy_job(healthy: tuple[WhatIf, CauseFinding]) -> None:
+    (found,) = re.findall(r"^const data = (.*);$", render_page(*healthy, title="job"), flags=re.MULTILINE)
     assert json.loads(found)["per_worker"] is None
 
 
-def test_perfetto_timelines(slow: tuple[WhatIf, Finding], tmp_path: Path) -> None:
+def test_perfetto_timelines(slow: tuple[WhatIf, CauseFinding], tmp_path: Path) -> None:
     """By the trace event format: complete events with times in microseconds, named processes and threads."""
     whatif, _ = slow
     path = tmp_path / "timeline.json.gz"
@@ -151,16 +153,16 @@ def test_perfetto_timelines(slow: tuple[WhatIf, Finding], tmp_path: Path) -> Non
 
 
 def test_perfetto_of_a_long_window_keeps_the_slowest_steps(
-    slow: tuple[WhatIf, Finding], monkeypatch: pytest.MonkeyPatch
+    slow: tuple[WhatIf, CauseFinding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whatif, _ = slow
-    monkeypatch.setattr(perfetto, "MOST_EVENTS", 2 * 2 * len(whatif.window.operations) * SHAPE.dp)
-    chosen = perfetto.steps_that_fit(whatif.window, np.array([1.0, 3.0, 1.5, 2.0]))
+    monkeypatch.setattr(perfetto, "MAX_PERFETTO_EVENTS", 2 * 2 * len(whatif.window.operations) * SHAPE.dp)
+    chosen = perfetto.choose_steps(whatif.window, np.array([1.0, 3.0, 1.5, 2.0]))
     assert chosen == [1, 3]
 
 
 def test_command_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = Case(Cause.STAGE_IMBALANCE, SHAPE, strength=1.0, noise=0.01, seed=1).trace()
+    trace = SyntheticJob(SlowdownCause.STAGE_IMBALANCE, SHAPE, strength=1.0, noise=0.01, seed=1).build_trace()
     write_parquet(tmp_path / "trace-job.parquet", trace)
     (tmp_path / "meta-job.yaml").write_text("trial_name: job\ndp_size: 3\npp_size: 2\n")
     outputs = {name: tmp_path / f"out.{name}" for name in ("html", "json", "perfetto")}

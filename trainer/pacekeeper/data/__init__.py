@@ -1,1 +1,1 @@
-"""Which samples a rank takes, and how they come to it."""
+"""Assignment of samples to ranks, and their loading."""

@@ -1,8 +1,9 @@
-"""Which positions of the stream of samples are still to be used, and who gets the next of them. Pure integers.
+"""Unused positions of the sample stream, and the assignment of the next ones. Pure integers.
 
-A *ticket* is a place in what is left of the stream: ticket 0 is its first position that nobody has used. Samples are
-dealt in two ways: `Dealing` gives each step's global batch to the ranks by their shares, so that all ranks know what
-each of them takes; `Leasing` takes the next tickets from a counter of all ranks, so that a fast rank takes more.
+A *ticket* is a place in the rest of the stream: ticket 0 is its first unused position. Samples are assigned in two
+ways. A `ShareDistributor` splits each step's global batch among the ranks by shares, so that each rank can compute what
+the others take. A `LeaseDistributor` takes the next tickets from a counter that all ranks share, so that a fast rank
+takes more.
 """
 
 from __future__ import annotations
@@ -13,146 +14,150 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from .shares import Place, equal_shares
+from .shares import RankTopology, split_equally
 
 Interval = tuple[int, int]
 """Positions from the first to before the second."""
 
-Take = Callable[[int], int]
-"""The shared counter: takes so many new tickets and returns the first of them; of n ranks, each gets other ones."""
+TakeTickets = Callable[[int], int]
+"""Shared counter: takes this number of new tickets and returns the first of them; no two ranks get the same."""
 
-ENDLESS = 1 << 40
-"""Tickets: more than any job comes to. Where so many are taken at once, no step has any from then on."""
+ENDLESS_TICKETS = 1 << 40
+"""Number of tickets that no job reaches. After this number is taken at once, no step gets any."""
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """What of the stream is not yet used: `pending`, and all positions from `cursor` on."""
+    """Unused rest of the stream: `pending`, and all positions from `cursor` on."""
 
     cursor: int = 0
     pending: tuple[Interval, ...] = ()
-    """In ascending order and apart from each other, below the cursor: handed out once, but not used."""
+    """Disjoint, in ascending order, below the cursor: assigned once, but not used."""
 
     @property
-    def used(self) -> int:
-        """How many positions are used."""
-        return self.cursor - self._waiting[-1]
+    def used_positions(self) -> int:
+        """Number of used positions."""
+        return self.cursor - self._pending_counts[-1]
 
-    def places(self, first: int, end: int) -> tuple[Interval, ...]:
-        """The positions of tickets [first, end). It takes no longer where more is pending than what is asked for."""
-        waiting = self._waiting
-        begin, stop = bisect_right(waiting, first) - 1, bisect_left(waiting, end)
-        found = cut(self.pending[begin:stop], first - waiting[begin], end - waiting[begin])
-        beyond = max(first - waiting[-1], 0), end - waiting[-1]
-        return found if beyond[0] >= beyond[1] else (*found, (self.cursor + beyond[0], self.cursor + beyond[1]))
+    def locate_tickets(self, first: int, end: int) -> tuple[Interval, ...]:
+        """Return the positions of tickets [first, end). The time does not depend on the number of pending positions."""
+        counts = self._pending_counts
+        begin, stop = bisect_right(counts, first) - 1, bisect_left(counts, end)
+        positions = slice_intervals(self.pending[begin:stop], first - counts[begin], end - counts[begin])
+        extra = max(first - counts[-1], 0), end - counts[-1]
+        return positions if extra[0] >= extra[1] else (*positions, (self.cursor + extra[0], self.cursor + extra[1]))
 
-    def after(self, tickets: int, unused: Iterable[Interval] = ()) -> Remainder:
-        """What is left when the first `tickets` are used, but for the positions that are `unused`.
+    def with_tickets_used(self, tickets: int, unused: Iterable[Interval] = ()) -> Remainder:
+        """Return the remainder after the first `tickets` are used, except for the positions in `unused`.
 
-        Raises ValueError where an unused position was not among these tickets.
+        Raises ValueError if an unused position was not among these tickets.
         """
-        handed_out = self.places(0, tickets)
-        back = merge(unused)
-        if not _are_within(back, handed_out):
-            raise ValueError(f"of {back}, not all were among the first {tickets} tickets, which are at {handed_out}")
-        waiting = self._waiting[-1]
-        cursor = self.cursor + max(tickets - waiting, 0)
-        pending = list(merge([*back, *self.places(tickets, max(tickets, waiting))]))
+        assigned = self.locate_tickets(0, tickets)
+        returned = merge_intervals(unused)
+        if not _are_contained(returned, assigned):
+            raise ValueError(f"of {returned}, not all were among the first {tickets} tickets, which are at {assigned}")
+        pending_count = self._pending_counts[-1]
+        cursor = self.cursor + max(tickets - pending_count, 0)
+        pending = list(merge_intervals([*returned, *self.locate_tickets(tickets, max(tickets, pending_count))]))
         if pending and pending[-1][1] == cursor:
             cursor = pending.pop()[0]
         return Remainder(cursor, tuple(pending))
 
     @cached_property
-    def _waiting(self) -> tuple[int, ...]:
-        """How many positions are pending before each of the intervals, and at last in all."""
+    def _pending_counts(self) -> tuple[int, ...]:
+        """Number of positions that are pending before each of the intervals, and finally in total."""
         return (0, *accumulate(end - first for first, end in self.pending))
 
 
 @dataclass(frozen=True)
-class Deal:
-    """A batch that some ranks share: who of them takes how many of its samples."""
+class SharedBatch:
+    """A batch that some ranks share, and their parts of it."""
 
     positions: tuple[Interval, ...]
     shares: tuple[int, ...]
-    place: int
-    """Which of the shares is this rank's."""
-    matching: tuple[int, ...]
-    """The shares of the ranks that must run as many microbatches as this one, its own among them."""
+    share_index: int
+    """Index of this rank's share."""
+    matching_shares: tuple[int, ...]
+    """Shares of the ranks that must run as many microbatches as this one, including its own."""
 
 
 @dataclass
-class Dealing:
-    """Deals the global batches behind `start` one after the other, by shares."""
+class ShareDistributor:
+    """Assigns the global batches after `start`, one after the other, by shares."""
 
     start: Remainder
-    place: Place
-    _dealt: int = field(default=0, init=False)
+    topology: RankTopology
+    _taken: int = field(default=0, init=False)
 
-    def deal(self, shares: Sequence[int]) -> Deal:
-        first, self._dealt = self._dealt, self._dealt + sum(shares)
-        positions = self.start.places(first, self._dealt)
-        return Deal(positions, tuple(shares), self.place.rank, self.place.of_replica(shares))
+    def take_batch(self, shares: Sequence[int]) -> SharedBatch:
+        first, self._taken = self._taken, self._taken + sum(shares)
+        positions = self.start.locate_tickets(first, self._taken)
+        return SharedBatch(positions, tuple(shares), self.topology.rank, self.topology.select_replica_shares(shares))
 
 
 @dataclass
-class Leasing:
-    """Takes the tickets behind `start` for a replica: its ranks share them, and each of them must take the same."""
+class LeaseDistributor:
+    """Takes tickets after `start` for a replica: its ranks share them, and must all take the same."""
 
     start: Remainder
-    place: Place
-    take: Take
-    tickets: int | None
-    """How many there are; None: `ENDLESS`."""
-    grain: int = 1
-    """Samples that the ranks' parts of the last lease are multiples of, as far as there are so many."""
-    promise: Take | None = None
-    """A counter of its own, by which a step is promised a number of tickets, to take them one microbatch at a time
-    when it comes to it: so a rank that turns slow leaves the others what it has not begun. None: a step takes all of
-    its tickets at once."""
+    topology: RankTopology
+    take_tickets: TakeTickets
+    ticket_limit: int | None
+    """Number of tickets; None: `ENDLESS_TICKETS`."""
+    granularity: int = 1
+    """Samples that the parts of the last lease are multiples of, if there are enough."""
+    reserve_tickets: TakeTickets | None = None
+    """A separate counter, from which a step reserves a number of tickets.
 
-    def deal(self, shares: Sequence[int]) -> Deal | None:
-        """The replica's next tickets: as many as its ranks' shares, at last perhaps fewer. None: all are taken."""
-        first, parts = self._count(self.take, shares)
-        return None if parts is None else self._deal(first, parts)
+    It then takes them one microbatch at a time, so that a rank that becomes slow leaves to the others what it has not
+    begun. None: a step takes all of its tickets at once.
+    """
 
-    def promised(self, shares: Sequence[int]) -> tuple[int, ...] | None:
-        """How many tickets each of the replica's ranks may `lease` for its next step. None: all are promised."""
-        assert self.promise is not None
-        return self._count(self.promise, shares)[1]
+    def take_batch(self, shares: Sequence[int]) -> SharedBatch | None:
+        """Take the replica's next tickets, by its ranks' shares, finally perhaps fewer. None: all are taken."""
+        first, parts = self._draw_tickets(self.take_tickets, shares)
+        return None if parts is None else self._build_batch(first, parts)
 
-    def lease(self, parts: tuple[int, ...]) -> Deal:
-        """So many of the promised tickets, for each of the replica's ranks."""
-        return self._deal(self.take(sum(parts)), parts)
+    def reserve_step(self, shares: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the tickets that each of the replica's ranks may take for its next step. None: all are reserved."""
+        assert self.reserve_tickets is not None
+        return self._draw_tickets(self.reserve_tickets, shares)[1]
 
-    def _count(self, counter: Take, shares: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
-        """The counter's answer, and what each of the replica's ranks has of it; None: nothing is left."""
-        parts = self.place.of_replica(shares)
+    def take_reserved(self, parts: tuple[int, ...]) -> SharedBatch:
+        """Take the given number of reserved tickets for each of the replica's ranks."""
+        return self._build_batch(self.take_tickets(sum(parts)), parts)
+
+    def _draw_tickets(self, counter: TakeTickets, shares: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
+        """Return the first ticket and the parts of the replica's ranks; None: nothing is left."""
+        parts = self.topology.select_replica_shares(shares)
         first = counter(sum(parts))
-        count = min(sum(parts), (ENDLESS if self.tickets is None else self.tickets) - first)
+        count = min(sum(parts), (ENDLESS_TICKETS if self.ticket_limit is None else self.ticket_limit) - first)
         if count <= 0:
             return first, None
         if count < sum(parts):
-            parts = equal_shares(count, self.place.replica_size, self.grain)
+            parts = split_equally(count, self.topology.replica_size, self.granularity)
         return first, parts
 
-    def _deal(self, first: int, parts: tuple[int, ...]) -> Deal:
-        return Deal(self.start.places(first, first + sum(parts)), parts, self.place.in_replica, parts)
+    def _build_batch(self, first: int, parts: tuple[int, ...]) -> SharedBatch:
+        return SharedBatch(
+            self.start.locate_tickets(first, first + sum(parts)), parts, self.topology.replica_rank, parts
+        )
 
 
-def cut(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, ...]:
-    """Of all the positions in `intervals`, counted through, those from number `first` to before number `end`."""
-    found: list[Interval] = []
-    passed = 0
+def slice_intervals(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, ...]:
+    """Return the positions from number `first` to before number `end`, counted through all `intervals`."""
+    selected: list[Interval] = []
+    offset = 0
     for low, high in intervals:
-        begin, stop = max(first - passed, 0), min(end - passed, high - low)
+        begin, stop = max(first - offset, 0), min(end - offset, high - low)
         if begin < stop:
-            found.append((low + begin, low + stop))
-        passed += high - low
-    return tuple(found)
+            selected.append((low + begin, low + stop))
+        offset += high - low
+    return tuple(selected)
 
 
-def merge(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """The same positions in ascending order, as few intervals. Raises ValueError where two have one in common."""
+def merge_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Return the same positions as few ascending intervals. Raises ValueError if two overlap."""
     merged: list[Interval] = []
     for first, end in sorted(intervals):
         if merged and first < merged[-1][1]:
@@ -164,8 +169,8 @@ def merge(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     return tuple(merged)
 
 
-def _are_within(inner: Sequence[Interval], outer: Sequence[Interval]) -> bool:
-    """Whether each interval of `inner` lies in one of `outer`; both are in ascending order and apart."""
+def _are_contained(inner: Sequence[Interval], outer: Sequence[Interval]) -> bool:
+    """Return whether each interval of `inner` lies in one of `outer`; both are ascending and disjoint."""
     ends = [end for _, end in outer]
-    places = ((first, end, bisect_right(ends, first)) for first, end in inner)
-    return all(at < len(outer) and outer[at][0] <= first and end <= outer[at][1] for first, end, at in places)
+    candidates = ((first, end, bisect_right(ends, first)) for first, end in inner)
+    return all(i < len(outer) and outer[i][0] <= first and end <= outer[i][1] for first, end, i in candidates)

@@ -1,3 +1,5 @@
-"""Trainers of other people: a callback each, for what `pacekeeper.auto` cannot see. A framework is imported by its own
-module only, so a script that imports `pacekeeper.integrations.huggingface` has transformers.
+"""Callbacks for third-party trainers, for what `pacekeeper.auto` cannot observe.
+
+Each framework is imported only by its own module, so a script that imports `pacekeeper.integrations.huggingface` must
+have transformers installed.
 """

@@ -1,12 +1,12 @@
-"""Lightning's Trainer, told to Pacekeeper:
+"""Integration of Lightning's Trainer.
 
     from pacekeeper.integrations.lightning import LightningCallback
 
     trainer = Trainer(..., callbacks=[LightningCallback(), ModelCheckpoint(folder, save_last=True)])
     trainer.fit(model, ..., ckpt_path="last")
 
-Steps, evaluations, checkpoints and the loss are known then. SIGTERM and the operator's requests have all ranks write
-the last checkpoint between two steps. Data, batch sizes and gradients stay Lightning's.
+Pacekeeper then observes steps, evaluations, checkpoints and the loss. On SIGTERM and on the operator's requests all
+ranks write the last checkpoint between two steps. Data, batch sizes and gradients stay Lightning's.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import pytorch_lightning as lightning
 import torch
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import Phase
+from pacekeeper_analysis.protocol.records import Phase
 
-from .training import of_this_process
+from .framework_training import get_framework_training
 
 
 class LightningCallback(lightning.Callback):
-    """For one Trainer."""
+    """Callback for one Trainer."""
 
     def __init__(self) -> None:
-        self._training = of_this_process()
+        self._training = get_framework_training()
         self._steps = -1
-        """Batches behind which an optimizer has stepped; -1: not known. (Lightning counts each optimizer's steps.)"""
-        self._seen = 0
-        """Lightning's count behind the last batch."""
+        """Batches after which an optimizer has stepped; -1: unknown. (Lightning counts each optimizer's steps.)"""
+        self._last_global_step = 0
+        """Lightning's count after the last batch."""
         self._saving = False
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Raises InputError where there is no checkpoint that a restart would go on from."""
-        if stage == "fit" and _last_checkpoint(trainer) is None:
+        """Raise InputError if there is no checkpoint that a restart would use."""
+        if stage == "fit" and _find_last_checkpoint(trainer) is None:
             raise InputError(
-                "callbacks: no ModelCheckpoint keeps the last checkpoint, from which a restart goes on; add "
+                "callbacks: no ModelCheckpoint saves the last checkpoint, which a restart needs; add "
                 'ModelCheckpoint(folder, save_last=True), and call fit(…, ckpt_path="last")'
             )
 
@@ -50,16 +50,16 @@ class LightningCallback(lightning.Callback):
         self._steps = state_dict["steps"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._seen = trainer.global_step
+        self._last_global_step = trainer.global_step
         if self._steps < 0:
             self._steps = trainer.global_step
-        self._training.begin(self._steps)  # its handler of SIGTERM takes the place of Lightning's until the end
+        self._training.begin(self._steps)  # its SIGTERM handler replaces Lightning's until the end
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._finish_saving()
-        self._training.train()
+        self._training.resume_training()
 
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
@@ -74,60 +74,60 @@ class LightningCallback(lightning.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if trainer.global_step == self._seen:
-            return  # its gradient goes into a later batch's step
-        self._seen = trainer.global_step
+        if trainer.global_step == self._last_global_step:
+            return  # its gradient is accumulated into a later batch's step
+        self._last_global_step = trainer.global_step
         self._steps += 1
-        told = self._training.step_ended()
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a part of the Trainer
-        if every and self._steps % every == 0 and (loss := _loss(outputs)) is not None:
+        directives = self._training.end_step()
+        log_interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a part of the Trainer
+        if log_interval and self._steps % log_interval == 0 and (loss := _read_loss(outputs)) is not None:
             self._training.report_loss(loss)
-        if told.save:
-            trainer.save_checkpoint(str(_last_checkpoint(trainer)))
+        if directives.save:
+            trainer.save_checkpoint(str(_find_last_checkpoint(trainer)))
             self._finish_saving()
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._finish_saving()
-        self._training.enter(Phase.EVALUATE)
+        self._training.enter_phase(Phase.EVALUATE)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._training.train()
+        self._training.resume_training()
 
     def on_test_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._training.enter(Phase.EVALUATE)
+        self._training.enter_phase(Phase.EVALUATE)
 
     def on_test_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._training.train()
+        self._training.resume_training()
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if not self._saving:
             self._saving = True
-            self._training.enter(Phase.CHECKPOINT)
+            self._training.enter_phase(Phase.CHECKPOINT)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._finish_saving()
         self._training.end()
 
     def _finish_saving(self) -> None:
-        """Lightning tells when a checkpoint begins, not when it is written: that is when it goes on."""
+        """Publish the checkpoint when training continues: Lightning reports only its beginning."""
         if self._saving:
             self._saving = False
-            self._training.saved(lambda: None)  # Lightning renames a whole file
+            self._training.publish_checkpoint(lambda: None)  # Lightning renames a complete file
 
 
-def _last_checkpoint(trainer: lightning.Trainer) -> Path | None:
-    """Where `ckpt_path="last"` finds it; None: nowhere."""
+def _find_last_checkpoint(trainer: lightning.Trainer) -> Path | None:
+    """Return the path that `ckpt_path="last"` uses; None: there is none."""
     callback: Any
     for callback in trainer.checkpoint_callbacks:
-        # By its attributes: `lightning.pytorch` and `pytorch_lightning` have a class each.
+        # By attributes: `lightning.pytorch` and `pytorch_lightning` have different classes.
         if getattr(callback, "save_last", False) and (folder := getattr(callback, "dirpath", None)):
             return Path(folder) / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
     return None
 
 
-def _loss(outputs: Any) -> float | None:
-    """Of this rank's batch, as `training_step` has returned it."""
+def _read_loss(outputs: Any) -> float | None:
+    """Return the loss of this rank's batch, as `training_step` has returned it."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return float(loss) if isinstance(loss, torch.Tensor) else None

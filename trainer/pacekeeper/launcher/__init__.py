@@ -1,7 +1,12 @@
 """`pacekeeper run`: PID 1 of the trainer container. It follows the worker's plan and starts rounds of ranks in place.
 
-Start reading at `rounds.py` (what the launcher decides), `meeting.py` (what the launchers of a job agree on) and
-`watch.py` (when ranks stand still), all pure; `launcher.py` joins them to the world: the warm process that forks ranks
-(`warm.py`, `rank.py`), their output, the peers (`wire.py`), looks at processes and neighbours (`inspection.py`) and the
-runtime folder that the sidecar reads.
+Three modules are pure: start reading there.
+
+* `rendezvous/rounds.py`: what the launcher decides.
+* `rendezvous/rendezvous.py`: what the launchers of a job agree on.
+* `health/stall_detector.py`: when ranks are stalled.
+
+`launcher.py` connects them to I/O: the warm process that forks ranks (`ranks/warm_process.py`, `ranks/rank.py`), their
+output, the other launchers (`rendezvous/transport.py`), samples of processes and probes of peers
+(`health/inspection.py`), and the runtime folder that the sidecar reads.
 """

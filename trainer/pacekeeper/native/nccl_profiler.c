@@ -2,7 +2,7 @@
  *
  * NCCL moves bytes between machines by "proxy operations": one for each peer, channel and direction of a collective,
  * cut into steps. This plugin writes one record an operation when it starts, and changes it in place until it stops, so
- * that those of a job that hangs can be read, too. The layout is that of pacekeeper_analysis.transport, which explains
+ * that those of a job that hangs can be read, too. The layout is that of pacekeeper_analysis.protocol.transport, which explains
  * the fields; docs/decisions/0018-observe-nccl-with-a-profiler-plugin.md says why it is as it is.
  *
  * What is declared here of NCCL's interface (versions 4, 5 and 6) is all that is used of it; no header is needed.
@@ -203,7 +203,7 @@ static struct work *work_of(uint64_t index) { return &works[(index - 1) % OPERAT
 
 /* ---- Collectives, sends, receives ---- */
 
-/* As pacekeeper_analysis.records.Collective numbers them; 0: another one. */
+/* As pacekeeper_analysis.protocol.records.Collective numbers them; 0: another one. */
 static unsigned collective_of(const char *name) {
     static const char *const names[] = {
         "",       "AllReduce", "Broadcast", "AllGather", "ReduceScatter", "Reduce",
@@ -417,7 +417,7 @@ static void forked(void) { SET_LAST(ring, NULL); }
 
 /* Whether this process is the rank whose ring of records lies at $PACEKEEPER_RING, and no program that a rank has
  * started: one inherits its environment. The ring names the rank's process id; 0, or no ring: nobody is left out. */
-enum { OWNER_AT = 220 }; /* pacekeeper_analysis.records.STATE */
+enum { OWNER_AT = 220 }; /* pacekeeper_analysis.protocol.records.STATE */
 static int is_rank(void) {
     const char *path = getenv("PACEKEEPER_RING");
     int32_t owner = 0;

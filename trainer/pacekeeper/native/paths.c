@@ -1,7 +1,7 @@
 /* Preloaded into ranks: their sockets take the ports that lead by the planned paths through the fabric.
  *
  * Switches choose among equal paths by a hash of addresses and ports. The launcher has found out which ports lead where
- * (launcher/paths.py) and written it into the file that PACEKEEPER_PATHS names, one entry a line:
+ * (launcher/network/path_search.py) and written it into the file that PACEKEEPER_PATHS names, one entry a line:
  *
  *     listen <own address> 0 <port> …                    where a socket that asks for any port listens
  *     connect <address> <port> <source port> …           where a connection to there comes from

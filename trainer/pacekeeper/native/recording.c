@@ -1,7 +1,7 @@
 /*
-What a rank does for its records in each step, without Python: `observe/fast.py` puts it in the place of what it repeats.
+What a rank does for its records in each step, without Python: `observe/native_recorder.py` puts it in the place of what it repeats.
 
-The reference is in Python (`observe/ring.py`, `recorder.py`, `collectives.py`), and each type here is a base of a class
+The reference is in Python (`observe/record_ring.py`, `recorder.py`, `collectives.py`), and each type here is a base of a class
 that has the Python one as its other base. So an attribute that both work with lives here once, and whatever is seldom
 (a device's clock, a phase other than training, a window) is the Python method's: it is called with the same object.
 Only what is called by the thread that holds Python's lock is here, and nothing is kept across a call into Python that
@@ -26,7 +26,7 @@ Of Python's limited API: one build is for all versions from 3.11 on. Layouts are
 enum kind { STEP = 1, COMPUTE = 2, COLLECTIVE = 3, DATA = 4 };
 enum phase { START = 0, PREPARE = 5, LOAD = 8 };
 enum { NOTICED_LATE = 1, POINT_TO_POINT = 10, SYMMETRIC = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 9 };
-enum { RESOLUTION_NS = 1000000, NO_PEER = -1 };
+enum { END_NOTICE_RESOLUTION_NS = 1000000, NO_PEER = -1 };
 
 static const struct {
     const char *name;
@@ -35,7 +35,7 @@ static const struct {
     {"STEP", STEP}, {"COMPUTE", COMPUTE}, {"COLLECTIVE", COLLECTIVE}, {"DATA", DATA},
     {"START", START}, {"PREPARE", PREPARE}, {"LOAD", LOAD},
     {"NOTICED_LATE", NOTICED_LATE}, {"POINT_TO_POINT", POINT_TO_POINT}, {"SYMMETRIC", SYMMETRIC},
-    {"RESOLUTION_NS", RESOLUTION_NS},
+    {"END_NOTICE_RESOLUTION_NS", END_NOTICE_RESOLUTION_NS},
 };
 
 typedef struct {
@@ -351,7 +351,7 @@ typedef struct {
     int64_t entry_ns, start_ns, waits_ns;
     long long step, mode, away;
     unsigned long training_thread;
-    char steered, waiting, unwaited, on_host, has_entry_ns;
+    char managed, waiting, unwaited, on_host, has_entry_ns;
 } Recorder;
 
 #define RECORDER_REFERENCES(each)                                                                                      \
@@ -430,7 +430,7 @@ static int phase_number(Recorder *self, long *phase)
     return *phase == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* As the property `counts`, by the host's clock, which has no streams. -1: an error. */
+/* As the property `is_wait_counted`, by the host's clock, which has no streams. -1: an error. */
 static int counts(Recorder *self)
 {
     if (self->waiting || self->away)
@@ -679,13 +679,13 @@ static PyObject *owner_of_steps(Recorder *self)
     return self->owner == NULL ? Py_None : PyWeakref_GetObject(self->owner);
 }
 
-static PyObject *recorder_before_optimizer(PyObject *object, PyObject *args)
+static PyObject *recorder_begin_optimizer_step(PyObject *object, PyObject *args)
 {
     Recorder *self = (Recorder *)object;
     PyObject *optimizer = PyTuple_GetItem(args, 0);
     if (optimizer == NULL || unconnected(self->ring) < 0)
         return NULL;
-    if (self->steered)
+    if (self->managed)
         Py_RETURN_NONE;
     if (owner_of_steps(self) == Py_None) {
         PyObject *owner = PyWeakref_NewRef(optimizer, NULL);
@@ -696,13 +696,13 @@ static PyObject *recorder_before_optimizer(PyObject *object, PyObject *args)
     return none_or_error(owner_of_steps(self) == optimizer ? optimizer_begins(self) : 0);
 }
 
-static PyObject *recorder_after_optimizer(PyObject *object, PyObject *args)
+static PyObject *recorder_end_optimizer_step(PyObject *object, PyObject *args)
 {
     Recorder *self = (Recorder *)object;
     PyObject *optimizer = PyTuple_GetItem(args, 0);
     if (optimizer == NULL || unconnected(self->ring) < 0)
         return NULL;
-    if (self->steered || owner_of_steps(self) != optimizer)
+    if (self->managed || owner_of_steps(self) != optimizer)
         Py_RETURN_NONE;
     PyObject *unknown = PyLong_FromLong(0);
     if (unknown == NULL)
@@ -961,7 +961,7 @@ static Entry take_pending(Watcher *self, Py_ssize_t position)
     return entry;
 }
 
-/* As Python has it: `_Entry` of observe/collectives.py. */
+/* As Python has it: `_Entry` of observe/collectives/collective_monitor.py. */
 static PyObject *entry_in_python(const Entry *entry)
 {
     return Py_BuildValue("iLLLLLiiO", (int)entry->collective, (long long)entry->group, (long long)entry->number,
@@ -969,7 +969,7 @@ static PyObject *entry_in_python(const Entry *entry)
                          (int)entry->peer, entry->on_host ? Py_True : Py_False);
 }
 
-/* As `_is_nearly_done` of observe/collectives.py. -1: an error. */
+/* As `_is_nearly_done` of observe/collectives/collective_monitor.py. -1: an error. */
 static int is_nearly_done(Watcher *self, const Entry *entry)
 {
     uint32_t bit = 1u << entry->collective;
@@ -1081,7 +1081,7 @@ static PyObject *watcher_take(PyObject *object, PyObject *work)
     Py_RETURN_NONE;
 }
 
-static PyObject *get_under_way(PyObject *object, void *Py_UNUSED(closure))
+static PyObject *get_has_pending(PyObject *object, void *Py_UNUSED(closure))
 {
     Watcher *self = (Watcher *)object;
     int is = usable(self) < 0 ? -1 : under_way(self);
@@ -1090,11 +1090,11 @@ static PyObject *get_under_way(PyObject *object, void *Py_UNUSED(closure))
 
 /* -------------------------------------------------------------------------------------------------------- Hooks --- */
 
-/* Of one process group: as `enter` and `issued` of `Watcher.watch` in observe/collectives.py. */
+/* Of one process group: as `enter` and `issued` of `CollectiveMonitor.monitor_group` in observe/collectives/collective_monitor.py. */
 typedef struct {
     PyObject_HEAD
     Watcher *watcher;
-    PyObject *introduce; /* returns the group's Lane */
+    PyObject *introduce; /* returns the group's GroupLane */
     PyObject *channel; /* returns that of a send or receive: of its collective and root */
     PyObject *begun; /* a mark: of `entry`, where a stream may be going to wait for it at once */
     int64_t number; /* of its collectives, so far */
@@ -1150,7 +1150,7 @@ static PyObject *hooks_connect(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* What a Lane tells, whose reference is taken. -1: it was NULL, or is none. `number`: the next of its sequence. */
+/* What a GroupLane tells, whose reference is taken. -1: it was NULL, or is none. `number`: the next of its sequence. */
 static int read_lane(Ring *ring, PyObject *lane, uint32_t *group, int64_t **entered, int64_t *number, int32_t *peer)
 {
     unsigned long long identity;
@@ -1160,7 +1160,7 @@ static int read_lane(Ring *ring, PyObject *lane, uint32_t *group, int64_t **ente
     if (lane == NULL)
         return -1;
     if (!PyTuple_Check(lane)) {
-        PyErr_SetString(PyExc_TypeError, "this is no Lane");
+        PyErr_SetString(PyExc_TypeError, "this is no GroupLane");
     } else if (PyArg_ParseTuple(lane, "KnOi", &identity, &place, &sequence, peer)) {
         if (place < 0 || (size_t)place >= ring->header / sizeof(int64_t)) {
             PyErr_Format(PyExc_ValueError, "a ring's state has no place %zd", place);
@@ -1169,7 +1169,7 @@ static int read_lane(Ring *ring, PyObject *lane, uint32_t *group, int64_t **ente
             *entered = (int64_t *)ring->map.buf + place;
             failed = number == NULL ? 0 : whole(PyIter_Next(sequence), number);
             if (failed < 0 && !PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "a Lane's sequence has come to an end");
+                PyErr_SetString(PyExc_ValueError, "a GroupLane's sequence has come to an end");
         }
     }
     Py_DECREF(lane);
@@ -1304,7 +1304,7 @@ static int enter(Hooks *self, PyObject *call)
     }
     if (now(recorder->clock_ns, &start) < 0 || (is = under_way(watcher)) < 0)
         return -1;
-    if (is && start - watcher->noticed_ns > RESOLUTION_NS && notice(watcher, start, true) < 0)
+    if (is && start - watcher->noticed_ns > END_NOTICE_RESOLUTION_NS && notice(watcher, start, true) < 0)
         return -1;
     store(ring, COLLECTIVE_SINCE, start);
     store(ring, SEQUENCE, number);
@@ -1395,8 +1395,8 @@ static PyMethodDef recorder_methods[] = {
     {"optimizer_begins", recorder_optimizer_begins, METH_NOARGS, NULL},
     {"waited", recorder_waited, METH_VARARGS, NULL},
     {"load", recorder_load, METH_VARARGS, NULL},
-    {"before_optimizer", recorder_before_optimizer, METH_VARARGS, NULL},
-    {"after_optimizer", recorder_after_optimizer, METH_VARARGS, NULL},
+    {"begin_optimizer_step", recorder_begin_optimizer_step, METH_VARARGS, NULL},
+    {"end_optimizer_step", recorder_end_optimizer_step, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1404,7 +1404,7 @@ static PyMemberDef recorder_members[] = {
     {"step", T_LONGLONG, offsetof(Recorder, step), 0, NULL},
     {"mode", T_LONGLONG, offsetof(Recorder, mode), 0, NULL},
     {"phase", T_OBJECT, offsetof(Recorder, phase), 0, NULL},
-    {"steered", T_BOOL, offsetof(Recorder, steered), 0, NULL},
+    {"managed", T_BOOL, offsetof(Recorder, managed), 0, NULL},
     {"notice_ends", T_OBJECT, offsetof(Recorder, notice_ends), 0, NULL},
     {"step_ended", T_OBJECT, offsetof(Recorder, step_ended), 0, NULL},
     {"notice_wait", T_OBJECT, offsetof(Recorder, notice_wait), 0, NULL},
@@ -1433,7 +1433,7 @@ static PyMethodDef watcher_methods[] = {
 };
 
 static PyGetSetDef watcher_properties[] = {
-    {"_under_way", get_under_way, NULL, NULL, NULL},
+    {"_has_pending", get_has_pending, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,1 +1,1 @@
-"""What a rank does, seen from within: records in a ring, and windows of steps made of them."""
+"""Observation of a rank from within: records in a ring, and windows of steps computed from them."""

@@ -1,6 +1,6 @@
-"""The losses that a script reports: recorded, watched for what is not finite, and summed up for the job's loss.
+"""The losses that a script reports: recorded, checked for non-finite values, and summed for the job's loss.
 
-From a device they come a step or two after the script has reported them: nothing waits for them before the job's end.
+From a device they arrive a step or two after the script has reported them: nothing waits for them before the job's end.
 """
 
 from __future__ import annotations
@@ -11,75 +11,75 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.protocol.records import Phase, RecordKind
 
-from .clock import Fetched, Mark
 from .recorder import Recorder
+from .work_clock import Mark, PendingValue
 
 
-class Reporting(Protocol):
+class LossReportingStep(Protocol):
     """A step whose script reports a loss."""
 
     weight: float
-    """What the loss is divided by."""
+    """Divisor of the loss."""
 
     @property
     def loss_sum(self) -> torch.Tensor | None:
-        """Of one element, where it was computed; None: none was reported."""
+        """Loss of one element, on the device that computed it; None: none was reported."""
 
 
-class _Coming(NamedTuple):
+class _PendingLoss(NamedTuple):
     """A step's loss on its way to the host."""
 
     number: int
     weight: float
-    sum: Fetched
+    sum: PendingValue
     end: Mark
-    """Of the step."""
+    """End of the step."""
 
 
-class Losses:
-    """Of one rank."""
+class LossTracker:
+    """Collects the losses of one rank."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._coming: deque[_Coming] = deque()
+        self._pending: deque[_PendingLoss] = deque()
         self._sum = self._weight = 0.0
-        self._taken: Reporting | None = None
+        self._taken: LossReportingStep | None = None
         self._bad = False
 
-    def take(self, step: Reporting) -> None:
-        """Of a step that is complete; counts once."""
+    def add_step(self, step: LossReportingStep) -> None:
+        """Add the loss of a complete step, once."""
         if step is self._taken or (loss := step.loss_sum) is None:
             return
         self._taken = step
         recorder = self._recorder
-        fetched = recorder.clock.fetch(loss)
-        self._coming.append(_Coming(recorder.step - 1, step.weight, fetched, recorder.last_end))
-        self._count()
+        value = recorder.clock.fetch(loss)
+        self._pending.append(_PendingLoss(recorder.step - 1, step.weight, value, recorder.last_end))
+        self._collect_arrived()
 
-    def hand_over(self, whole: bool = False) -> tuple[float, float]:
-        """Sum and weight of the losses that have come since the last call. whole: waits for those on their way."""
-        self._count(whole)
-        handed = self._sum, self._weight
+    def take_sums(self, wait: bool = False) -> tuple[float, float]:
+        """Return sum and weight of the losses that have arrived since the last call. `wait`: wait for pending ones."""
+        self._collect_arrived(wait)
+        sums = self._sum, self._weight
         self._sum = self._weight = 0.0
-        return handed
+        return sums
 
     def finish(self) -> None:
-        """The last ones, which it waits for."""
-        self._count(whole=True)
+        """Wait for the last losses, and record them."""
+        self._collect_arrived(wait=True)
 
-    def _count(self, whole: bool = False) -> None:
-        while self._coming and (whole or (self._coming[0].end.reached and self._coming[0].sum.ready)):
-            number, weight, fetched, end = self._coming.popleft()
+    def _collect_arrived(self, wait: bool = False) -> None:
+        while self._pending and (wait or (self._pending[0].end.reached and self._pending[0].sum.ready)):
+            number, weight, value, end = self._pending.popleft()
             end.wait()
-            loss = fetched.value()
+            loss = value.value()
             self._sum += loss
             self._weight += weight
             mean = loss / weight if weight else math.nan
             ring = self._recorder.ring
             ring.state.loss = mean
-            ring.write(Kind.LOSS, end.ns, end.ns, number, Phase.TRAIN, mean)
+            ring.write(RecordKind.LOSS, end.ns, end.ns, number, Phase.TRAIN, mean)
             if not math.isfinite(loss) and not self._bad:
                 self._bad = True
                 ring.state.bad_loss_step = number

@@ -1,17 +1,17 @@
-"""What a rank is doing, told to its ring: steps, own work, phases, and how long it waited for its peers.
+"""Records what a rank does in its ring: steps, own work, phases, and waits for its peers.
 
-**Own work.** The COMPUTE record of a step is as long as the step without the rank's *exposed waits for its peers*. Both
-are measured by the rank's clock (clock.py): where a device does the work, a wait is as long as the device has nothing
-else to do. Waits are
+**Own work.** The COMPUTE record of a step is the step's duration without the rank's *exposed waits for its peers*. Both
+are measured by the rank's clock (work_clock.py): if a device does the work, a wait is the time in which the device has
+nothing else to do. Waits are
 
-- `Work.wait` (all that FSDP2, barriers and object collectives do on CPU), collectives that a stream waits for as soon
+- `Work.wait` (all waits of FSDP2, barriers and object collectives on CPU), collectives that a stream waits for as soon
   as they are launched, and FSDP2's waits for its other streams;
 - the *tail* of a backward pass: from the last gradient to the end of the pass. This is DDP, whose reducer overlaps all
   buckets but the last with the backward pass and then waits for them in C++. What a script reduces asynchronously
   outside of a backward pass has its tail at the optimizer's step;
-- DDP's broadcasts of buffers, whole, since C++ waits for them at once.
+- DDP's broadcasts of buffers, as a whole, because C++ waits for them at once.
 
-Loading data is own work: it is the rank's, and grows with its share of the batch.
+Data loading is own work: it is the rank's, and grows with its share of the batch.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from pacekeeper.torch_internals import graph_task
-from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.protocol.records import Collective, Phase, RecordKind
 
-from .clock import Clock, HostClock, HostMark, Mark, Spans, present
-from .communicators import Communicators
-from .ring import NO_PLACE, RingWriter
+from .collectives.communicators import Communicators
+from .record_ring import NO_PLACE, RingWriter
+from .work_clock import Clock, HostClock, HostMark, Mark, WorkSpans, get_work_clock
 
-AHEAD = 2
-"""Steps that a rank is ahead of its device at most."""
+MAX_STEPS_AHEAD = 2
+"""Largest number of steps that a rank is ahead of its device."""
 
 Loaded = TypeVar("Loaded")
 
-# Looked up once: an enumeration's member takes a call in Python each time.
-_STEP, _COMPUTE, _DATA = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA)
-_GARBAGE, _LENGTHS = int(Kind.GARBAGE), int(Kind.LENGTHS)
+# Looked up once: a member of an enumeration costs a Python call each time.
+_STEP, _COMPUTE, _DATA = int(RecordKind.STEP), int(RecordKind.COMPUTE), int(RecordKind.DATA)
+_GARBAGE, _LENGTHS = int(RecordKind.GC), int(RecordKind.LENGTHS)
 _START, _LOAD, _LOADING = Phase.START, Phase.LOAD, (Phase.LOAD, Phase.DATA)
 
 
 @dataclass(slots=True)
-class _Step:
-    """One that is under way on the host; or done there, and still to be done by the device."""
+class _RecordedStep:
+    """A step that the host executes, or has executed and the device has not."""
 
     start: Mark
-    waits: Spans = field(default_factory=Spans)
-    """For peers."""
-    away: Spans = field(default_factory=Spans)
-    """In other phases, waits included."""
-    garbage: list[tuple[Mark, Mark]] = field(default_factory=list)
-    """Collections that have left the device without work."""
+    waits: WorkSpans = field(default_factory=WorkSpans)
+    """Waits for peers."""
+    other_phases: WorkSpans = field(default_factory=WorkSpans)
+    """Time in other phases, including waits."""
+    collections: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Garbage collections that have left the device without work."""
     end: Mark | None = None
     number: int = 0
     phase: Phase = Phase.START
@@ -66,25 +66,25 @@ class _Step:
 
     @property
     def reached(self) -> bool:
-        """Whether its end is."""
+        """Whether its end is reached."""
         assert self.end is not None
         # In the order of the work, by which the times of a device's marks are counted.
-        if not (self.start.reached and self.waits.reached and self.away.reached and self.end.reached):
+        if not (self.start.reached and self.waits.reached and self.other_phases.reached and self.end.reached):
             return False
-        if not self.garbage:
+        if not self.collections:
             return True
-        return all(begun.reached and ended.reached for begun, ended in self.garbage)  # may come just behind the end
+        return all(start.reached and end.reached for start, end in self.collections)  # may come just after the end
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class OpenPhase:
     """A phase other than training."""
 
     phase: Phase
-    before: Phase
+    previous: Phase
     start_ns: int
     mark: Mark | None
-    """None: in the course of another one."""
+    """None: it is nested in another phase."""
 
 
 class Recorder:
@@ -93,46 +93,49 @@ class Recorder:
     def __init__(
         self, ring: RingWriter | NoRing, clock: Clock | None = None, communicators: Communicators | None = None
     ) -> None:
-        """clock: of the rank's work; None: that of the device which it is found to work on when training begins.
-        communicators: those that it uses; None: nobody is told of them."""
+        """Create the recorder.
+
+        `clock`: clock of the rank's work; None: the clock of the device that it works on when training begins.
+        `communicators`: where its communicators are published; None: nowhere.
+        """
         self.ring = ring
         self.communicators = communicators or Communicators(None)
         self.clock = clock or HostClock()
         self.step = 0
-        """The step that is under way: the number it will have when it is complete."""
+        """The present step: the number it will have when it is complete."""
         self.phase = Phase.START
         self.mode = 0
-        """Position in plan.SyncMode of the mode in force."""
-        self.steered = False
-        """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
-        self.notice_ends: Callable[[], None] = _nothing
+        """Position of the mode in force in plan.SYNC_MODES."""
+        self.managed = False
+        """Whether a `Job` reports when a step is complete; otherwise the optimizer's hooks do."""
+        self.notice_ends: Callable[[], None] = _do_nothing
         """Records the collectives that have ended."""
-        self.step_ended: Callable[[], None] = _nothing
+        self.step_ended: Callable[[], None] = _do_nothing
         """Called at the end of each step, before the next one's work."""
-        self.notice_wait: Callable[[Mark, Mark], None] = _no_wait
-        """Told of each wait for peers."""
-        self._owner: Callable[[], Optimizer | None] = _nothing
-        """The optimizer whose steps are the job's, as long as it is there."""
+        self.notice_wait: Callable[[Mark, Mark], None] = _ignore_wait
+        """Called with each wait for peers."""
+        self._owner: Callable[[], Optimizer | None] = _do_nothing
+        """Weak reference to the optimizer whose steps are the job's."""
         self._finds_clock = clock is None
         self.training_thread = threading.get_ident()
-        self._in_flight: deque[_Step] = deque()
-        """Steps that the device may not have come to the end of; the oldest first."""
+        self._in_flight: deque[_RecordedStep] = deque()
+        """Steps whose end the device may not have reached, oldest first."""
         self._computing: object = None
         """The stream that the script computes on."""
         self._waiting = False
         self._away = 0
-        """Phases other than training that the rank is in, one within the other."""
+        """Number of nested phases other than training."""
         self._unwaited = False
         """Whether nothing has waited for the collective that was entered last."""
         self._entry: Mark | None = None
-        """Where that was, or where the gradients were computed if that is later; None: during a backward pass."""
+        """Mark of that entry, or of the computed gradients if that is later; None: during a backward pass."""
         self._begin()
 
     def end_step(self, samples: int = 0, lengths: tuple[float, float] | None = None) -> None:
-        """The optimizer has stepped: `samples` of this rank went into it (0: unknown), with these `lengths` in sum and
-        squares in sum (None, or squares of 0: unknown).
+        """Complete the present step after the optimizer has stepped.
 
-        Waits until the device is no more than AHEAD steps behind.
+        `samples`: samples of this rank (0: unknown). `lengths`: sums of their lengths and of the squares (None, or
+        squares of 0: unknown). Waits until the device is at most MAX_STEPS_AHEAD steps behind.
         """
         step = self._step
         step.end = end = self.clock.mark()
@@ -142,96 +145,101 @@ class Recorder:
         self.ring.end_step(self.step, time.monotonic_ns())
         self.step += 1
         if self.phase is _START:
-            self.enter(Phase.TRAIN)
+            self.enter_phase(Phase.TRAIN)
             self._begin()
         else:
             self._begin(end)
-        if len(self._in_flight) > AHEAD and not self._in_flight[0].reached:
+        if len(self._in_flight) > MAX_STEPS_AHEAD and not self._in_flight[0].reached:
             self._in_flight[0].end.wait()  # type: ignore[union-attr]  # a step in flight has an end
         self.write_reached()
         self.step_ended()
 
     @property
     def last_end(self) -> Mark:
-        """Of the last step; or the beginning of the first one."""
+        """End of the last step, or the beginning of the first one."""
         return self._step.start
 
     def restart_clock(self, step: int) -> None:
-        """The next step to complete is `step`, and it begins now."""
+        """Begin step number `step` now."""
         self.step = step
         self._begin()
 
     def write_reached(self) -> None:
-        """Writes down the steps that the device has come to the end of."""
+        """Write the steps whose end the device has reached."""
         in_flight = self._in_flight
         while in_flight and in_flight[0].reached:
             self._write(in_flight.popleft())
 
     def finish(self) -> None:
-        """Waits for the steps that the device is at, and writes them down."""
+        """Wait for the device's present steps, and write them."""
         for step in self._in_flight:
             assert step.end is not None
             step.end.wait()
         self.write_reached()
         self.notice_ends()
 
-    def leave_to_parent(self) -> None:
-        """Ends the rank's records in a process that it has just forked: hooks stay, and touch neither the rank's files
-        nor its device, which no fork may use. The ring is left to the rank by itself (ring.py)."""
+    def detach_in_child(self) -> None:
+        """End the rank's records in a process that it has just forked.
+
+        Hooks stay, but use neither the rank's files nor its device, which a fork must not use. The ring detaches itself
+        (record_ring.py).
+        """
         self.clock, self._finds_clock = HostClock(), False
         self.communicators = Communicators(None)
-        self.notice_ends = self.step_ended = _nothing
-        self.notice_wait = _no_wait
+        self.notice_ends = self.step_ended = _do_nothing
+        self.notice_wait = _ignore_wait
         self._in_flight.clear()
         self._begin()
 
-    def enter(self, phase: Phase, now: int | None = None) -> None:
+    def enter_phase(self, phase: Phase, now: int | None = None) -> None:
         self.phase = phase
         self.ring.enter_phase(phase, now)
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """A phase other than training. Its time is no part of any step's."""
-        begun = self.begin_phase(phase)
+    def run_phase(self, phase: Phase) -> Iterator[None]:
+        """Run a phase other than training. Its time is excluded from steps."""
+        open_phase = self.begin_phase(phase)
         try:
             yield
         finally:
-            self.end_phase(begun)
+            self.end_phase(open_phase)
 
-    def begin_phase(self, phase: Phase) -> Begun:
+    def begin_phase(self, phase: Phase) -> OpenPhase:
         now = time.monotonic_ns()
-        begun = Begun(phase, self.phase, now, None if self._away else self.clock.mark())
+        open_phase = OpenPhase(phase, self.phase, now, None if self._away else self.clock.mark())
         self._away += 1
-        self.enter(phase, now)
-        return begun
+        self.enter_phase(phase, now)
+        return open_phase
 
-    def end_phase(self, begun: Begun) -> None:
-        """The phase is over, and the one before it goes on."""
+    def end_phase(self, open_phase: OpenPhase) -> None:
+        """End a phase, and resume the one before it."""
         end = time.monotonic_ns()
         self._away -= 1
-        if begun.mark is not None:
-            self._step.away.add(begun.mark, self.clock.mark())
-        self.enter(begun.before, end)
-        self.ring.write(Kind.PHASE, begun.start_ns, end, self.step, begun.phase)
+        if open_phase.mark is not None:
+            self._step.other_phases.add(open_phase.mark, self.clock.mark())
+        self.enter_phase(open_phase.previous, end)
+        self.ring.write(RecordKind.PHASE, open_phase.start_ns, end, self.step, open_phase.phase)
 
     def load(self, fetch: Callable[..., Loaded], *arguments: Any) -> Loaded:
-        """Waits for the loader: a phase with a deadline of its own, and part of the step. Nested calls count once."""
+        """Wait for the loader: a phase with its own deadline, and part of the step. Nested calls count once."""
         if self.phase in _LOADING:
             return fetch(*arguments)
-        before, start = self.phase, time.monotonic_ns()
-        self.enter(_LOAD, start)
+        previous, start = self.phase, time.monotonic_ns()
+        self.enter_phase(_LOAD, start)
         try:
             return fetch(*arguments)
         finally:
             end = time.monotonic_ns()
-            self.enter(before, end)
-            self.ring.write(_DATA, start, end, self.step, before)
+            self.enter_phase(previous, end)
+            self.ring.write(_DATA, start, end, self.step, previous)
             self.ring.end_load(end - start)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """For the peers. Counts where the step's work is held up: not on another stream, in another thread or phase, or
-        in the course of another wait."""
+    def time_peer_wait(self) -> Iterator[None]:
+        """Time a wait for peers, if it blocks the step's work.
+
+        Waits on another stream, in another thread or phase, or nested in another wait do not count.
+        """
         start = self.begin_wait()
         try:
             yield
@@ -239,114 +247,119 @@ class Recorder:
             self.end_wait(start)
 
     def begin_wait(self) -> Mark | None:
-        """As `waiting`, for what is too frequent for it. None: does not count."""
-        if not self.counts:
+        """Begin a wait, as `time_peer_wait` at lower cost. None: it does not count."""
+        if not self.is_wait_counted:
             return None
         self._waiting = True
         return self.clock.mark()
 
     def end_wait(self, start: Mark | None) -> None:
-        """Of the wait that began at `start`, or did not count."""
+        """End the wait that began at `start`; None: it did not count."""
         if start is not None:
             self._waiting = False
             self.waited(start, self.clock.mark())
 
     @property
-    def counts(self) -> bool:
-        """Whether a wait that begins here and now would."""
+    def is_wait_counted(self) -> bool:
+        """Whether a wait that begins here and now would count."""
         if self._waiting or self._away:
             return False
-        # The nodes of a backward pass run in a thread of their device, for which the training thread waits.
+        # The nodes of a backward pass run in a thread of their device; the training thread waits for it.
         in_step = threading.get_ident() == self.training_thread or graph_task() >= 0
         return in_step and self.clock.stream == self._computing
 
     def waited(self, start: Mark, end: Mark) -> None:
-        """For the peers, from `start` to `end`."""
+        """Add a wait for peers from `start` to `end`."""
         self._step.waits.add(start, end)
         self._unwaited = False
         self.notice_wait(start, end)
 
-    def collected(self, start: Mark, end: Mark) -> None:
-        """Python has collected garbage, while the device went on with what it had."""
-        self._step.garbage.append((start, end))
+    def record_gc(self, start: Mark, end: Mark) -> None:
+        """Add a garbage collection during which the device continued with queued work."""
+        self._step.collections.append((start, end))
 
     def entered(self, in_backward: bool) -> None:
-        """The rank has entered a collective in which the last to arrive makes the others wait, and goes on."""
+        """Record that the rank has entered a collective that waits for the last rank, and continues."""
         if in_backward:
             self._unwaited, self._entry = True, None
-        elif self.counts:
+        elif self.is_wait_counted:
             self._unwaited, self._entry = True, self.clock.mark()
 
     def backward_computed(self) -> None:
-        """All gradients of a backward pass are there; what reduces them may not be over."""
+        """Record that all gradients of a backward pass are computed; their reduction may be incomplete."""
         if self._unwaited:
             self._entry = self.clock.mark()
 
     def reduced(self) -> None:
-        """Closes the tail: C++ has waited for what was last entered, until now."""
+        """End the tail: C++ has waited until now for the collective that was entered last."""
         if self._unwaited and self._entry is not None:
             self.waited(self._entry, self.clock.mark())
 
     @property
     def tail_ns(self) -> int | None:
-        """Since when the rank waits for what it entered last and goes on with nothing else, on the host; None: it does
-        not."""
+        """Time since which the rank only waits, on the host, for the collective that it entered last.
+
+        None: it does not wait.
+        """
         entry = self._entry
         return entry.ns if self._unwaited and isinstance(entry, HostMark) else None
 
     def optimizer_begins(self) -> None:
-        """What was reduced outside of a backward pass has come by now."""
+        """Record that reductions outside of a backward pass are complete."""
         self.notice_ends()
         self.reduced()
 
-    def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """`optimizer` is about to step. Unless the rank is steered, the steps of the first one are the job's; when that
-        is gone, those of the next one: a script may train one model after the other."""
-        if self.steered:
+    def begin_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Prepare for a step of `optimizer`.
+
+        Unless the rank is managed, the steps of the first optimizer are the job's. When it is deleted, those of the
+        next one are: a script may train one model after the other.
+        """
+        if self.managed:
             return
         if self._owner() is None:
             self._owner = weakref.ref(optimizer)
         if self._owner() is optimizer:
             self.optimizer_begins()
 
-    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """`optimizer` has stepped."""
-        if self._owner() is optimizer and not self.steered:
+    def end_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Handle a completed step of `optimizer`."""
+        if self._owner() is optimizer and not self.managed:
             self.end_step()
 
     def _begin(self, mark: Mark | None = None) -> None:
-        """A step begins, at `mark`; None: here, with training itself."""
+        """Begin a step at `mark`; None: here, when training begins."""
         if mark is None:
             if self._finds_clock:
-                self.clock = present()
+                self.clock = get_work_clock()
             mark = self.clock.mark()
-        self._step = _Step(mark)
+        self._step = _RecordedStep(mark)
         self._computing = self.clock.stream
         self._unwaited = False
 
-    def _write(self, step: _Step) -> None:
+    def _write(self, step: _RecordedStep) -> None:
         assert step.end is not None
         write = self.ring.write
-        start, end = step.start.ns + step.away.ns, step.end.ns
-        own = max(0, end - start - step.waits.ns)
-        for begun, ended in step.garbage:
-            write(_GARBAGE, begun.ns, ended.ns, step.number, step.phase)
+        start, end = step.start.ns + step.other_phases.ns, step.end.ns
+        own_ns = max(0, end - start - step.waits.ns)
+        for gc_start, gc_end in step.collections:
+            write(_GARBAGE, gc_start.ns, gc_end.ns, step.number, step.phase)
         if step.lengths is not None:
             tokens, squares = step.lengths
             write(_LENGTHS, start, end, step.number, step.phase, tokens, nbytes=round(squares))
         write(_STEP, start, end, step.number, step.phase, step.samples, flags=step.mode)
-        write(_COMPUTE, start, start + own, step.number, step.phase, step.samples)
+        write(_COMPUTE, start, start + own_ns, step.number, step.phase, step.samples)
 
 
-def step_so_far(start_ns: int, waits_ns: int) -> _Step:
-    """One by the host's clock that is under way, in which the rank has waited so long."""
-    step = _Step(HostMark(start_ns))
+def build_open_step(start_ns: int, waits_ns: int) -> _RecordedStep:
+    """Build a step in progress by the host's clock, in which the rank has waited `waits_ns`."""
+    step = _RecordedStep(HostMark(start_ns))
     step.waits.add(HostMark(0), HostMark(waits_ns))
     return step
 
 
 class NoRing:
-    """Stands in where no launcher has made a ring: takes every call and keeps nothing."""
+    """Replacement for a rank without a ring: accepts every call and stores nothing."""
 
     def __init__(self) -> None:
         self.state: Any = SimpleNamespace()
@@ -358,7 +371,7 @@ class NoRing:
     def take_place(self, _: int) -> int:
         return NO_PLACE
 
-    def give_back(self, place: int) -> None: ...
+    def release_place(self, place: int) -> None: ...
 
     def enter_collective(
         self, collective: Collective | int, group: int, sequence: int, now_ns: int, place: int
@@ -371,7 +384,7 @@ class NoRing:
     def end_step(self, step: int, now_ns: int) -> None: ...
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-def _no_wait(start: Mark, end: Mark) -> None: ...
+def _ignore_wait(start: Mark, end: Mark) -> None: ...

@@ -1,1 +1,1 @@
-"""The models on all ranks: alike after every step, or replicas that train by themselves and synchronise."""
+"""The models on all ranks: the same after every step, or replicas that train independently and synchronize."""

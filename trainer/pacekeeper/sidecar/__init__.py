@@ -1,1 +1,1 @@
-"""The sidecar, a worker's only voice: it polls the plan, sends heartbeats, faults and evidence, serves /metrics."""
+"""The sidecar, a worker's only connection to the operator: plan, heartbeats, faults, evidence; it serves /metrics."""

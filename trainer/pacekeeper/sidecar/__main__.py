@@ -12,34 +12,34 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from pacekeeper_analysis.errors import InputError
 
-from .client import connect
-from .connections import Connections
-from .metrics import WorkerMetrics
-from .ranks import RankRings
+from .connection_sampler import ConnectionSampler
+from .operator_client import connect_operator
+from .prometheus_metrics import WorkerMetrics
+from .rank_rings import RankRings
 from .settings import SidecarSettings
 from .sidecar import Sidecar
 
 
-async def run(settings: SidecarSettings) -> None:
-    settings.runtime.make()
+async def run_sidecar(settings: SidecarSettings) -> None:
+    settings.runtime.create()
     ranks = RankRings(settings.runtime, settings.window_steps)
-    connections = Connections(settings.runtime)
+    connections = ConnectionSampler(settings.runtime)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(WorkerMetrics(settings, ranks, connections))
-    runner = web.AppRunner(application(registry), access_log=None, handle_signals=False)
+    runner = web.AppRunner(build_application(registry), access_log=None, handle_signals=False)
     await runner.setup()
     await web.TCPSite(runner, None, settings.metrics_port).start()
-    async with connect(settings) as client:
-        running = asyncio.create_task(Sidecar(settings, client, ranks, connections).run())
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.result()
+    async with connect_operator(settings) as client:
+        sidecar_task = asyncio.create_task(Sidecar(settings, client, ranks, connections).run())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, sidecar_task.cancel)
+        await asyncio.wait([sidecar_task])
+        if not sidecar_task.cancelled():
+            sidecar_task.result()
     await runner.cleanup()
 
 
-def application(registry: CollectorRegistry) -> web.Application:
-    """/metrics for Prometheus; /healthz for the kubelet, and for peers that ask whether this node is reachable."""
+def build_application(registry: CollectorRegistry) -> web.Application:
+    """Build the server: /metrics for Prometheus; /healthz for the kubelet, and for peers that probe this node."""
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -55,7 +55,7 @@ def application(registry: CollectorRegistry) -> web.Application:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        asyncio.run(run(SidecarSettings.from_environment()))
+        asyncio.run(run_sidecar(SidecarSettings.from_environment()))
     except InputError as error:
         print(f"pacekeeper.sidecar: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What the operator tells the sidecar through its environment; the only place of the sidecar that reads it."""
+"""The sidecar's settings from its environment. No other module of the sidecar reads it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
 
 
 @dataclass(frozen=True)
 class SidecarSettings:
-    """Durations are seconds."""
+    """Settings of the sidecar. Durations are seconds."""
 
-    runtime: Runtime
+    runtime: RuntimeFolder
     job: str
     worker: str
     operator: str  # https URL
@@ -24,33 +24,33 @@ class SidecarSettings:
     metrics_port: int = 9464
     window_steps: int = 32
     poll_seconds: float = 3.0
-    """How long the operator holds a poll. Its answers are the signs of life of both sides."""
+    """How long the operator holds a poll. Its answers are heartbeats in both directions."""
     hold_seconds: float = 30.0
-    """How long it may hold one where it has very many workers; what is news is sent beside it."""
+    """How long it may hold a poll if it has very many workers. Urgent changes are sent on another connection."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> SidecarSettings:
-        """Raises InputError that names the variable."""
-        missing = [name for name in _REQUIRED if not environment.get(name)]
+        """Read the settings. Raises InputError that names the variable."""
+        missing = [name for name in _REQUIRED_VARIABLES if not environment.get(name)]
         if missing:
             raise InputError(f"{', '.join(missing)} must be set; the operator sets them on the sidecars that it adds")
         return cls(
-            runtime=Runtime.from_environment(environment),
+            runtime=RuntimeFolder.from_environment(environment),
             job=environment["PACEKEEPER_JOB"],
             worker=environment["PACEKEEPER_WORKER"],
             operator=environment["PACEKEEPER_OPERATOR"].rstrip("/"),
             authority=environment.get("PACEKEEPER_CA", ""),
             token_file=Path(environment["PACEKEEPER_TOKEN_FILE"]),
-            metrics_port=_whole(environment, "PACEKEEPER_METRICS_PORT", cls.metrics_port),
-            window_steps=_whole(environment, "PACEKEEPER_WINDOW_STEPS", cls.window_steps),
+            metrics_port=_read_integer(environment, "PACEKEEPER_METRICS_PORT", cls.metrics_port),
+            window_steps=_read_integer(environment, "PACEKEEPER_WINDOW_STEPS", cls.window_steps),
             poll_seconds=float(environment.get("PACEKEEPER_POLL_SECONDS") or cls.poll_seconds),
         )
 
 
-_REQUIRED = ("PACEKEEPER_JOB", "PACEKEEPER_WORKER", "PACEKEEPER_OPERATOR", "PACEKEEPER_TOKEN_FILE")
+_REQUIRED_VARIABLES = ("PACEKEEPER_JOB", "PACEKEEPER_WORKER", "PACEKEEPER_OPERATOR", "PACEKEEPER_TOKEN_FILE")
 
 
-def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
+def _read_integer(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdigit():
         raise InputError(f"{name}={text!r} is not a whole number")

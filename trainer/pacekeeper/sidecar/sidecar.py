@@ -1,6 +1,6 @@
-"""What the sidecar does all the time: loops between the runtime folder and the operator.
+"""The sidecar's loops between the runtime folder and the operator.
 
-None of them ever gives up: the operator may be away for hours, and the training goes on meanwhile.
+They retry indefinitely: the operator may be away for hours, and the training goes on during that time.
 """
 
 from __future__ import annotations
@@ -13,66 +13,71 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pacekeeper.runtime import Touched, elapsed, read_json, write_plan
-from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
+from pacekeeper.runtime_folder import TouchedFile, read_boot_clock, read_json, write_plan
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import EvidencePart, Role, WorkerPlan
-from pacekeeper_analysis.reading import parse_json
-from pacekeeper_analysis.reports import Evidence, Fault
+from pacekeeper_analysis.profiling.pattern import MAX_PROFILE_ANSWER_BYTES
+from pacekeeper_analysis.protocol.decoding import parse_json
+from pacekeeper_analysis.protocol.plan import EvidencePart, WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.reports import Evidence, FaultReport
 
-from . import connections
-from .client import OperatorClient, Rejected, Unavailable
-from .connections import Connections
-from .figures import FiguresTold
-from .launcher import LauncherSeen
-from .ranks import RankRings
+from . import connection_sampler
+from .connection_sampler import ConnectionSampler
+from .launcher_monitor import LauncherMonitor
+from .operator_client import OperatorClient, OperatorUnavailable, RequestRejected
+from .rank_metrics import MetricsReporter
+from .rank_rings import RankRings
 from .settings import SidecarSettings
 
-LOOK_SECONDS = 0.05
-"""How often files are looked at. A look is a few system calls."""
+FILE_POLL_INTERVAL_SECONDS = 0.05
+"""Seconds between two polls of the files. A poll is a few system calls."""
 QUIET_FIELDS = (
     *("step", "steps_in_round", "snapshot_step", "checkpoint_step"),
-    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus", "figures"),
+    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus", "rank_metrics"),
 )
-"""Fields of the heartbeat whose change can wait for the next poll, or has its own rule; of the GPUs' health, that of
-their signs cannot wait."""
-RANKS_LOOK_SECONDS = 1.0
-"""How often the ranks' rings are looked at: the least time between two heartbeats that only tell of figures."""
-SILENCE_TOLD_FROM, SILENCE_TOLD_TO = 5, 15
-"""Seconds of the launcher's silence between which each second is told at once: the operator decides by them."""
-ALONE_SECONDS = 3.0
-"""A launcher that is alone says so more often than that."""
-CONTACT_SECONDS = 2.0
-"""The operator's last answer is to be no older for such a launcher."""
-PARTING_SECONDS = 3.0
-"""How long the operator may take to hear of the end."""
+"""Fields of the heartbeat whose change can wait for the next poll, or has its own rule. Signs of a GPU fault cannot
+wait; other values of the GPUs' health can."""
+RING_POLL_INTERVAL_SECONDS = 1.0
+"""Seconds between two polls of the ranks' rings: the minimum between two heartbeats that only carry metrics."""
+MIN_REPORTED_SILENCE_SECONDS, MAX_REPORTED_SILENCE_SECONDS = 5, 15
+"""Between these seconds of the launcher's silence, each second is reported at once: the operator decides by them."""
+PARTITIONED_FILE_SECONDS = 3.0
+"""Maximum age of a partitioned launcher's file. The launcher touches it more often than that."""
+MAX_CONTACT_AGE_SECONDS = 2.0
+"""Maximum age of the operator's last answer while the launcher is partitioned."""
+FINAL_REPORT_SECONDS = 3.0
+"""Seconds within which the operator must receive the final reports."""
 
 log = logging.getLogger(__name__)
 
 
 class Sidecar:
-    """Its loops share the plan that was fetched last."""
+    """The sidecar's loops. They share the last plan that was received."""
 
     def __init__(
-        self, settings: SidecarSettings, client: OperatorClient, ranks: RankRings, connections: Connections
+        self, settings: SidecarSettings, client: OperatorClient, ranks: RankRings, connections: ConnectionSampler
     ) -> None:
         self._settings = settings
         self._runtime = settings.runtime
         self._client = client
         self._ranks = ranks
         self._connections = connections
-        self._plan = _plan_on_disk(settings.runtime.plan)
-        self._launcher = LauncherSeen(settings.runtime, settings.worker)
-        self._alone, self._contact = Touched(self._runtime.alone), Touched(self._runtime.contact)
-        self._figures = FiguresTold()
-        self._told: dict[str, object] = {}
+        self._plan = _read_stored_plan(settings.runtime.plan)
+        self._launcher = LauncherMonitor(settings.runtime, settings.worker)
+        self._partitioned, self._contact = (
+            TouchedFile(self._runtime.partitioned),
+            TouchedFile(self._runtime.operator_contact),
+        )
+        self._metrics = MetricsReporter()
+        self._last_report: dict[str, object] = {}
 
     async def run(self) -> None:
-        """Until cancelled. What the operator has not heard of by then, such as that the ranks have finished, it hears
-        before this returns, if it answers."""
+        """Run until cancelled. Then send what the operator has not received, such as that the ranks have finished.
+
+        The final reports are dropped after FINAL_REPORT_SECONDS.
+        """
         loops = (
-            *(self._look, self._look_at_ranks, self._look_at_connections, self._follow_plan),
-            *(self._tell_changes, self._deliver_faults, self._answer_requests, self._deliver_probes),
+            *(self._poll_launcher, self._poll_ranks, self._sample_connections, self._poll_plan),
+            *(self._send_changes, self._deliver_faults, self._answer_requests, self._deliver_probes),
             self._deliver_patterns,
         )
         try:
@@ -81,113 +86,128 @@ class Sidecar:
                     tasks.create_task(loop())
         finally:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PARTING_SECONDS):
-                    await self._part()
+                async with asyncio.timeout(FINAL_REPORT_SECONDS):
+                    await self._send_final_reports()
 
-    async def _part(self) -> None:
-        """The launcher ends before its sidecar is told to: its last words are there."""
-        self._launcher.look(time.monotonic())
-        backoff = Backoff()
-        while (now := self._loud()) != self._told:
+    async def _send_final_reports(self) -> None:
+        """Send the last heartbeat and faults.
+
+        The launcher exits before its sidecar is stopped, so its files are final.
+        """
+        self._launcher.check(time.monotonic())
+        backoff = RetryBackoff()
+        while (urgent := self._select_urgent_fields()) != self._last_report:
             try:
-                await self._tell(now)
-            except (Unavailable, Rejected, InputError, OSError) as error:
-                await backoff.sleep("the last heartbeat is not sent", error)
-        await asyncio.gather(*(self._deliver(path) for path in self._reported()))
+                await self._send_heartbeat(urgent)
+            except (OperatorUnavailable, RequestRejected, InputError, OSError) as error:
+                await backoff.sleep("last heartbeat not sent", error)
+        await asyncio.gather(*(self._deliver_fault(path) for path in self._list_fault_files()))
 
-    async def _look(self) -> None:
+    async def _poll_launcher(self) -> None:
         while True:
-            self._launcher.look(time.monotonic())
-            await asyncio.sleep(LOOK_SECONDS)
+            self._launcher.check(time.monotonic())
+            await asyncio.sleep(FILE_POLL_INTERVAL_SECONDS)
 
-    async def _look_at_ranks(self) -> None:
+    async def _poll_ranks(self) -> None:
         while True:
-            band = WorkerPlan.figures_band if self._plan is None else self._plan.figures_band
-            self._figures.look(self._ranks.seen(), band, time.monotonic())
-            await asyncio.sleep(RANKS_LOOK_SECONDS)
+            deadband = WorkerPlan.metrics_deadband if self._plan is None else self._plan.metrics_deadband
+            self._metrics.update(self._ranks.measure_metrics(), deadband, time.monotonic())
+            await asyncio.sleep(RING_POLL_INTERVAL_SECONDS)
 
-    async def _look_at_connections(self) -> None:
+    async def _sample_connections(self) -> None:
         while True:
-            self._connections.look(time.monotonic())
-            self._connections.answer(self._settings.worker, self._launcher.heartbeat.round)
-            await asyncio.sleep(connections.LOOK_SECONDS)
+            self._connections.sample(time.monotonic())
+            self._connections.answer_link_queries(self._settings.worker, self._launcher.heartbeat.round)
+            await asyncio.sleep(connection_sampler.CONNECTION_SAMPLE_INTERVAL_SECONDS)
 
-    async def _follow_plan(self) -> None:
-        """Poll the plan; each poll carries the heartbeat. It may be held for twice as long as the one before was, so
-        that an operator that stands still is soon given up where it has few workers."""
-        backoff, wait, held = Backoff(), self._settings.poll_seconds, 0.0
+    async def _poll_plan(self) -> None:
+        """Poll the plan. Each poll carries the heartbeat.
+
+        A poll may be held for twice as long as the previous one. So an unresponsive operator with few workers is
+        detected soon.
+        """
+        backoff, wait, held_seconds = RetryBackoff(), self._settings.poll_seconds, 0.0
         while True:
             began = time.monotonic()
             try:
-                news = await self._poll(wait, min(self._settings.hold_seconds, max(wait, 2 * held)))
-                held = held if news else time.monotonic() - began
+                has_plan = await self._poll(wait, min(self._settings.hold_seconds, max(wait, 2 * held_seconds)))
+                held_seconds = held_seconds if has_plan else time.monotonic() - began
                 backoff.reset()
-            except (Unavailable, Rejected, InputError, OSError) as error:  # the volume is full
+            except (OperatorUnavailable, RequestRejected, InputError, OSError) as error:  # the volume is full
                 await backoff.sleep("no plan", error)
 
-    async def _tell_changes(self) -> None:
-        """Send the heartbeat at once when more than the step has changed, or figures are news, beside the poll that is
-        being held."""
-        backoff = Backoff()
+    async def _send_changes(self) -> None:
+        """Send the heartbeat at once when more than the step has changed, or metrics are urgent.
+
+        It is sent in addition to the poll that is being held.
+        """
+        backoff = RetryBackoff()
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            now = self._loud()
-            asked = self._is_asked_for_contact()  # at each look, or it would not know since when
-            if now == self._told and not asked:
+            await asyncio.sleep(FILE_POLL_INTERVAL_SECONDS)
+            urgent = self._select_urgent_fields()
+            needs_contact = self._needs_contact()  # at each poll: it tracks since when the files are unchanged
+            if urgent == self._last_report and not needs_contact:
                 continue
             try:
-                await self._tell(now)
+                await self._send_heartbeat(urgent)
                 backoff.reset()
-            except (Unavailable, Rejected, InputError, OSError) as error:  # the volume has no room for the answer
+            except (
+                OperatorUnavailable,
+                RequestRejected,
+                InputError,
+                OSError,
+            ) as error:  # OSError: the volume has no room for the answer
                 await backoff.sleep("heartbeat not sent", error)
 
-    def _is_asked_for_contact(self) -> bool:
-        """A launcher without peers ends its ranks by the age of the operator's last answer."""
-        now, wall = elapsed(), time.time()
-        alone, contact = self._alone.age(now, wall), self._contact.age(now, wall)
-        return alone < ALONE_SECONDS and contact > CONTACT_SECONDS
+    def _needs_contact(self) -> bool:
+        """Return whether the launcher is partitioned.
 
-    async def _tell(self, loud: dict[str, object]) -> None:
+        It then ends its ranks by the age of the operator's last answer.
+        """
+        now, wall = read_boot_clock(), time.time()
+        partitioned_age, contact_age = self._partitioned.age(now, wall), self._contact.age(now, wall)
+        return partitioned_age < PARTITIONED_FILE_SECONDS and contact_age > MAX_CONTACT_AGE_SECONDS
+
+    async def _send_heartbeat(self, urgent: dict[str, object]) -> None:
         await self._poll(wait=0)
-        self._told = loud
+        self._last_report = urgent
 
     async def _deliver_faults(self) -> None:
-        """Send each fault until the operator has acknowledged it; several at once, so that none waits for another."""
-        under_way: dict[Path, asyncio.Task[None]] = {}
+        """Send each fault until the operator has acknowledged it, several at once: none waits for another."""
+        deliveries: dict[Path, asyncio.Task[None]] = {}
         while True:
-            under_way = {path: task for path, task in under_way.items() if not task.done()}
-            for path in self._reported():
-                if path not in under_way:
-                    under_way[path] = asyncio.create_task(self._deliver(path))
-            await asyncio.sleep(LOOK_SECONDS)
+            deliveries = {path: task for path, task in deliveries.items() if not task.done()}
+            for path in self._list_fault_files():
+                if path not in deliveries:
+                    deliveries[path] = asyncio.create_task(self._deliver_fault(path))
+            await asyncio.sleep(FILE_POLL_INTERVAL_SECONDS)
 
-    async def _deliver(self, path: Path) -> None:
-        backoff = Backoff()
+    async def _deliver_fault(self, path: Path) -> None:
+        backoff = RetryBackoff()
         fault = _read_fault(path)
         if fault is not None:
-            fault = self._connections.told_with(fault, time.monotonic())
+            fault = self._connections.add_blocked(fault, time.monotonic())
         while fault is not None:
             try:
-                await self._client.fault(fault)
-                self._in_contact()
+                await self._client.send_fault(fault)
                 break
-            except Unavailable as error:
-                await backoff.sleep(f"fault {path.stem} not taken", error)
-            except Rejected as error:
-                log.error("fault %s is dropped: %s", path.stem, error)
+            except OperatorUnavailable as error:
+                await backoff.sleep(f"fault {path.stem} not accepted", error)
+            except RequestRejected as error:
+                log.error("fault %s dropped: %s", path.stem, error)
                 break
-        _forget(path)
+        _delete_file(path)
 
     async def _answer_requests(self) -> None:
         """Answer the plan's request for evidence, once."""
         answered = ""
-        backoff = Backoff()
+        backoff = RetryBackoff()
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(FILE_POLL_INTERVAL_SECONDS)
             plan = self._plan
-            if plan is None or plan.role is not Role.MEMBER or plan.evidence_request in ("", answered):
+            if plan is None or plan.role is not WorkerRole.MEMBER or plan.evidence_request in ("", answered):
                 continue
-            evidence = self._ranks.evidence(
+            evidence = self._ranks.build_evidence(
                 plan.evidence_request,
                 self._settings.worker,
                 self._launcher.heartbeat.round,
@@ -196,81 +216,85 @@ class Sidecar:
             if EvidencePart.LINKS in plan.evidence_parts:
                 evidence = replace(evidence, links=self._connections.windows())
             try:
-                await self._client.evidence(evidence)
+                await self._client.send_evidence(evidence)
                 answered = plan.evidence_request
                 backoff.reset()
-            except Rejected as error:
-                log.error("evidence %s is dropped: %s", plan.evidence_request, error)
+            except RequestRejected as error:
+                log.error("evidence %s dropped: %s", plan.evidence_request, error)
                 answered = plan.evidence_request
-            except Unavailable as error:
-                await backoff.sleep("evidence not taken", error)
+            except OperatorUnavailable as error:
+                await backoff.sleep("evidence not accepted", error)
 
     async def _deliver_probes(self) -> None:
-        """What the launcher has measured for the plan's probe, once."""
+        """Send the results of the plan's link probe, once."""
         delivered = ""
-        backoff = Backoff()
+        backoff = RetryBackoff()
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(FILE_POLL_INTERVAL_SECONDS)
             probe = None if self._plan is None else self._plan.probe
             if probe is None or probe.name == delivered:
                 continue
-            found = _probed(self._runtime.probes, probe.name, self._settings.worker, self._launcher.heartbeat.round)
-            if found is None:
+            evidence = _read_probe_evidence(
+                self._runtime.probes, probe.name, self._settings.worker, self._launcher.heartbeat.round
+            )
+            if evidence is None:
                 continue
             try:
-                await self._client.evidence(found)
+                await self._client.send_evidence(evidence)
                 delivered = probe.name
                 backoff.reset()
-            except Rejected as error:
-                log.error("probe %s is dropped: %s", probe.name, error)
+            except RequestRejected as error:
+                log.error("probe %s dropped: %s", probe.name, error)
                 delivered = probe.name
-            except Unavailable as error:
-                await backoff.sleep("probe not taken", error)
+            except OperatorUnavailable as error:
+                await backoff.sleep("probe not accepted", error)
 
     async def _deliver_patterns(self) -> None:
-        """What ranks have written of behaviour windows, each once."""
-        backoff = Backoff()
+        """Send what ranks have written for profiles, each file once."""
+        backoff = RetryBackoff()
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(FILE_POLL_INTERVAL_SECONDS)
             for path in filter(Path.is_file, self._runtime.patterns.glob("[!.]*.json")):
                 window, _, rank = path.stem.rpartition(".")
                 try:
-                    await self._client.pattern(window, int(rank), _pattern_in(path))
+                    await self._client.send_pattern(window, int(rank), _read_pattern(path))
                     backoff.reset()
-                except Unavailable as error:
-                    await backoff.sleep(f"pattern {path.stem} not taken", error)
+                except OperatorUnavailable as error:
+                    await backoff.sleep(f"pattern {path.stem} not accepted", error)
                     continue
-                except (Rejected, ValueError, OSError) as error:
-                    log.error("pattern %s is dropped: %s", path.stem, error)
-                _forget(path)
+                except (RequestRejected, ValueError, OSError) as error:
+                    log.error("pattern %s dropped: %s", path.stem, error)
+                _delete_file(path)
 
     async def _poll(self, wait: float, hold: float = 0.0) -> bool:
-        """Whether there was an answer before it was due."""
-        after = -1 if self._plan is None else self._plan.version
-        beat = replace(self._launcher.heartbeat, figures=self._figures.tell())
-        plan = await self._client.plan(beat, after, wait, hold)
-        self._in_contact()
+        """Poll the plan, and return whether the operator answered with a plan before the poll's time was over."""
+        known_version = -1 if self._plan is None else self._plan.version
+        heartbeat = replace(self._launcher.heartbeat, rank_metrics=self._metrics.take_report())
+        plan = await self._client.fetch_plan(heartbeat, known_version, wait, hold)
         if plan is not None and (self._plan is None or plan.version > self._plan.version):
             write_plan(self._runtime.plan, plan)
             self._plan = plan
+        self._runtime.operator_contact.touch()  # last: who sees it finds this answer's plan
         return plan is not None
 
-    def _reported(self) -> list[Path]:
+    def _list_fault_files(self) -> list[Path]:
         return sorted(self._runtime.faults.glob("*.json"))
 
-    def _in_contact(self) -> None:
-        self._runtime.contact.touch()
+    def _select_urgent_fields(self) -> dict[str, object]:
+        """Return the heartbeat without the fields that can wait."""
+        heartbeat = self._launcher.heartbeat
+        urgent = {name: value for name, value in heartbeat.to_json().items() if name not in QUIET_FIELDS}
+        silence = _quantize_silence(heartbeat.launcher_silent_seconds)
+        return {
+            **urgent,
+            "silence": silence,
+            "gpu_signs": heartbeat.gpu_signs,
+            "rank_metrics": self._metrics.urgent_changes,
+        }
 
-    def _loud(self) -> dict[str, object]:
-        """The heartbeat without what can wait."""
-        beat = self._launcher.heartbeat
-        loud = {name: value for name, value in beat.to_json().items() if name not in QUIET_FIELDS}
-        silence = _silence_to_tell(beat.launcher_silent_seconds)
-        return {**loud, "silence": silence, "gpu_signs": beat.gpu_signs, "figures": self._figures.news}
 
-
-class Backoff:
-    """Waits that double from 0.2 s to 5 s, with jitter, so that thousands of sidecars do not come back as one."""
+class RetryBackoff:
+    """Delays that double from 0.2 s to 5 s, with jitter, so that thousands of sidecars do not reconnect at once."""
 
     def __init__(self, first: float = 0.2, longest: float = 5.0) -> None:
         self._first, self._longest = first, longest
@@ -279,52 +303,52 @@ class Backoff:
     def reset(self) -> None:
         self._next = self._first
 
-    async def sleep(self, what: str, why: Exception) -> None:
+    async def sleep(self, problem: str, error: Exception) -> None:
         if self._next == self._first:
-            log.warning("%s: %s", what, why)
+            log.warning("%s: %s", problem, error)
         await asyncio.sleep(self._next * random.uniform(0.5, 1.0))
         self._next = min(2 * self._next, self._longest)
 
 
-def _silence_to_tell(seconds: float) -> int:
-    """Another number whenever the operator is to hear of the launcher's silence, or of its end."""
-    return min(int(seconds), SILENCE_TOLD_TO) if seconds >= SILENCE_TOLD_FROM else 0
+def _quantize_silence(seconds: float) -> int:
+    """Return a number that changes whenever the launcher's silence, or its end, is to be reported."""
+    return min(int(seconds), MAX_REPORTED_SILENCE_SECONDS) if seconds >= MIN_REPORTED_SILENCE_SECONDS else 0
 
 
-def _read_fault(path: Path) -> Fault | None:
+def _read_fault(path: Path) -> FaultReport | None:
     try:
-        return Fault.from_json(parse_json(path.read_bytes()))
+        return FaultReport.from_json(parse_json(path.read_bytes()))
     except (InputError, ValueError) as error:
-        log.error("fault %s is dropped: %s", path.stem, error)
+        log.error("fault %s dropped: %s", path.stem, error)
         return None
 
 
-def _probed(path: Path, name: str, worker: str, round_: int) -> Evidence | None:
-    """None: the launcher has not measured (all of) it yet."""
+def _read_probe_evidence(path: Path, name: str, worker: str, round_: int) -> Evidence | None:
+    """Return the results of the probe; None: the launcher has not measured all of it yet."""
     try:
-        written = read_json(path)
-        if written is None or written.get("name") != name:
+        content = read_json(path)
+        if content is None or content.get("name") != name:
             return None
-        return Evidence.from_json({"request": name, "worker": worker, "round": round_, "probes": written["probes"]})
+        return Evidence.from_json({"request": name, "worker": worker, "round": round_, "probes": content["probes"]})
     except (InputError, ValueError, KeyError, AttributeError):
         return None
 
 
-def _pattern_in(path: Path) -> bytes:
-    """What a rank has written. Raises OSError, and InputError where it is more than a rank sends."""
-    if path.stat().st_size > MOST_ANSWER_BYTES:
-        raise InputError(f"{path.name}: must be {MOST_ANSWER_BYTES} bytes at most")
+def _read_pattern(path: Path) -> bytes:
+    """Read what a rank has written. Raises OSError, and InputError if it is larger than a rank writes."""
+    if path.stat().st_size > MAX_PROFILE_ANSWER_BYTES:
+        raise InputError(f"{path.name}: must be {MAX_PROFILE_ANSWER_BYTES} bytes at most")
     return path.read_bytes()
 
 
-def _forget(path: Path) -> None:
+def _delete_file(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _plan_on_disk(path: Path) -> WorkerPlan | None:
-    """The plan that an earlier run of this sidecar has fetched."""
+def _read_stored_plan(path: Path) -> WorkerPlan | None:
+    """Return the plan that an earlier run of this sidecar received; None: there is none, or it is malformed."""
     try:
-        written = read_json(path)
-        return None if written is None else WorkerPlan.from_json(written)
+        content = read_json(path)
+        return None if content is None else WorkerPlan.from_json(content)
     except (InputError, ValueError):
         return None

@@ -1,5 +1,7 @@
-"""The checks. Each takes one cause's part out of the recorded durations and asks how much of the slowdown goes with
-it."""
+"""The checks for causes.
+
+Each removes one cause from the recorded durations and measures how much slowdown disappears.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,28 @@ from enum import StrEnum
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.causes.model import Computations, Parts, pauses, take_apart
-from pacekeeper_analysis.whatif.data_parallel import COMPUTATIONS, DATA
-from pacekeeper_analysis.whatif.figures import NOTHING_TO_DECOMPOSE, WhatIf
-from pacekeeper_analysis.whatif.scenario import AS_RECORDED, IDEAL, Where
+from pacekeeper_analysis.whatif.causes.model import Computations, DurationModel, find_pauses, fit_duration_model
+from pacekeeper_analysis.whatif.data_parallel import COMPUTATION_TYPES, DATA
+from pacekeeper_analysis.whatif.scenario import IDEAL, RECORDED_SCENARIO, OperationSelection
 from pacekeeper_analysis.whatif.simulate import Array
+from pacekeeper_analysis.whatif.slowdown_statistics import MIN_DECOMPOSED_SLOWDOWN, WhatIf
 from pacekeeper_analysis.whatif.trace import GC
 
-EXPLAINS = 0.35
-"""A cause has to explain at least this share of the slowdown."""
+MIN_EXPLAINED_SLOWDOWN_SHARE = 0.35
+"""Smallest share of the slowdown that a cause must explain."""
 
-WORTH = 0.012
-"""... and to cost at least this share of the step."""
+MIN_CAUSE_STEP_SHARE = 0.012
+"""Smallest share of the step that a cause must cost."""
 
-SLOW_WORKER = 1.05
-"""A worker is slow when its computations take this many times as long as its peers' in half of the window or more."""
-
-
-WORTH_NAMING = 0.25
-"""A slow worker is named when it loses at least this share of what the slowest one loses."""
+MIN_SLOW_WORKER_RATIO = 1.05
+"""Ratio to its peers' time, in half of the window or more, from which on a worker is slow."""
 
 
-class Cause(StrEnum):
+MIN_NAMED_LOSS_SHARE = 0.25
+"""Share of the slowest worker's loss from which on a slow worker is named."""
+
+
+class SlowdownCause(StrEnum):
     """Why a job is slower than it could be."""
 
     STAGE_IMBALANCE = "stage-imbalance"
@@ -42,96 +44,108 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a check found."""
+class CauseFinding:
+    """The result of a check."""
 
-    cause: Cause
-    explains: float
-    """Share of the slowdown that goes when the cause goes; may exceed 1."""
+    cause: SlowdownCause
+    explained_share: float
+    """Share of the slowdown that disappears with the cause. It may exceed 1."""
     step_s: float
     """Mean seconds of a step without the cause."""
     evidence: str
-    """In a sentence, with figures."""
+    """A sentence with numbers."""
     remedy: str
-    """What to do about it."""
+    """The recommended action."""
     confidence: float = 0.0
     """0 to 1."""
     workers: tuple[tuple[int, int], ...] = ()
-    """(dp_rank, stage) of the workers concerned, the worst first."""
+    """Affected workers (dp_rank, stage), the worst first."""
 
 
-def diagnose(whatif: WhatIf) -> Finding:
-    """The cause that explains most of the slowdown, or NONE."""
-    findings = sorted(find_all(whatif), key=lambda finding: -finding.explains)
-    likely = [finding for finding in findings if _is_worth_it(finding, whatif)]
+def diagnose_cause(whatif: WhatIf) -> CauseFinding:
+    """Return the cause that explains most of the slowdown, or NONE."""
+    findings = sorted(run_all_checks(whatif), key=lambda finding: -finding.explained_share)
+    likely = [finding for finding in findings if _is_worth_reporting(finding, whatif)]
     if not likely:
-        return _no_cause(whatif, max((finding.explains for finding in findings), default=0.0))
+        return _build_no_cause_finding(whatif, max((finding.explained_share for finding in findings), default=0.0))
     first = likely[0]
-    second = next((finding.explains for finding in findings if finding is not first), 0.0)
-    lead = 1.0 - max(second, 0.0) / first.explains
-    return replace(first, confidence=float(np.clip(min(first.explains, 1.0) * (0.5 + 0.5 * lead), 0.0, 1.0)))
+    second = next((finding.explained_share for finding in findings if finding is not first), 0.0)
+    margin = 1.0 - max(second, 0.0) / first.explained_share
+    return replace(first, confidence=float(np.clip(min(first.explained_share, 1.0) * (0.5 + 0.5 * margin), 0.0, 1.0)))
 
 
-def _no_cause(whatif: WhatIf, best: float) -> Finding:
-    """best: what the best cause explains."""
+def _build_no_cause_finding(whatif: WhatIf, best: float) -> CauseFinding:
+    """Build the finding without a cause. `best` is the share that the best cause explains."""
     step_s = float(whatif.step_s.mean())
-    if whatif.slowdown < NOTHING_TO_DECOMPOSE:
+    if whatif.slowdown < MIN_DECOMPOSED_SLOWDOWN:
         evidence = f"the slowdown is {whatif.slowdown:.3f}, too small to have a cause"
-        return Finding(Cause.NONE, 0.0, step_s, evidence, "Nothing to do.", 1.0)
+        return CauseFinding(SlowdownCause.NONE, 0.0, step_s, evidence, "Nothing to do.", 1.0)
     best = float(np.clip(best, 0.0, 1.0))
     evidence = f"no single cause explains the slowdown of {whatif.slowdown:.3f}; the best one explains {best:.0%} of it"
-    remedy = "Record a longer window; look at the slowest workers."
-    return Finding(Cause.NONE, 0.0, step_s, evidence, remedy, 1.0 - best)
+    remedy = "Record a longer window; check the slowest workers."
+    return CauseFinding(SlowdownCause.NONE, 0.0, step_s, evidence, remedy, 1.0 - best)
 
 
-def find_all(whatif: WhatIf) -> list[Finding]:
-    """What every check found, whatever it explains; none where the slowdown is too small."""
-    if whatif.slowdown < NOTHING_TO_DECOMPOSE:
+def run_all_checks(whatif: WhatIf) -> list[CauseFinding]:
+    """Return the findings of all checks, including those that explain little. None if the slowdown is too small."""
+    if whatif.slowdown < MIN_DECOMPOSED_SLOWDOWN:
         return []
-    parts = take_apart(whatif.window)
-    return [finding for check in CHECKS if (finding := check(whatif, parts)) is not None]
+    model = fit_duration_model(whatif.window)
+    return [finding for check in CAUSE_CHECKS if (finding := check(whatif, model)) is not None]
 
 
-def stage_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
-    """One stage is slow on every data-parallel rank: usually the last one, where the loss is computed."""
-    if parts is None or len(set(parts.forward.stages)) < 2:
+def check_stage_imbalance(whatif: WhatIf, model: DurationModel | None) -> CauseFinding | None:
+    """Check whether one stage is slow on every data-parallel rank: usually the last one, which computes the loss."""
+    if model is None or len(set(model.forward.stages)) < 2:
         return None
-    balanced = [(part, (part.usual.mean() / _above_zero(part.usual))[:, None, None, None]) for part in _both(parts)]
-    total = np.sum([part.usual for part in _both(parts)], axis=0)
+    balanced = [
+        (direction, (direction.usual.mean() / _clip_above_zero(direction.usual))[:, None, None, None])
+        for direction in _list_directions(model)
+    ]
+    total = np.sum([direction.usual for direction in _list_directions(model)], axis=0)
     slowest = int(np.argmax(total))
-    stage = parts.forward.stages[slowest]
-    times = float(total[slowest] / max(np.median(np.delete(total, slowest)), 1e-12))
-    return _finding(
+    stage = model.forward.stages[slowest]
+    ratio = float(total[slowest] / max(np.median(np.delete(total, slowest)), 1e-12))
+    return _build_finding(
         whatif,
-        _without(whatif, balanced),
-        Cause.STAGE_IMBALANCE,
-        f"stage {stage} takes {times:.2f} times as long as the other stages, on every data-parallel rank",
+        _simulate_scaled_computations(whatif, balanced),
+        SlowdownCause.STAGE_IMBALANCE,
+        f"stage {stage} takes {ratio:.2f} times as long as the other stages, on every data-parallel rank",
         f"Move layers away from stage {stage}"
-        + (", or split the loss computation" if stage == max(parts.forward.stages) else "")
+        + (", or split the loss computation" if stage == max(model.forward.stages) else "")
         + ".",
         workers=tuple((replica, stage) for replica in range(whatif.window.replicas)),
     )
 
 
-def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
-    """Single workers are slow all the time, while their peers in the same stage are not."""
-    if parts is None:
+def check_slow_worker(whatif: WhatIf, model: DurationModel | None) -> CauseFinding | None:
+    """Check whether single workers are always slow, while their peers in the same stage are not."""
+    if model is None:
         return None
-    both = _both(parts)
-    usual = [part.usual[:, None] * part.nodes.shape[1] for part in both]
-    excess = np.sum([own * (part.worker - 1.0) for own, part in zip(usual, both, strict=True)], axis=0)
+    directions = _list_directions(model)
+    usual = [direction.usual[:, None] * direction.nodes.shape[1] for direction in directions]
+    excess = np.sum(
+        [usual_seconds * (direction.worker - 1.0) for usual_seconds, direction in zip(usual, directions, strict=True)],
+        axis=0,
+    )
     factor = 1.0 + excess / np.maximum(np.sum(usual, axis=0), 1e-12)
-    hot = (factor > SLOW_WORKER) & (excess >= WORTH_NAMING * excess.max())
-    if not hot.any() or hot.mean() > 0.5:
+    is_slow = (factor > MIN_SLOW_WORKER_RATIO) & (excess >= MIN_NAMED_LOSS_SHARE * excess.max())
+    if not is_slow.any() or is_slow.mean() > 0.5:
         return None
-    places, replicas = np.nonzero(hot)
-    order = np.argsort(-excess[hot], kind="stable")
-    workers = tuple(dict.fromkeys((int(replicas[at]), parts.forward.stages[places[at]]) for at in order))
-    worst = ", ".join(_worker_name(whatif, worker) for worker in workers[:3])
-    return _finding(
+    places, replicas = np.nonzero(is_slow)
+    order = np.argsort(-excess[is_slow], kind="stable")
+    workers = tuple(dict.fromkeys((int(replicas[index]), model.forward.stages[places[index]]) for index in order))
+    worst = ", ".join(_name_worker(whatif, worker) for worker in workers[:3])
+    return _build_finding(
         whatif,
-        _without(whatif, [(part, np.where(hot, 1 / _above_zero(part.worker), 1.0)[:, None, :, None]) for part in both]),
-        Cause.SLOW_WORKER,
+        _simulate_scaled_computations(
+            whatif,
+            [
+                (direction, np.where(is_slow, 1 / _clip_above_zero(direction.worker), 1.0)[:, None, :, None])
+                for direction in directions
+            ],
+        ),
+        SlowdownCause.SLOW_WORKER,
         f"worker {worst} computes {float(factor.max()):.2f} times as long as its peers, throughout"
         if len(workers) == 1
         else f"{len(workers)} workers, the worst {worst}, compute up to {float(factor.max()):.2f} times as long",
@@ -140,37 +154,37 @@ def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     )
 
 
-def sequence_length_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
-    """Microbatches differ: forward and backward of the same one are long together, on other workers each step."""
-    if parts is None or parts.backward is None or parts.correlation <= 0:
+def check_sequence_length_imbalance(whatif: WhatIf, model: DurationModel | None) -> CauseFinding | None:
+    """Check whether microbatches differ: forward and backward of one are long together, on other workers each step."""
+    if model is None or model.backward is None or model.correlation <= 0:
         return None
-    even = 1.0 / np.maximum(parts.microbatch, 1e-12)
+    balance = 1.0 / np.maximum(model.microbatch, 1e-12)
     # Samples are moved, not dropped: the total stays.
-    even *= parts.microbatch.mean()
-    load = parts.microbatch.sum(axis=0)
-    moves = len(set(np.argmax(load, axis=0).tolist()))
-    return _finding(
+    balance *= model.microbatch.mean()
+    load = model.microbatch.sum(axis=0)
+    slow_ranks = len(set(np.argmax(load, axis=0).tolist()))
+    return _build_finding(
         whatif,
-        _without(whatif, [(part, even[None]) for part in _both(parts)]),
-        Cause.SEQUENCE_LENGTH_IMBALANCE,
-        f"forward and backward times of a microbatch rise together (correlation {parts.correlation:.2f}); the longest "
-        f"takes {float(parts.microbatch.max()):.2f} times the usual time; {moves} ranks take turns in being slow",
+        _simulate_scaled_computations(whatif, [(direction, balance[None]) for direction in _list_directions(model)]),
+        SlowdownCause.SEQUENCE_LENGTH_IMBALANCE,
+        f"forward and backward times of a microbatch rise together (correlation {model.correlation:.2f}); the longest "
+        f"takes {float(model.microbatch.max()):.2f} times the usual time; {slow_ranks} ranks are slow in turn",
         "Balance sequences over ranks and microbatches by their cost (tokens squared), not by their count.",
     )
 
 
-def garbage_collection(whatif: WhatIf, parts: Parts | None) -> Finding | None:
-    """Rare, long forwards on one worker at a time, whose backwards are as usual."""
+def check_garbage_collection(whatif: WhatIf, model: DurationModel | None) -> CauseFinding | None:
+    """Check for rare, long forwards on one worker at a time, whose backwards are normal."""
     window = whatif.window
     seconds = window.seconds.copy()
     count, longest, by_worker = 0, 0.0, np.zeros(window.replicas)
-    if parts is not None:
-        found = pauses(parts.forward, parts.microbatch)
-        if (found > 0).mean() > 0.1:
+    if model is not None:
+        pauses = find_pauses(model.forward, model.microbatch)
+        if (pauses > 0).mean() > 0.1:
             return None
-        seconds[parts.forward.nodes] -= found
-        count, longest = int((found > 0).sum()), float(found.max())
-        by_worker = (found > 0).sum(axis=(0, 1, 3))
+        seconds[model.forward.nodes] -= pauses
+        count, longest = int((pauses > 0).sum()), float(pauses.max())
+        by_worker = (pauses > 0).sum(axis=(0, 1, 3))
     for node, operation in enumerate(window.operations):
         if operation.type == GC:
             count += int((seconds[node] > 0).sum())
@@ -178,91 +192,91 @@ def garbage_collection(whatif: WhatIf, parts: Parts | None) -> Finding | None:
             seconds[node] = 0.0
     if count == 0:
         return None
-    return _finding(
+    return _build_finding(
         whatif,
-        window.with_seconds(seconds).step_seconds([AS_RECORDED])[0],
-        Cause.GARBAGE_COLLECTION,
+        window.with_seconds(seconds).simulate_step_seconds([RECORDED_SCENARIO])[0],
+        SlowdownCause.GARBAGE_COLLECTION,
         f"{count} forwards pause for up to {longest:.3f} s, on {int((by_worker > 0).sum())} of {window.replicas} "
         "data-parallel ranks, each at another time",
         "Switch automatic garbage collection off and collect on all ranks at the same planned step.",
     )
 
 
-def slow_communication(whatif: WhatIf, parts: Parts | None) -> Finding | None:
-    """Transfers take longer than the same transfers usually do."""
-    del parts
+def check_slow_communication(whatif: WhatIf, model: DurationModel | None) -> CauseFinding | None:
+    """Check whether transfers take longer than the same transfers usually do."""
+    del model
     window = whatif.window
-    own = {*COMPUTATIONS, GC, DATA}
-    nodes = [node for node, operation in enumerate(window.operations) if operation.type not in own]
+    own_types = {*COMPUTATION_TYPES, GC, DATA}
+    nodes = [node for node, operation in enumerate(window.operations) if operation.type not in own_types]
     if not nodes:
         return None
     excess = window.seconds[nodes].reshape(len(nodes), window.replicas, -1) - window.ideal[nodes][:, None, None]
     by_type: dict[str, float] = {}
-    for at, node in enumerate(nodes):
+    for row, node in enumerate(nodes):
         name = window.operations[node].type
-        by_type[name] = by_type.get(name, 0.0) + float(excess[at].clip(min=0.0).sum())
+        by_type[name] = by_type.get(name, 0.0) + float(excess[row].clip(min=0.0).sum())
     worst = max(by_type, key=lambda name: by_type[name])
-    at, replica, step = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
-    longest, usual = window.operations[nodes[at]], float(window.ideal[nodes[at]])
-    return _finding(
+    row, replica, step = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
+    longest, usual = window.operations[nodes[row]], float(window.ideal[nodes[row]])
+    return _build_finding(
         whatif,
-        whatif.ask(AS_RECORDED.but(Where(types=by_type), takes=IDEAL)),
-        Cause.SLOW_COMMUNICATION,
+        whatif.simulate_scenario(RECORDED_SCENARIO.with_change(OperationSelection(types=by_type), takes=IDEAL)),
+        SlowdownCause.SLOW_COMMUNICATION,
         f"{worst} loses most time; the worst transfer, {longest} on dp_rank {replica} in step {window.steps[step]}, "
-        f"takes {float(excess[at, replica, step]) + usual:.3f} s instead of {usual:.3f} s",
-        "Look at the links of the ranks concerned; plan the traffic around them.",
+        f"takes {float(excess[row, replica, step]) + usual:.3f} s instead of {usual:.3f} s",
+        "Check the links of the affected ranks; route the traffic around them.",
         workers=((replica, longest.stage),),
     )
 
 
-CHECKS: tuple[Callable[[WhatIf, Parts | None], Finding | None], ...] = (
-    stage_imbalance,
-    sequence_length_imbalance,
-    garbage_collection,
-    slow_worker,
-    slow_communication,
+CAUSE_CHECKS: tuple[Callable[[WhatIf, DurationModel | None], CauseFinding | None], ...] = (
+    check_stage_imbalance,
+    check_sequence_length_imbalance,
+    check_garbage_collection,
+    check_slow_worker,
+    check_slow_communication,
 )
-"""All checks, by name."""
+"""All checks."""
 
 
-def _finding(
+def _build_finding(
     whatif: WhatIf,
     without_s: Array,
-    cause: Cause,
+    cause: SlowdownCause,
     evidence: str,
     remedy: str,
     workers: tuple[tuple[int, int], ...] = (),
-) -> Finding:
-    """A finding from the seconds of each step without the cause [step]."""
+) -> CauseFinding:
+    """Build a finding from the seconds of each step without the cause [step]."""
     recorded, without = float(whatif.step_s.mean()), float(without_s.mean())
-    explains = (recorded - without) / (recorded - whatif.ideal_step_s)
-    return Finding(cause, explains, without, evidence, remedy, workers=workers)
+    explained_share = (recorded - without) / (recorded - whatif.ideal_step_s)
+    return CauseFinding(cause, explained_share, without, evidence, remedy, workers=workers)
 
 
-def _worker_name(whatif: WhatIf, worker: tuple[int, int]) -> str:
-    """A worker in words; the stage only where there are several."""
+def _name_worker(whatif: WhatIf, worker: tuple[int, int]) -> str:
+    """Name a worker. The stage is named only if there are several."""
     replica, stage = worker
     several = len({operation.stage for operation in whatif.window.operations}) > 1
     return f"(dp {replica}, stage {stage})" if several else f"dp {replica}"
 
 
-def _above_zero(values: Array) -> Array:
-    """Of what may take no time at all, in a trace that is damaged."""
+def _clip_above_zero(values: Array) -> Array:
+    """Limit values that may be zero in a damaged trace."""
     return np.maximum(values, 1e-12)
 
 
-def _without(whatif: WhatIf, changes: list[tuple[Computations, Array]]) -> Array:
-    """Seconds of each step with computations multiplied [place, microbatch, replica, step] by something."""
+def _simulate_scaled_computations(whatif: WhatIf, changes: list[tuple[Computations, Array]]) -> Array:
+    """Return the seconds of each step with computations multiplied by factors [place, microbatch, replica, step]."""
     seconds = whatif.window.seconds.copy()
-    for part, factor in changes:
-        seconds[part.nodes] *= np.broadcast_to(factor, part.seconds.shape)
-    return np.asarray(whatif.window.with_seconds(seconds).step_seconds([AS_RECORDED])[0])
+    for computations, factor in changes:
+        seconds[computations.nodes] *= np.broadcast_to(factor, computations.seconds.shape)
+    return np.asarray(whatif.window.with_seconds(seconds).simulate_step_seconds([RECORDED_SCENARIO])[0])
 
 
-def _both(parts: Parts) -> list[Computations]:
-    return [parts.forward] if parts.backward is None else [parts.forward, parts.backward]
+def _list_directions(model: DurationModel) -> list[Computations]:
+    return [model.forward] if model.backward is None else [model.forward, model.backward]
 
 
-def _is_worth_it(finding: Finding, whatif: WhatIf) -> bool:
-    costs = 1.0 - finding.step_s / float(whatif.step_s.mean())
-    return finding.explains >= EXPLAINS and costs >= WORTH
+def _is_worth_reporting(finding: CauseFinding, whatif: WhatIf) -> bool:
+    cost_share = 1.0 - finding.step_s / float(whatif.step_s.mean())
+    return finding.explained_share >= MIN_EXPLAINED_SLOWDOWN_SHARE and cost_share >= MIN_CAUSE_STEP_SHARE

@@ -1,1 +1,1 @@
-"""What people see of an analysis: a summary in the terminal, a page, JSON, and timelines for Perfetto."""
+"""Output of an analysis: a summary in the terminal, a page, JSON, and timelines for Perfetto."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pacekeeper_analysis.whatif.causes import Finding
-from pacekeeper_analysis.whatif.figures import WhatIf
+from pacekeeper_analysis.whatif.causes import CauseFinding
+from pacekeeper_analysis.whatif.slowdown_statistics import WhatIf
 
 
-def document(whatif: WhatIf, finding: Finding) -> dict[str, Any]:
-    """All figures: seconds and ratios as numbers, null where there is nothing to decompose or nothing was
-    measured."""
-    parts, measured = whatif.decomposition, whatif.window.measured_s
+def build_document(whatif: WhatIf, finding: CauseFinding) -> dict[str, Any]:
+    """Return all results: seconds and ratios as numbers. Values that were not decomposed or measured are null."""
+    decomposition, measured = whatif.decomposition, whatif.window.measured_s
     steps = zip(whatif.steps, whatif.slowdown_per_step, strict=True)
     return {
         "slowdown": whatif.slowdown,
@@ -21,12 +20,12 @@ def document(whatif: WhatIf, finding: Finding) -> dict[str, Any]:
         "launch_slowdown": whatif.launch_slowdown,
         "waste": whatif.waste,
         "per_step": {str(step): float(slowdown) for step, slowdown in steps},
-        "per_type": None if parts is None else parts.by_type,
-        "per_dp": None if parts is None else parts.by_replica.tolist(),
-        "per_stage": None if parts is None else parts.by_stage.tolist(),
-        "per_worker": None if parts is None else parts.by_worker.tolist(),
-        "m_w": None if parts is None else parts.worst_workers.share,
-        "m_s": None if parts is None else parts.last_stage.share,
+        "per_type": None if decomposition is None else decomposition.slowdown_by_type,
+        "per_dp": None if decomposition is None else decomposition.slowdown_by_replica.tolist(),
+        "per_stage": None if decomposition is None else decomposition.slowdown_by_stage.tolist(),
+        "per_worker": None if decomposition is None else decomposition.slowdown_by_worker.tolist(),
+        "m_w": None if decomposition is None else decomposition.worst_workers.share,
+        "m_s": None if decomposition is None else decomposition.last_stage.share,
         "cause": {"name": finding.cause.value, "confidence": finding.confidence, "evidence": finding.evidence},
         "skipped_steps": len(whatif.skipped),
     }

@@ -1,4 +1,4 @@
-"""The analysis as a page: one HTML file that needs nothing else."""
+"""The analysis as a page: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper_analysis.pages import one_file
-from pacekeeper_analysis.whatif.causes import Finding
-from pacekeeper_analysis.whatif.figures import WhatIf
-from pacekeeper_analysis.whatif.report.document import document
-from pacekeeper_analysis.whatif.window import Window
+from pacekeeper_analysis.pages import render_single_file
+from pacekeeper_analysis.whatif.causes import CauseFinding
+from pacekeeper_analysis.whatif.report.document import build_document
+from pacekeeper_analysis.whatif.slowdown_statistics import WhatIf
+from pacekeeper_analysis.whatif.window import RecordedWindow
 
-MOST_NUMBERS = 400_000
-"""Details of single workers are left out of the page where they would be more numbers than this."""
+MAX_PAGE_NUMBERS = 400_000
+"""Upper limit of numbers in the page. Details of single workers are left out above it."""
 
 
-def page(whatif: WhatIf, finding: Finding, title: str) -> str:
-    """The page as HTML text."""
+def render_page(whatif: WhatIf, finding: CauseFinding, title: str) -> str:
+    """Render the page as HTML text."""
     template = files("pacekeeper_analysis.whatif.report").joinpath("page.html").read_text(encoding="utf-8")
-    return one_file(template, page_data(whatif, finding, title))
+    return render_single_file(template, build_page_data(whatif, finding, title))
 
 
-def page_data(whatif: WhatIf, finding: Finding, title: str) -> dict[str, Any]:
-    """What the page shows, rounded to what can be seen."""
-    parts = whatif.decomposition
-    data = document(whatif, finding)
+def build_page_data(whatif: WhatIf, finding: CauseFinding, title: str) -> dict[str, Any]:
+    """Return the data of the page, rounded to visible precision."""
+    decomposition = whatif.decomposition
+    data = build_document(whatif, finding)
     for key in ("per_type", "per_step"):
         data[key] = None if data[key] is None else [[name, round(value, 4)] for name, value in data[key].items()]
     for key in ("per_dp", "per_stage", "per_worker"):
@@ -37,24 +37,24 @@ def page_data(whatif: WhatIf, finding: Finding, title: str) -> dict[str, Any]:
         "blamed": finding.workers[:200],
         "warnings": whatif.warnings,
         "skipped": [[skipped.step, skipped.reason] for skipped in whatif.skipped[:50]],
-        "worst": [] if parts is None else parts.worst_workers.workers[:200],
+        "worst": [] if decomposition is None else decomposition.worst_workers.workers[:200],
         "replica_steps": None,
         "own_seconds": None,
     }
-    if parts is not None and parts.by_replica_per_step.size <= MOST_NUMBERS:
-        data["replica_steps"] = np.round(parts.by_replica_per_step, 4).tolist()
-    if parts is not None:
-        data["own_seconds"] = _own_seconds(whatif.window, parts.by_worker.shape)
+    if decomposition is not None and decomposition.replica_slowdown_per_step.size <= MAX_PAGE_NUMBERS:
+        data["replica_steps"] = np.round(decomposition.replica_slowdown_per_step, 4).tolist()
+    if decomposition is not None:
+        data["own_seconds"] = _tabulate_own_seconds(whatif.window, decomposition.slowdown_by_worker.shape)
     return data
 
 
-def _own_seconds(window: Window, workers: tuple[int, ...]) -> list[dict[str, Any]] | None:
-    """By type: mean seconds of one operation on each worker [replica][stage], what is ideal, how many a step [stage].
+def _tabulate_own_seconds(window: RecordedWindow, workers: tuple[int, ...]) -> list[dict[str, Any]] | None:
+    """Tabulate by type: mean seconds per operation [replica][stage], ideal seconds, and count per step [stage].
 
-    None where that were too many numbers.
+    None if that were too many numbers.
     """
     types = sorted({operation.type for operation in window.operations})
-    if len(types) * int(np.prod(workers)) > MOST_NUMBERS:
+    if len(types) * int(np.prod(workers)) > MAX_PAGE_NUMBERS:
         return None
     tables = []
     for name in types:

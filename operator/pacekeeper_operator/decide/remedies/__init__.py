@@ -1,5 +1,7 @@
-"""Remedies: one module each. Each changes the draft of plan and bookkeeping, which is written as one, and is
-idempotent: an operator that dies before the write has done nothing, and one that dies after it has done all.
+"""Remedies, one module each. A remedy only changes the desired state, which is persisted in one write.
+
+So remedies are atomic: an operator that crashes before the write has done nothing, and one that crashes after it has
+done everything.
 """
 
 from __future__ import annotations
@@ -8,48 +10,48 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from ... import decision as decisions
-from ...decision import Action, Decision
-from ...observation import Observation
+from ...state.observation import Observation
+from .. import decision as decisions
+from ..decision import Action, Decision
 from . import adapt, back_off, count_restart, fail_job, plan_traffic, quarantine_node, replace_worker, restart_ranks
-from .applied import Applied
+from .action_result import ActionResult
 
-Kind = TypeVar("Kind", bound=Action)
-Act = Callable[[Sequence[Any], Decision, Observation], Applied]
+ActionT = TypeVar("ActionT", bound=Action)
+ActionHandler = Callable[[Sequence[Any], Decision, Observation], ActionResult]
 
 
-def apply(decision: Decision, observation: Observation) -> Applied:
-    """Carry all actions of `decision` out, in their order, upon the draft that `observation` holds."""
-    words: list[str] = []
+def apply_actions(decision: Decision, observation: Observation) -> ActionResult:
+    """Apply all actions of `decision`, in their order, to the desired state of `observation`."""
+    notes: list[str] = []
     for kind, actions in groupby(decision.actions, type):
-        done = ACTS[kind](tuple(actions), decision, observation)
-        observation = observation.with_draft(done.draft)
-        words += done.words
-    return Applied(observation.draft, tuple(words))
+        result = ACTION_HANDLERS[kind](tuple(actions), decision, observation)
+        observation = observation.with_desired(result.desired)
+        notes += result.notes
+    return ActionResult(observation.desired, tuple(notes))
 
 
-def _one_by_one(act: Callable[[Kind, Decision, Observation], Applied]) -> Act:
-    """Each upon the draft that the one before has left."""
+def _apply_one_by_one(act: Callable[[ActionT, Decision, Observation], ActionResult]) -> ActionHandler:
+    """Return a handler that applies `act` to one action after the other."""
 
-    def all_of_them(actions: Sequence[Kind], decision: Decision, observation: Observation) -> Applied:
-        words: list[str] = []
+    def all_of_them(actions: Sequence[ActionT], decision: Decision, observation: Observation) -> ActionResult:
+        notes: list[str] = []
         for action in actions:
-            done = act(action, decision, observation)
-            observation = observation.with_draft(done.draft)
-            words += done.words
-        return Applied(observation.draft, tuple(words))
+            result = act(action, decision, observation)
+            observation = observation.with_desired(result.desired)
+            notes += result.notes
+        return ActionResult(observation.desired, tuple(notes))
 
     return all_of_them
 
 
-ACTS: Mapping[type[Any], Act] = {
-    decisions.CountRestart: _one_by_one(count_restart.apply),
-    decisions.RestartRanks: _one_by_one(restart_ranks.apply),
-    decisions.BackOff: _one_by_one(back_off.apply),
-    decisions.ReplaceWorker: replace_worker.apply,
-    decisions.Adapt: _one_by_one(adapt.apply),
-    decisions.PlanTraffic: _one_by_one(plan_traffic.apply),
-    decisions.QuarantineNode: _one_by_one(quarantine_node.apply),
-    decisions.FailJob: _one_by_one(fail_job.apply),
+ACTION_HANDLERS: Mapping[type[Any], ActionHandler] = {
+    decisions.CountRestart: _apply_one_by_one(count_restart.apply_count_restart),
+    decisions.RestartRanks: _apply_one_by_one(restart_ranks.apply_restart_ranks),
+    decisions.BackOff: _apply_one_by_one(back_off.apply_back_off),
+    decisions.ReplaceWorker: replace_worker.apply_replace_workers,
+    decisions.Adapt: _apply_one_by_one(adapt.apply_strategy),
+    decisions.PlanTraffic: _apply_one_by_one(plan_traffic.apply_plan_traffic),
+    decisions.QuarantineNode: _apply_one_by_one(quarantine_node.apply_quarantine_node),
+    decisions.FailJob: _apply_one_by_one(fail_job.apply_fail_job),
 }
-"""What carries out actions of a kind that stand one after the other."""
+"""Action type → handler of consecutive actions of that type."""

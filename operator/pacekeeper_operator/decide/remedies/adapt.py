@@ -1,29 +1,37 @@
-"""Another way to train: it stands in the plan, and rank 0 hands it to all ranks on one step."""
+"""Another training strategy: it is written into the plan, and rank 0 passes it to all ranks at one step."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.stragglers.strategies import Bottleneck
 
-from ... import modes
-from ...decision import Adapt, Decision
-from ...observation import Observation
-from .applied import Applied
+from ...state import sync_mode_changes
+from ...state.observation import Observation
+from ..decision import Adapt, Decision
+from .action_result import ActionResult
 
 
-def apply(action: Adapt, decision: Decision, observation: Observation) -> Applied:
-    draft = replace(observation.draft, plan=replace(action.way.applied_to(observation.plan), evidence_request=""))
-    if action.way.mode is not SyncMode.SYNC:
-        name = decision.incident_name(observation.job)
-        draft = modes.entered(draft, action.trouble, action.way.reason, name, observation.now)
-    if action.trouble is Trouble.COMPUTE and decision.rank is not None:
-        before = decision.slowdown_before or 1.0
-        lost = observation.state.adaptation.lost_by(observation.now, before, decision.first_sign)
-        draft = draft.with_adaptation(loss=lost.goes_on(observation.now, action.way.slowdown_after))
-    if not action.mended:
-        return Applied(draft)  # the suspicion stays: more evidence, and another remedy at once
-    return Applied(
-        draft.with_adaptation(suspicion=None, tolerated_pace=observation.metrics.pace or 0.0, tolerated_behind=0.0)
+def apply_strategy(action: Adapt, decision: Decision, observation: Observation) -> ActionResult:
+    desired = replace(
+        observation.desired, plan=replace(action.strategy.apply_to(observation.plan), evidence_request="")
+    )
+    if action.strategy.mode is not SyncMode.SYNC:
+        incident_name = decision.incident_name(observation.job)
+        desired = sync_mode_changes.enter_local_sgd(
+            desired, action.bottleneck, action.strategy.reason, incident_name, observation.now
+        )
+    if action.bottleneck is Bottleneck.COMPUTE and decision.rank is not None:
+        slowdown_before = decision.slowdown_before or 1.0
+        loss = observation.state.adaptation.accumulate_loss(observation.now, slowdown_before, decision.first_sign)
+        desired = desired.with_adaptation(loss=loss.continue_at(observation.now, action.strategy.slowdown_after))
+    if not action.sufficient:
+        return ActionResult(desired)  # the investigation goes on: more evidence, and another remedy at once
+    return ActionResult(
+        desired.with_adaptation(
+            investigation=None,
+            suppressed_relative_time=observation.metrics.relative_time or 0.0,
+            suppressed_peer_slowdown=0.0,
+        )
     )

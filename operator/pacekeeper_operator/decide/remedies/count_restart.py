@@ -1,18 +1,18 @@
-"""The launchers restarted the ranks by themselves: it counts."""
+"""Count a restart that the launchers did by themselves."""
 
 from __future__ import annotations
 
-from ...decision import CountRestart, Decision
-from ...observation import Observation
-from ...state import Draft
-from .applied import Applied
+from ...state.desired_state import DesiredState
+from ...state.observation import Observation
+from ..decision import CountRestart, Decision
+from .action_result import ActionResult
 
 
-def apply(_action: CountRestart, _decision: Decision, observation: Observation) -> Applied:
-    return Applied(count(observation))
+def apply_count_restart(_action: CountRestart, _decision: Decision, observation: Observation) -> ActionResult:
+    return ActionResult(count_launcher_restart(observation))
 
 
-def count(observation: Observation) -> Draft:
-    """Return the draft with one more restart that the launchers have made in this membership."""
-    draft = observation.draft.count_restart(observation.now)
-    return draft.with_budget(in_membership=draft.state.budget.in_membership + 1)
+def count_launcher_restart(observation: Observation) -> DesiredState:
+    """Return the desired state with one more restart that the launchers did in this membership."""
+    desired = observation.desired.count_restart(observation.now)
+    return desired.with_budget(membership_restarts=desired.state.budget.membership_restarts + 1)

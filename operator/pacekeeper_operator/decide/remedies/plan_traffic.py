@@ -1,59 +1,64 @@
-"""Other ways through the fabric: a new membership with the same members. Its paths are planned later in this pass
-(`decide.paths`); where nobody knows the fabric, a pair's ports are drawn anew. Whether they are better is found out in
-the round (`decide.verify_ways`). Nothing was broken: no restart is burnt.
+"""Other routes through the fabric: a new membership with the same members.
+
+Its paths are planned later in this pass (`network.paths`). Without a description of the fabric, a pair's ports are
+drawn again. The round measures whether the new routes are better (`network.route_trial`). No rank failed, so this uses
+no restart of the budget.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from pacekeeper_analysis.diagnose.link_probe import Verdict
-from pacekeeper_analysis.plan import Paths
+from pacekeeper_analysis.network.link_probe import LinkProbeVerdict
+from pacekeeper_analysis.protocol.plan import Paths
 
-from ... import rounds
-from ...decision import Decision, PlanTraffic
-from ...observation import Observation
-from ...state import MAX_LINK_VERDICTS, MAX_WAY_CHANGES, LinkVerdict, WayChange, WayTrial
-from .. import paths
-from .applied import Applied
+from ...state import rounds
+from ...state.desired_state import MAX_LINK_VERDICTS, MAX_ROUTE_CHANGES, LinkVerdict, RouteChange, RouteTrial
+from ...state.observation import Observation
+from ..decision import Decision, PlanTraffic
+from ..network import paths
+from .action_result import ActionResult
 
-WINS = 1.02
-"""A job whose steps are not even so many times as long as by the ways to come makes way for others: nothing is to be
-found out of it."""
+MIN_REROUTE_SLOWDOWN = 1.02
+"""Predicted ratio of step times, old routes to new ones. Below it, the job changes routes for the sake of other jobs,
+and its own round is not measured."""
 
 
-def apply(action: PlanTraffic, decision: Decision, observation: Observation) -> Applied:
-    draft, before = rounds.begin(observation, observation.plan.members), observation.state.adaptation.way_trial
-    if action.back:
-        assert before is not None
-        trial = WayTrial("", draft.plan.membership, observation.step_seconds)
-        back = draft.with_plan(paths=paths.put_back(observation, before.changes))
-        return Applied(back.with_adaptation(way_trial=trial))
+def apply_plan_traffic(action: PlanTraffic, decision: Decision, observation: Observation) -> ActionResult:
+    desired, previous_trial = (
+        rounds.begin_round(observation, observation.plan.members),
+        observation.state.adaptation.route_trial,
+    )
+    if action.revert:
+        assert previous_trial is not None
+        trial = RouteTrial("", desired.plan.membership, observation.progress.step_seconds)
+        reverted = desired.with_plan(paths=paths.restore_paths(observation, previous_trial.changes))
+        return ActionResult(reverted.with_adaptation(route_trial=trial))
     if action.reroll is not None:
-        # What the probe has told counts among those of this hour, though its round ends here.
-        verdicts = (*draft.state.adaptation.link_verdicts, LinkVerdict(observation.now, Verdict.LINK))
-        draft = draft.with_plan(paths=paths.rerolled(observation, action.reroll))
-        draft = draft.with_adaptation(link_verdicts=verdicts[-MAX_LINK_VERDICTS:])
-        after = draft.plan.paths
+        # Count the probe's verdict among those of this hour, although its round ends here.
+        verdicts = (*desired.state.adaptation.link_verdicts, LinkVerdict(observation.now, LinkProbeVerdict.LINK))
+        desired = desired.with_plan(paths=paths.reroll_ports(observation, action.reroll))
+        desired = desired.with_adaptation(link_verdicts=verdicts[-MAX_LINK_VERDICTS:])
+        after = desired.plan.paths
     else:
-        network = observation.surroundings.network
-        after = None if network is None else paths.planned(observation, network)
-    name = decision.incident_name(observation.job)
-    trial = WayTrial(
-        name,
-        draft.plan.membership,
-        observation.step_seconds,
-        draft.plan.sync_mode,
-        _changes(action, observation, after),
+        network = observation.cluster_view.network
+        after = None if network is None else paths.plan_job_paths(observation, network)
+    incident_name = decision.incident_name(observation.job)
+    trial = RouteTrial(
+        incident_name,
+        desired.plan.membership,
+        observation.progress.step_seconds,
+        desired.plan.sync_mode,
+        _list_route_changes(action, observation, after),
     )
-    wins = decision.slowdown_before is None or decision.slowdown_before >= WINS
-    return Applied(draft.with_adaptation(way_trial=trial if wins else None))
+    wins = decision.slowdown_before is None or decision.slowdown_before >= MIN_REROUTE_SLOWDOWN
+    return ActionResult(desired.with_adaptation(route_trial=trial if wins else None))
 
 
-def _changes(action: PlanTraffic, observation: Observation, after: Paths | None) -> tuple[WayChange, ...]:
-    """(): there are more than are kept."""
-    found = tuple(
-        replace(change, bytes_per_second=action.paces.get((change.source, change.destination), 0.0))
-        for change in paths.changes(observation.plan.paths, after)
+def _list_route_changes(action: PlanTraffic, observation: Observation, after: Paths | None) -> tuple[RouteChange, ...]:
+    """Return the flows whose routes change; (): there are more than `MAX_ROUTE_CHANGES`."""
+    changes = tuple(
+        replace(change, bytes_per_second=action.rates.get((change.source, change.destination), 0.0))
+        for change in paths.list_path_changes(observation.plan.paths, after)
     )
-    return found if len(found) <= MAX_WAY_CHANGES else ()
+    return changes if len(changes) <= MAX_ROUTE_CHANGES else ()

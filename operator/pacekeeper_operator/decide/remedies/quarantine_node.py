@@ -1,27 +1,28 @@
-"""Want the quarantine of a node.
+"""Request the quarantine of a node.
 
-It is asked for once plan and bookkeeping are written: an operator that dies in between finds here what it wanted.
+The request is part of the desired state, and is sent once that is written. So an operator that crashes in between finds
+it again.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ...decision import Decision, QuarantineNode
-from ...observation import Observation
-from ...state import Draft, WantedQuarantine
-from .applied import Applied
+from ...state.desired_state import DesiredState, QuarantineRequest
+from ...state.observation import Observation
+from ..decision import Decision, QuarantineNode
+from .action_result import ActionResult
 
 
-def apply(action: QuarantineNode, decision: Decision, observation: Observation) -> Applied:
+def apply_quarantine_node(action: QuarantineNode, decision: Decision, observation: Observation) -> ActionResult:
     if action.withheld:
-        return Applied(observation.draft, (f"no quarantine of {action.node}: {action.withheld}",))
-    return Applied(want(observation, action, decision.incident_name(observation.job)))
+        return ActionResult(observation.desired, (f"no quarantine of {action.node}: {action.withheld}",))
+    return ActionResult(request_quarantine(observation, action, decision.incident_name(observation.job)))
 
 
-def want(observation: Observation, action: QuarantineNode, incident: str) -> Draft:
-    """The same on behalf of an incident that is written already."""
-    wanted = WantedQuarantine(action.node, action.uid, action.reason, incident, action.witness, action.weak)
-    wanted = replace(wanted, at=observation.now)
-    others = tuple(w for w in observation.state.incidents.quarantines if w.node != action.node)
-    return observation.draft.with_incidents(quarantines=(*others, wanted))
+def request_quarantine(observation: Observation, action: QuarantineNode, incident: str) -> DesiredState:
+    """Return the desired state with a quarantine request on behalf of `incident`, the name of a recorded incident."""
+    request = QuarantineRequest(action.node, action.uid, action.reason, incident, action.witness, action.weak)
+    request = replace(request, at=observation.now)
+    others = tuple(other for other in observation.state.incidents.quarantine_requests if other.node != action.node)
+    return observation.desired.with_incidents(quarantine_requests=(*others, request))

@@ -1,33 +1,41 @@
-"""Give workers up. Who takes their ranks, and when, follows from what is there: `decide.membership`."""
+"""Give workers up. `placement.membership` decides which workers take their ranks, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...decision import Decision, ReplaceWorker
-from ...observation import Observation
-from ...state import Worker
-from .. import workforce
-from .applied import Applied
+from ...state.desired_state import WorkerRecord
+from ...state.observation import Observation
+from ..decision import Decision, ReplaceWorker
+from ..placement import workforce
+from .action_result import ActionResult
 
 
-def apply(actions: Sequence[ReplaceWorker], _decision: Decision, observation: Observation) -> Applied:
-    """All at once: one event may take thousands."""
-    draft = observation.draft
-    seated = {member.worker for member in draft.plan.members}
-    given_up: list[Worker] = []
+def apply_replace_workers(
+    actions: Sequence[ReplaceWorker], _decision: Decision, observation: Observation
+) -> ActionResult:
+    """Mark all workers as leaving, in one change: one event may take thousands of workers."""
+    desired = observation.desired
+    assigned = {member.worker for member in desired.plan.members}
+    given_up: list[WorkerRecord] = []
     for action in actions:
-        worker = observation.state.placement.worker(action.worker)
+        worker = observation.state.placement.find_worker(action.worker)
         if worker is None:
             continue
         given_up.append(
-            replace(worker, leaving=action.reason, dead=action.dead, force=action.force, patient=action.patient)
+            replace(
+                worker,
+                leaving=action.reason,
+                dead=action.dead,
+                force=action.force,
+                waits_for_checkpoint=action.waits_for_checkpoint,
+            )
         )
         if action.refused:
-            draft = workforce.hold_back(draft, observation)
+            desired = workforce.delay_after_refusal(desired, observation)
         elif action.never_ready:
-            draft = workforce.put_off(draft, observation)
-        elif action.worker in seated and not action.disruption:
-            draft = draft.count_restart(observation.now)
-    return Applied(draft.with_workers(given_up))
+            desired = workforce.delay_next_start(desired, observation)
+        elif action.worker in assigned and not action.disruption:
+            desired = desired.count_restart(observation.now)
+    return ActionResult(desired.with_workers(given_up))

@@ -1,12 +1,12 @@
-"""The next round by the same workers: a new membership with the same members, which the launchers follow in place."""
+"""Restart the ranks in place: a new membership with the same members."""
 
 from __future__ import annotations
 
-from ... import rounds
-from ...decision import Decision, RestartRanks
-from ...observation import Observation
-from .applied import Applied
+from ...state import rounds
+from ...state.observation import Observation
+from ..decision import Decision, RestartRanks
+from .action_result import ActionResult
 
 
-def apply(_action: RestartRanks, _decision: Decision, observation: Observation) -> Applied:
-    return Applied(rounds.begin(observation, observation.plan.members).count_restart(observation.now))
+def apply_restart_ranks(_action: RestartRanks, _decision: Decision, observation: Observation) -> ActionResult:
+    return ActionResult(rounds.begin_round(observation, observation.plan.members).count_restart(observation.now))

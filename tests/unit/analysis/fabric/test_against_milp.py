@@ -9,8 +9,8 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
-from pacekeeper_analysis.fabric.assign import Flows, assign, bound
-from pacekeeper_analysis.fabric.topology import Topology, uniform
+from pacekeeper_analysis.fabric.route_assignment import Flows, assign_routes, compute_load_bound
+from pacekeeper_analysis.fabric.topology import Topology, build_uniform_topology
 
 
 def best_level(topology: Topology, flows: Flows) -> int:
@@ -29,8 +29,8 @@ def best_level(topology: Topology, flows: Flows) -> int:
             continue
         for way in ways:
             rows += [
-                (source * topology.ways + way, variables, weight * topology.unit),
-                (topology.up.size + destination * topology.ways + way, variables, weight * topology.unit),
+                (source * topology.routes + way, variables, weight * topology.unit),
+                (topology.up.size + destination * topology.routes + way, variables, weight * topology.unit),
                 (constraints + len(counts), variables, 1),
             ]
             variables += 1
@@ -67,9 +67,9 @@ def drawn_sizes(draws: np.random.Generator) -> tuple[int, int]:
 @pytest.mark.parametrize("seed", range(100))
 def test_a_whole_fabric_is_planned_as_well_as_can_be(seed: int) -> None:
     draws = np.random.default_rng(seed)
-    topology = uniform(*drawn_sizes(draws))
+    topology = build_uniform_topology(*drawn_sizes(draws))
     flows = drawn_flows(draws, topology.groups, heaviest=1)
-    assert assign(topology, flows).level == bound(topology, flows) == best_level(topology, flows)
+    assert assign_routes(topology, flows).level == compute_load_bound(topology, flows) == best_level(topology, flows)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -93,5 +93,5 @@ def test_uneven_links_and_flows_are_one_above_at_most(seed: int) -> None:
 
 def _compare(topology: Topology, flows: Flows) -> None:
     best = best_level(topology, flows)
-    found = assign(topology, flows)
-    assert bound(topology, flows) <= best <= found.level <= best + 1
+    found = assign_routes(topology, flows)
+    assert compute_load_bound(topology, flows) <= best <= found.level <= best + 1

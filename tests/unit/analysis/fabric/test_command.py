@@ -16,7 +16,7 @@ from pacekeeper_analysis.fabric import command
 def fabric(name: str = "pods", in_force: str = "True", load: int = 1) -> dict[str, Any]:
     links = [{"leaf": "l1", "spine": "s1", "up": load, "down": 0}]
     conditions = [{"type": "InForce", "status": in_force, "reason": "Oldest"}]
-    status = {"leaves": 1, "flows": 1, "maxLoad": load, "bound": load, "links": links, "conditions": conditions}
+    status = {"leaves": 1, "flows": 1, "maxLoad": load, "lowerBound": load, "links": links, "conditions": conditions}
     return {"kind": "Fabric", "metadata": {"name": name}, "spec": {"spines": 1}, "status": status}
 
 
@@ -66,7 +66,7 @@ def test_of_several_the_one_that_counts(kubectl: Path, capsys: pytest.CaptureFix
     assert command.main(["show"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("old: ")
-    assert "Beside it: young." in out
+    assert "Also there: young." in out
     assert command.main(["show", "young"]) == 0
     assert capsys.readouterr().out.startswith("young: ")
 
@@ -105,7 +105,7 @@ def test_a_kubectl_that_does_not_end(
     kubectl: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kubectl / "kubectl").write_text("#!/bin/sh\nwhile :; do :; done\n")
-    monkeypatch.setattr(command, "KUBECTL_SECONDS", 0.1)
+    monkeypatch.setattr(command, "FABRIC_READ_TIMEOUT_SECONDS", 0.1)
     assert "kubectl has not ended within" in refused(capsys)
 
 
@@ -132,7 +132,7 @@ class TestFiles:
         assert picture.index("7 up") < picture.index("1 up")
         with pytest.raises(SystemExit):
             command.main(["show", *files])
-        assert "give --svg, too" in capsys.readouterr().err
+        assert "--before needs --svg" in capsys.readouterr().err
 
     @pytest.mark.parametrize("content", ["", "no", "[]", "7", '{"items": [7]}', '{"items": {}}', "[" * 100_000])
     def test_what_cannot_be_read_is_refused(
@@ -144,7 +144,7 @@ class TestFiles:
     def test_nor_is_more_than_fabrics_can_be(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(command, "MOST_BYTES", 100)
+        monkeypatch.setattr(command, "MAX_KUBECTL_OUTPUT_BYTES", 100)
         (tmp_path / "f.json").write_text(json.dumps(fabric()))
         assert "longer than 100 bytes" in refused(capsys, "--file", str(tmp_path / "f.json"))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.fabric.load import Ports, loads, rates, usage
-from pacekeeper_analysis.fabric.topology import WITHIN, Ints, uniform
+from pacekeeper_analysis.fabric.load import HostPorts, compute_flow_rates, compute_link_loads, compute_link_usage
+from pacekeeper_analysis.fabric.topology import NO_ROUTE, Ints, build_uniform_topology
 
 
 def ints(*values: int) -> Ints:
@@ -15,45 +15,59 @@ def ints(*values: int) -> Ints:
 
 def test_by_hand_the_third_flow_gets_what_the_shared_link_leaves() -> None:
     """Two share the uplink of group 0; one of them meets a third one on a downlink."""
-    found = rates(uniform(4, 2, capacity=12), ints(0, 0, 1), ints(2, 3, 3), ints(0, 0, 0))
+    found = compute_flow_rates(build_uniform_topology(4, 2, capacity=12), ints(0, 0, 1), ints(2, 3, 3), ints(0, 0, 0))
     assert found.tolist() == [6.0, 6.0, 6.0]
-    apart = rates(uniform(4, 2, capacity=12), ints(0, 0, 1), ints(2, 3, 3), ints(0, 1, 0))
+    apart = compute_flow_rates(build_uniform_topology(4, 2, capacity=12), ints(0, 0, 1), ints(2, 3, 3), ints(0, 1, 0))
     assert apart.tolist() == [12.0, 12.0, 12.0]
-    uneven = rates(uniform(4, 2, capacity=12), ints(0, 0, 0, 1), ints(2, 2, 3, 3), ints(0, 0, 0, 0))
+    uneven = compute_flow_rates(
+        build_uniform_topology(4, 2, capacity=12), ints(0, 0, 0, 1), ints(2, 2, 3, 3), ints(0, 0, 0, 0)
+    )
     assert uneven.tolist() == [4.0, 4.0, 4.0, 8.0]
 
 
 def test_a_ring_is_as_fast_as_its_slowest_edge_and_leaves_the_rest_to_others() -> None:
     source, destination, ways = ints(0, 1, 0, 1), ints(1, 0, 1, 0), ints(0, 0, 0, 1)
-    alone = rates(uniform(2, 2, capacity=10), source, destination, ways)
+    alone = compute_flow_rates(build_uniform_topology(2, 2, capacity=10), source, destination, ways)
     assert alone.tolist() == [5.0, 10.0, 5.0, 10.0]
-    tied = rates(uniform(2, 2, capacity=10), source, destination, ways, entity=[0, 0, 1, 1])
+    tied = compute_flow_rates(build_uniform_topology(2, 2, capacity=10), source, destination, ways, entity=[0, 0, 1, 1])
     assert tied.tolist() == [5.0, 5.0, 5.0, 5.0]
-    third = rates(uniform(2, 2, capacity=10), ints(0, 1, 0, 1), ints(1, 0, 1, 0), ints(0, 0, 0, 0), entity=[0, 0, 1, 2])
+    third = compute_flow_rates(
+        build_uniform_topology(2, 2, capacity=10),
+        ints(0, 1, 0, 1),
+        ints(1, 0, 1, 0),
+        ints(0, 0, 0, 0),
+        entity=[0, 0, 1, 2],
+    )
     assert third.tolist() == [5.0, 5.0, 5.0, 5.0]
 
 
 def test_who_is_silent_leaves_the_link_to_others() -> None:
     ends = ints(0, 0), ints(1, 1), ints(0, 0)
-    used = usage(uniform(2, 1, capacity=6), *ends, demand=np.array([1.0, 2.0]), entity=ints(0, 1))
-    assert used.rates().tolist() == [2.0, 2.0]
-    assert used.rates(np.array([True, False])).tolist() == [6.0, float("inf")]
-    assert used.rates(np.array([False, True])).tolist() == [float("inf"), 3.0]
+    used = compute_link_usage(
+        build_uniform_topology(2, 1, capacity=6), *ends, demand=np.array([1.0, 2.0]), entity=ints(0, 1)
+    )
+    assert used.compute_rates().tolist() == [2.0, 2.0]
+    assert used.compute_rates(np.array([True, False])).tolist() == [6.0, float("inf")]
+    assert used.compute_rates(np.array([False, True])).tolist() == [float("inf"), 3.0]
 
 
 def test_who_sends_more_gets_more_of_a_link() -> None:
-    found = rates(uniform(2, 1, capacity=9), ints(0, 0), ints(1, 1), ints(0, 0), demand=np.array([2.0, 1.0]))
+    found = compute_flow_rates(
+        build_uniform_topology(2, 1, capacity=9), ints(0, 0), ints(1, 1), ints(0, 0), demand=np.array([2.0, 1.0])
+    )
     assert found.tolist() == [6.0, 3.0]
 
 
 def test_ports_hold_up_what_the_fabric_does_not() -> None:
-    ports = Ports(np.array([[4.0], [4.0], [4.0]]), sender=ints(0, 0, 1), receiver=ints(1, 2, 2))
-    found = rates(uniform(2, 2, capacity=100), ints(0, 0, 0), ints(0, 1, 1), ints(WITHIN, 0, 1), ports=ports)
+    ports = HostPorts(np.array([[4.0], [4.0], [4.0]]), sender=ints(0, 0, 1), receiver=ints(1, 2, 2))
+    found = compute_flow_rates(
+        build_uniform_topology(2, 2, capacity=100), ints(0, 0, 0), ints(0, 1, 1), ints(NO_ROUTE, 0, 1), ports=ports
+    )
     assert found.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_without_a_way_nothing_flows_and_nothing_holds_up_a_neighbour() -> None:
-    found = rates(uniform(2, 2), ints(0, 0), ints(1, 0), ints(WITHIN, WITHIN))
+    found = compute_flow_rates(build_uniform_topology(2, 2), ints(0, 0), ints(1, 0), ints(NO_ROUTE, NO_ROUTE))
     assert found.tolist() == [0.0, float("inf")]
 
 
@@ -61,16 +75,16 @@ def test_without_a_way_nothing_flows_and_nothing_holds_up_a_neighbour() -> None:
 def test_nobody_could_have_more_without_somebody_slower_having_less(seed: int) -> None:
     """That is what max–min fair means: everybody crosses a full link on which nobody is faster."""
     draws = np.random.default_rng(seed)
-    topology, count = uniform(6, 3, capacity=10), 60
+    topology, count = build_uniform_topology(6, 3, capacity=10), 60
     source, destination = draws.integers(6, size=count), draws.integers(6, size=count)
-    ways = np.where(source == destination, WITHIN, draws.integers(3, size=count))
+    ways = np.where(source == destination, NO_ROUTE, draws.integers(3, size=count))
     entity = draws.integers(12, size=count)
-    found = rates(topology, source, destination, ways, entity=entity.tolist())
-    up, down = loads(topology, source, destination, ways, found)
+    found = compute_flow_rates(topology, source, destination, ways, entity=entity.tolist())
+    up, down = compute_link_loads(topology, source, destination, ways, found)
     assert up.max() <= 10 + 1e-6
     assert down.max() <= 10 + 1e-6
     fastest_up, fastest_down = np.zeros(up.shape), np.zeros(down.shape)
-    going = ways != WITHIN
+    going = ways != NO_ROUTE
     np.maximum.at(fastest_up, (source[going], ways[going]), found[going])
     np.maximum.at(fastest_down, (destination[going], ways[going]), found[going])
     for each in set(entity[going].tolist()):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.fabric.text import text
-from pacekeeper_analysis.fabric.view import FabricLink, FabricView, LinkState, leaves_and_spines
+from pacekeeper_analysis.fabric.text import render_text
+from pacekeeper_analysis.fabric.view import FabricLink, FabricView, LinkState, list_leaves_and_spines
 
 LINKS = (
     FabricLink("l1", "s1", 2, 1),
@@ -19,8 +19,15 @@ LINKS = (
 
 
 def view(links: tuple[FabricLink, ...] = LINKS, **changes: Any) -> FabricView:
-    leaves, spines = leaves_and_spines([FabricView("x", 1, links=links)])
-    values = {"spines": len(spines), "leaves": len(leaves), "flows": 4, "max_load": 2, "bound": 2, "dead": 1} | changes
+    leaves, spines = list_leaves_and_spines([FabricView("x", 1, links=links)])
+    values = {
+        "spines": len(spines),
+        "leaves": len(leaves),
+        "flows": 4,
+        "max_load": 2,
+        "lower_bound": 2,
+        "dead_links": 1,
+    } | changes
     return FabricView("pods", links=links, **values)
 
 
@@ -33,20 +40,20 @@ class TestReading:
     def test_what_is_not_there_is_not_known(self) -> None:
         found = FabricView.from_json({"metadata": {"name": "f"}, "spec": {"spines": 3}})
         assert found == FabricView("f", 3)
-        assert not found.in_force
+        assert not found.is_in_force
         assert FabricView.from_json(body()).spines == 4
 
     def test_what_links_carry_that_are_left_out(self) -> None:
         """The dead and the fullest ones are listed."""
-        assert view().most_elsewhere is None
-        assert view(spines=3).most_elsewhere == 1
-        assert view(LINKS[2:3], leaves=2).most_elsewhere == 2
+        assert view().max_unlisted_load is None
+        assert view(spines=3).max_unlisted_load == 1
+        assert view(LINKS[2:3], leaves=2).max_unlisted_load == 2
 
     def test_names_are_in_the_order_of_their_numbers(self) -> None:
         links = tuple(
             FabricLink(leaf, f"s{n}", 0, 0) for n in (10, 9, 1) for leaf in ("row2/r1", "row10/r1", "row2/r10")
         )
-        assert leaves_and_spines([view(links)]) == (["row2/r1", "row2/r10", "row10/r1"], ["s1", "s9", "s10"])
+        assert list_leaves_and_spines([view(links)]) == (["row2/r1", "row2/r10", "row10/r1"], ["s1", "s9", "s10"])
 
     @pytest.mark.parametrize(
         ("wrong", "words"),
@@ -72,13 +79,13 @@ class TestReading:
 
 def conditioned(**condition: str) -> FabricView:
     return FabricView.from_json(
-        body(conditions=[{"type": "Planned", "status": "False", "reason": "NoWay"} | condition])
+        body(conditions=[{"type": "Planned", "status": "False", "reason": "NoRoute"} | condition])
     )
 
 
 class TestTable:
     def test_both_directions_of_each_link(self) -> None:
-        lines = text(view()).splitlines()
+        lines = render_text(view()).splitlines()
         assert lines[0] == "pods: 2 leaves × 2 spines · 4 flows · fullest link 2 · bound 2 · 1 dead link"
         rows = [line.split() for line in lines]
         assert ["up/down", "s1", "s2"] in rows
@@ -88,38 +95,46 @@ class TestTable:
 
     def test_the_fuller_one_where_both_do_not_fit_and_blocks_where_that_does_not(self) -> None:
         links = tuple(FabricLink("l1", f"s{n}", 10, 12) for n in range(1, 9))
-        assert ["l1", *["10/12"] * 8] in [line.split() for line in text(view(links), 100).splitlines()]
-        narrow = text(view(links), 46).splitlines()
+        assert ["l1", *["10/12"] * 8] in [line.split() for line in render_text(view(links), 100).splitlines()]
+        narrow = render_text(view(links), 46).splitlines()
         assert ["l1", *["12"] * 8] in [line.split() for line in narrow]
         assert narrow[-1].endswith("in the fuller direction")
-        narrower = [line.split() for line in text(view(links), 24).splitlines()]
+        narrower = [line.split() for line in render_text(view(links), 24).splitlines()]
         assert narrower.count(["l1", *["12"] * 4]) == 2
         assert ["s5", "s6", "s7", "s8"] in narrower
 
     def test_who_is_left_out_is_said(self) -> None:
-        lines = text(view((*LINKS, FabricLink("l3", "s3", 1, 1)))).splitlines()
+        lines = render_text(view((*LINKS, FabricLink("l3", "s3", 1, 1)))).splitlines()
         assert ["l3", "·", "·", "1/1"] in [line.split() for line in lines]
         assert lines[-1].endswith("· not listed, 1 at most")
 
     def test_without_a_plan_nobody_knows_loads(self) -> None:
-        lines = text(view(max_load=None)).splitlines()
+        lines = render_text(view(max_load=None)).splitlines()
         assert ["l1", "up", "~"] in [line.split() for line in lines]
         assert "loads" not in lines[-1]
         assert "fullest link" not in lines[0]
 
     def test_flows_without_a_way_are_named(self) -> None:
-        assert "Planned False, NoWay: no way for a/b 1 → 0" in text(conditioned(message="no way for a/b 1 → 0"))
-        assert "Planned True, AtTheBound" in text(conditioned(status="True", reason="AtTheBound"))
-        assert "LinksKnown" not in text(conditioned(type="LinksKnown", status="True", reason="Fits"))
+        assert "Planned False, NoRoute: no way for a/b 1 → 0" in render_text(
+            conditioned(message="no way for a/b 1 → 0")
+        )
+        assert "Planned True, AtLowerBound" in render_text(conditioned(status="True", reason="AtLowerBound"))
+        assert "LinksResolved" not in render_text(
+            conditioned(type="LinksResolved", status="True", reason="LinksConsistent")
+        )
 
     def test_what_others_have_written_does_not_steer_the_terminal(self) -> None:
-        assert "\x1b" not in text(conditioned(message="Prometheus: \x1b[2J\r gone"))
+        assert "\x1b" not in render_text(conditioned(message="Prometheus: \x1b[2J\r gone"))
 
     def test_one_that_nobody_has_looked_at(self) -> None:
-        assert text(FabricView("f", 3)).splitlines()[1:] == ["The operator has not looked at it yet: is it running?"]
+        assert render_text(FabricView("f", 3)).splitlines()[1:] == [
+            "The operator has not processed it yet: is it running?"
+        ]
 
     def test_long_names_keep_their_end(self) -> None:
         (row,) = [
-            line for line in text(view((FabricLink("x" * 60 + "/rack7", "s1", 1, 1),))).splitlines() if "rack7" in line
+            line
+            for line in render_text(view((FabricLink("x" * 60 + "/rack7", "s1", 1, 1),))).splitlines()
+            if "rack7" in line
         ]
         assert len(row) < 40

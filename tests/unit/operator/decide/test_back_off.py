@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.reports import LauncherState
-from pacekeeper_operator.api import Condition, JobStatus
-from pacekeeper_operator.decide import status
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import Policy
-from pacekeeper_operator.state import Budget, Draft
-from tests.support.worlds import NOW, change_members, change_worker, crash, policy, training
+from pacekeeper_analysis.protocol.reports import LauncherState
+from pacekeeper_operator.api.conditions import JobCondition
+from pacekeeper_operator.api.training_job import JobStatus
+from pacekeeper_operator.decide.evaluate import evaluate_job
+from pacekeeper_operator.decide.lifecycle import status
+from pacekeeper_operator.state.desired_state import DesiredState, RestartBudget
+from pacekeeper_operator.state.policy import Policy
+from testing.operators.observations import (
+    NOW,
+    build_crash,
+    build_policy,
+    build_training,
+    change_members,
+    change_worker,
+)
 
 AWAY = "Traceback …\nsocket.gaierror: [Errno -3] Temporary failure in name resolution"
 
@@ -23,19 +31,19 @@ class Job:
     """A job over several passes: its launchers follow the plan, and give up as real ones do."""
 
     def __init__(self, rules: Policy | None = None, **changes: Any) -> None:
-        self.world = training(**{"spares": 0, **changes})
-        self.rules = rules or policy()
+        self.world = build_training(**{"spares": 0, **changes})
+        self.rules = rules or build_policy()
         self.round = 1
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> RestartBudget:
         return self.world.state.budget
 
-    def think(self, *, seconds: float = 0.0, **changes: Any) -> Draft:
+    def think(self, *, seconds: float = 0.0, **changes: Any) -> DesiredState:
         """One pass, after so much time."""
         self.world = replace(self.world, now=self.world.now + seconds, **changes)
-        draft = think(self.world, self.rules).draft
-        self.world = replace(self.world.with_draft(draft), faults=())
+        draft = evaluate_job(self.world, self.rules).desired
+        self.world = replace(self.world.with_desired(draft), faults=())
         return draft
 
     def runs(self, *, state: LauncherState = LauncherState.RUNNING, first_step_at: float = 0.0) -> None:
@@ -44,17 +52,17 @@ class Job:
         beat = {"state": state, "membership": membership, "round": self.round, "first_step_at": first_step_at}
         self.world = change_members(self.world, **beat)
 
-    def ends(self, *, error: str = AWAY, halts: bool = True, **changes: Any) -> Draft:
+    def ends(self, *, error: str = AWAY, halts: bool = True, **changes: Any) -> DesiredState:
         """The round ends before its first step; `halts`: the launchers begin no other one."""
         how: dict[str, Any] = {"exit_code": 1, "error": error, "completed_step": False, "step": -1, **changes}
         noticed = {"membership": self.world.plan.membership, "noticed_at": self.world.now}
-        fault = crash("j-w1-0", 1, self.round, **noticed, **how)
+        fault = build_crash("j-w1-0", 1, self.round, **noticed, **how)
         if not halts:
             self.round += 1
         self.runs(state=LauncherState.FAILED if halts else LauncherState.RUNNING)
         return self.think(seconds=3.0, faults=(fault,))
 
-    def ends_twice(self, **how: Any) -> Draft:
+    def ends_twice(self, **how: Any) -> DesiredState:
         """As where DNS goes with a node: the next round is begun by the launchers, and both end at once."""
         self.round += 1
         self.runs()
@@ -66,7 +74,7 @@ class Job:
         began, membership = self.world.now, self.world.plan.membership
         while self.world.plan.membership == membership:
             pause = max(0.5, (self.world.now - began) / 20)
-            assert not self.think(seconds=pause).state.life.failed_reason
+            assert not self.think(seconds=pause).state.lifecycle.failed_reason
             assert self.world.now - began < 7200
         self.round = self.world.plan.round
         self.runs()
@@ -76,18 +84,18 @@ class Job:
 def test_two_rounds_that_end_seconds_apart_by_the_same_error_do_not_fail_it() -> None:
     job = Job()
     draft = job.ends_twice()
-    assert not draft.state.life.failed_reason
+    assert not draft.state.lifecycle.failed_reason
     assert draft.state.budget.backoffs == 1
     assert 3 < draft.state.budget.next_round_at - job.world.now < 7
 
 
 def test_each_wait_is_longer_up_to_five_minutes_and_each_round_counts_once() -> None:
-    job = Job(policy(max_restarts=1000))
+    job = Job(build_policy(max_restarts=1000))
     job.ends_twice()
     waits, counted = [], []
     for _ in range(10):
         waits.append(job.waits())
-        counted.append(job.budget.total)
+        counted.append(job.budget.total_restarts)
         job.ends()
     assert waits[0] < 10
     assert 200 < waits[-1] < 380
@@ -105,7 +113,7 @@ def test_hours_of_it_make_one_incident_more_than_the_first_round() -> None:
 
 
 def test_a_spent_budget_makes_it_wait_until_a_restart_leaves_the_window() -> None:
-    job = Job(policy(max_restarts=3))
+    job = Job(build_policy(max_restarts=3))
     job.ends_twice()
     waits = []
     for _ in range(6):
@@ -118,10 +126,10 @@ def test_a_spent_budget_makes_it_wait_until_a_restart_leaves_the_window() -> Non
 
 def test_a_spent_budget_keeps_no_worker_from_moving_to_a_spare() -> None:
     """Its rounds end on one worker, and another one may do better: the job does not fail, and nothing more counts."""
-    job = Job(policy(max_restarts=2), spares=1)
+    job = Job(build_policy(max_restarts=2), spares=1)
     draft = job.ends_twice()
-    assert not draft.state.life.failed_reason
-    assert draft.state.placement.worker("j-w1-0").dead  # type: ignore[union-attr]
+    assert not draft.state.lifecycle.failed_reason
+    assert draft.state.placement.find_worker("j-w1-0").dead  # type: ignore[union-attr]
     assert len(draft.state.budget.restarts) <= 2
 
 
@@ -165,7 +173,7 @@ def test_a_round_that_the_launchers_have_begun_goes_on() -> None:
 )
 def test_what_python_says_of_the_text_of_a_script_is_the_scripts_own(error: str, fails: bool) -> None:
     draft = Job().ends_twice(error=error)
-    assert draft.state.life.failed_reason == ("ScriptFailed" if fails else "")
+    assert draft.state.lifecycle.failed_reason == ("ScriptFailed" if fails else "")
 
 
 def test_another_error_in_each_round_is_no_reason_to_hurry() -> None:
@@ -180,22 +188,22 @@ def test_another_error_in_each_round_is_no_reason_to_hurry() -> None:
 def test_a_job_that_has_never_trained_fails() -> None:
     job = Job()
     world = change_members(job.world, first_step_at=0.0)
-    job.world = world.with_draft(world.draft.with_life(training_since=0.0))
-    assert job.ends_twice().state.life.failed_reason == "ScriptFailed"
+    job.world = world.with_desired(world.desired.with_lifecycle(training_since=0.0))
+    assert job.ends_twice().state.lifecycle.failed_reason == "ScriptFailed"
 
 
 def test_without_any_restart_it_fails() -> None:
-    assert Job(policy(max_restarts=0)).ends_twice().state.life.failed_reason
+    assert Job(build_policy(max_restarts=0)).ends_twice().state.lifecycle.failed_reason
 
 
 def test_launchers_that_cannot_meet_wait_too_once_the_budget_is_spent() -> None:
     """A partition between nodes, say."""
-    job = Job(policy(max_restarts=1))
+    job = Job(build_policy(max_restarts=1))
     world = job.world
-    job.world = world.with_draft(world.draft.count_restart(NOW - 10))
+    job.world = world.with_desired(world.desired.count_restart(NOW - 10))
     job.runs(state=LauncherState.FAILED, first_step_at=NOW - 300)
     draft = job.think(seconds=5.0)
-    assert not draft.state.life.failed_reason
+    assert not draft.state.lifecycle.failed_reason
     assert draft.state.budget.backoffs == 1
     assert job.waits() > 3500
 
@@ -205,17 +213,17 @@ def test_a_lost_worker_is_replaced_meanwhile() -> None:
     job.ends_twice()
     job.world = change_worker(job.world, "j-w2-0", pod={"exit_code": 137, "phase": "Failed"})
     draft = job.think(seconds=1.0)
-    assert draft.state.placement.worker("j-w2-1") is not None
+    assert draft.state.placement.find_worker("j-w2-1") is not None
 
 
 def test_the_condition_has_the_words() -> None:
     job = Job()
     job.ends_twice()
     before = JobStatus()
-    found = {each.type: each for each in status.report(job.world, policy(), before).conditions}
-    stalled = found[Condition.STALLED]
+    found = {each.type: each for each in status.build_job_status(job.world, build_policy(), before).conditions}
+    stalled = found[JobCondition.STALLED]
     assert (stalled.status, stalled.reason) == ("True", "BackOff")
     for part in ("rounds end before their first step", "attempt 1 begins at 1970", "name resolution"):
         assert part in stalled.message
-    assert "attempt 1" in found[Condition.RECOVERING].message
-    assert found[Condition.READY].status == "False"
+    assert "attempt 1" in found[JobCondition.RECOVERING].message
+    assert found[JobCondition.READY].status == "False"

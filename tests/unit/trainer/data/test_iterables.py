@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pacekeeper.data.iterables import RunThrough, is_iterable
-from pacekeeper.data.loader import BatchSizes, Loader, Place
+from pacekeeper.data.iterables import IterableAdapter, is_iterable
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
 from pacekeeper_analysis.errors import InputError
 
 
@@ -30,14 +30,14 @@ class Letters:
 
 
 def test_epochs_follow_each_other() -> None:
-    stream = RunThrough(Letters("abc"))
+    stream = IterableAdapter(Letters("abc"))
     assert "".join(stream[position] for position in (0, 2, 3, 4, 5, 8, 9)) == "acabcca"
     assert stream.size == 3
 
 
 def test_an_earlier_position_begins_the_epoch_again() -> None:
     letters = Letters("abcdef")
-    stream = RunThrough(letters)
+    stream = IterableAdapter(letters)
     assert stream.__getitems__([4, 5, 1]) == ["e", "f", "b"]
     assert letters.begun == 2
 
@@ -52,13 +52,13 @@ def test_a_stream_without_end_is_read_no_further_than_asked() -> None:
                 yield self.made - 1
 
     endless = Endless()
-    assert RunThrough(endless).__getitems__([5, 999]) == [5, 999]
+    assert IterableAdapter(endless).__getitems__([5, 999]) == [5, 999]
     assert endless.made == 1000
 
 
 def test_with_the_size_of_a_checkpoint_earlier_epochs_are_not_read() -> None:
     letters = Letters("abcdef")
-    assert RunThrough(letters, size=6)[600_002] == "c"
+    assert IterableAdapter(letters, size=6)[600_002] == "c"
     assert letters.made == 3
 
 
@@ -69,7 +69,7 @@ def test_the_middle_of_an_epoch_is_skipped_to_where_the_iterable_can(position: i
             return Letters(self.epochs[0][count:])
 
     letters = Skipping("abcdef")
-    assert RunThrough(letters)[position] == "abcdef"[position % 6]
+    assert IterableAdapter(letters)[position] == "abcdef"[position % 6]
     assert letters.made == counted  # once, to find out how many an epoch has
 
 
@@ -77,14 +77,14 @@ def test_the_middle_of_an_epoch_is_skipped_to_where_the_iterable_can(position: i
     ("letters", "size", "message"),
     [
         (Letters(""), None, "epoch 0 has no samples"),
-        (Letters("abcd", ""), None, "epoch 1 has no samples; give an iterable that begins anew"),
+        (Letters("abcd", ""), None, "epoch 1 has no samples; pass an iterable that restarts"),
         (Letters("abcd", "abc"), None, "epoch 1 ended after 3 samples instead of 4"),
         (Letters("abcd"), 6, "epoch 0 ended after 4 samples instead of 6"),
         (Letters("abcd"), 3, "epoch 0 has more samples than the 3 of an epoch"),
     ],
 )
 def test_epochs_of_unequal_size_are_refused(letters: Letters, size: int | None, message: str) -> None:
-    stream = RunThrough(letters, size)
+    stream = IterableAdapter(letters, size)
     with pytest.raises(InputError, match=message):
         stream.__getitems__(list(range(10)))
 
@@ -93,7 +93,7 @@ def test_what_is_taken_for_an_iterable() -> None:
     assert is_iterable(Letters("a"))
     assert not is_iterable([1, 2])
     assert not is_iterable(torch.arange(3))
-    with pytest.raises(InputError, match="it is an iterator, which ends for good"):
+    with pytest.raises(InputError, match="it is an iterator, which cannot restart"):
         is_iterable(iter("abc"))
 
 
@@ -103,7 +103,7 @@ def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> No
         return Loader(
             Letters("abcdefg"),
             BatchSizes(5, 5),
-            Place(),
+            RankTopology(),
             num_workers=workers,
             collate_fn="".join,
         )
@@ -131,4 +131,4 @@ def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> No
 
 def test_lengths_need_an_index() -> None:
     with pytest.raises(InputError, match="lengths: an iterable data set is read in its order"):
-        Loader(Letters("ab"), BatchSizes(1, 1), Place(), lengths=[1.0, 2.0])
+        Loader(Letters("ab"), BatchSizes(1, 1), RankTopology(), lengths=[1.0, 2.0])

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from pacekeeper.data.leases import ENDLESS, Interval, Remainder, cut, merge
-from pacekeeper.data.loader import BatchSizes, Loader, Place
-from pacekeeper.data.stream import Permutations
+from pacekeeper.data.leases import ENDLESS_TICKETS, Interval, Remainder, merge_intervals, slice_intervals
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
+from pacekeeper.data.sample_stream import IndexedStream
 
 NUMBERS: Any = torch.arange(200)
 
@@ -50,7 +50,7 @@ class Job:
         self.leasing = False
         self.of_steps: list[int] = []
         """The counter that leased steps are dealt from."""
-        self.order = Permutations(size, seed=5)
+        self.order = IndexedStream(size, seed=5)
         self.loaders: list[Loader] = []
         self.start_ranks()
 
@@ -63,7 +63,7 @@ class Job:
             Loader(
                 self.kind(self.size),
                 BatchSizes(self.batch, max_microbatch, static_shapes=self.static > 0),
-                Place(rank, ranks, self.replica_size),
+                RankTopology(rank, ranks, self.replica_size),
                 seed=5,
                 num_workers=self.workers,
                 lengths=self.lengths,
@@ -97,13 +97,13 @@ class Job:
         return True
 
     def meet(self, exact: bool = True) -> None:
-        unused = [interval for loader in self.loaders for interval in loader.unused()] if exact else None
+        unused = [interval for loader in self.loaders for interval in loader.list_unused()] if exact else None
         for loader in self.loaders:
-            loader.meet(self.since_meeting, unused)
+            loader.settle_leases(self.since_meeting, unused)
         self.used += self.since_meeting
         self.since_meeting = 0
         if exact:
-            assert {loader.used for loader in self.loaders} == {self.used}
+            assert {loader.used_samples for loader in self.loaders} == {self.used}
 
     def lease(self, limit: int | None = None) -> None:
         counter, promises = [0], [0]
@@ -118,7 +118,7 @@ class Job:
 
     def close(self) -> None:
         """Who has begun a step, or has it prefetched, does it; then nobody finds another one, and all meet."""
-        self.of_steps[0] += ENDLESS
+        self.of_steps[0] += ENDLESS_TICKETS
         for replica in self.replicas:
             while self.step(replica):
                 pass
@@ -170,9 +170,9 @@ class Job:
         """All that was seen is the beginning of the stream: epochs one by one, but for what is still pending."""
         assert self.used == len(self.seen)
         counts = Counter(self.seen)
-        pending = Counter(self.order.indices([(0, self.loaders[0].cursor)]))
+        pending = Counter(self.order.get_indices([(0, self.loaders[0].cursor)]))
         for first, end in self.loaders[0].state_dict()["pending"]:
-            pending -= Counter(self.order.indices([(first, end)]))
+            pending -= Counter(self.order.get_indices([(first, end)]))
         assert counts == pending
 
 
@@ -196,14 +196,14 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
     def __init__(self, size: int) -> None:
         self.size, self.epoch = size, -1
-        self.order = Permutations(size, seed=5)
+        self.order = IndexedStream(size, seed=5)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
         assert torch.utils.data.get_worker_info() is None  # or it might think that others take a part
-        return iter(self.order.indices([(self.epoch * self.size, (self.epoch + 1) * self.size)]))
+        return iter(self.order.get_indices([(self.epoch * self.size, (self.epoch + 1) * self.size)]))
 
 
 class StreamWithSkip(Stream):
@@ -325,7 +325,7 @@ def test_the_last_lease_keeps_the_shape_of_microbatches(left: int) -> None:
 def test_what_a_checkpoint_leaves_of_a_microbatch_is_one_smaller_one() -> None:
     """The job went on in microbatches of one size in the middle of a global batch."""
     sizes = BatchSizes(16, 4, static_shapes=True)
-    loader = Loader(NUMBERS, sizes, Place(), shuffle=False)
+    loader = Loader(NUMBERS, sizes, RankTopology(), shuffle=False)
     loader.load_state_dict({**loader.state_dict(), "cursor": 5})
     loader.start_leases(Follower([0], {}), 16)
     drawn = loader.next_step()
@@ -338,7 +338,7 @@ def test_a_fast_rank_takes_more() -> None:
     job = Job(random.Random(2), size=50, batch=8)
     assert len(job.loaders) == 1
     counter = [0]
-    fast, slow = (Loader(NUMBERS, BatchSizes(8, 4), Place(rank, 2), shuffle=False) for rank in range(2))
+    fast, slow = (Loader(NUMBERS, BatchSizes(8, 4), RankTopology(rank, 2), shuffle=False) for rank in range(2))
     for loader in (fast, slow):
         loader.start_leases(Follower(counter, {}), None)
     positions = []
@@ -353,7 +353,7 @@ def test_a_fast_rank_takes_more() -> None:
 def test_a_rank_that_turns_slow_leaves_the_others_what_it_has_not_begun() -> None:
     """By microbatches; and what a step was promised it gets, though the others have come to the limit meanwhile."""
     counter, promises = [0], [0]
-    fast, slow = (Loader(NUMBERS, BatchSizes(12, 2), Place(rank, 2), shuffle=False) for rank in range(2))
+    fast, slow = (Loader(NUMBERS, BatchSizes(12, 2), RankTopology(rank, 2), shuffle=False) for rank in range(2))
     for loader in (fast, slow):
         loader.start_leases(Follower(counter, {}), 17, Follower(promises, {}))
     its, begun = slow.next_step() or (None, None)
@@ -369,8 +369,8 @@ def test_a_rank_that_turns_slow_leaves_the_others_what_it_has_not_begun() -> Non
     slow.complete_step()
     assert slow.next_step() is None
     for loader in (fast, slow):
-        loader.meet(17, [*fast.unused(), *slow.unused()])
-        assert loader.used == 17
+        loader.settle_leases(17, [*fast.list_unused(), *slow.list_unused()])
+        assert loader.used_samples == 17
 
 
 def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
@@ -381,7 +381,7 @@ def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
     for _ in range(3):
         job.step(job.loaders[:1])
     job.step(job.loaders[1:])
-    unused = merge(interval for loader in job.loaders for interval in loader.unused())
+    unused = merge_intervals(interval for loader in job.loaders for interval in loader.list_unused())
     assert unused
     job.meet()
     state = job.loaders[0].state_dict()
@@ -389,18 +389,18 @@ def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
     job.deal()
     seen = len(job.seen)
     job.step(job.loaders)
-    assert job.seen[seen:] == job.order.indices(left.places(0, 8))
-    assert left.places(0, 8)[0][0] == unused[0][0]
+    assert job.seen[seen:] == job.order.get_indices(left.locate_tickets(0, 8))
+    assert left.locate_tickets(0, 8)[0][0] == unused[0][0]
 
 
 def test_a_step_that_was_begun_and_not_completed_comes_again() -> None:
-    loader = Loader(NUMBERS, BatchSizes(4, 2), Place(), shuffle=False)
+    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), shuffle=False)
     loader.start_leases(Follower([0], {}), None)
     assert step_alone(loader) == {0, 1, 2, 3}
     assert loader.next_step() is not None
-    assert loader.unused() == [(4, 8)]
-    loader.meet(4, loader.unused())
-    assert loader.used == 4
+    assert loader.list_unused() == [(4, 8)]
+    loader.settle_leases(4, loader.list_unused())
+    assert loader.used_samples == 4
     loader.stop_leases()
     assert step_alone(loader) == {4, 5, 6, 7}
 
@@ -417,21 +417,21 @@ class Workers(torch.utils.data.Dataset[int]):
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}], ids=str)
 def test_workers_outlive_switches(options: dict[str, Any]) -> None:
-    loader = Loader(Workers(), BatchSizes(4, 2), Place(), num_workers=2, **options)
+    loader = Loader(Workers(), BatchSizes(4, 2), RankTopology(), num_workers=2, **options)
     pids: set[int] = set()
     for _ in range(3):
         loader.start_leases(Follower([0], {}), None)
         pids |= step_alone(loader)
-        loader.meet(4, loader.unused())
+        loader.settle_leases(4, loader.list_unused())
         loader.stop_leases()
         pids |= step_alone(loader)
-    assert loader.used == 24
+    assert loader.used_samples == 24
     assert len(pids) == 2
 
 
 def test_a_loader_that_is_dropped_ends_its_workers_at_once() -> None:
     """Not when Python collects garbage, in the middle of a step, and then not in order: it takes seconds."""
-    loader = Loader(Workers(), BatchSizes(4, 2), Place(), num_workers=2)
+    loader = Loader(Workers(), BatchSizes(4, 2), RankTopology(), num_workers=2)
     pids = step_alone(loader)
     gc.disable()
     try:
@@ -455,10 +455,10 @@ def test_a_state_is_taken_only_when_all_have_met() -> None:
     job.loaders[0].state_dict()  # nothing is used yet
     job.step(job.replicas[0])
     for refused in (job.loaders[0].state_dict, job.loaders[0].stop_leases):
-        with pytest.raises(RuntimeError, match="leases are out since the last meet"):
+        with pytest.raises(RuntimeError, match="leases are open: call settle_leases"):
             refused()
     job.meet(exact=False)
-    with pytest.raises(RuntimeError, match="leases are out"):
+    with pytest.raises(RuntimeError, match="leases are open"):
         job.loaders[0].state_dict()
 
 
@@ -474,18 +474,18 @@ def test_a_state_is_taken_only_when_all_have_met() -> None:
     ],
 )
 def test_what_is_left(left: Remainder, tickets: int, unused: tuple[Interval, ...], after: Remainder) -> None:
-    assert left.after(tickets, unused) == after
-    assert after.used == left.used + tickets - sum(end - first for first, end in unused)
+    assert left.with_tickets_used(tickets, unused) == after
+    assert after.used_positions == left.used_positions + tickets - sum(end - first for first, end in unused)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_places_are_those_of_all_that_is_left_counted_through(seed: int) -> None:
     rng = random.Random(seed)
     ends = sorted(rng.sample(range(40), 2 * rng.randrange(6)))
-    left = Remainder(rng.randrange(41, 50), merge(zip(ends[::2], ends[1::2], strict=True)))
+    left = Remainder(rng.randrange(41, 50), merge_intervals(zip(ends[::2], ends[1::2], strict=True)))
     positions = [position for first, end in (*left.pending, (left.cursor, 100)) for position in range(first, end)]
     for first, end in itertools.combinations_with_replacement(range(50), 2):
-        found = left.places(first, end)
+        found = left.locate_tickets(first, end)
         assert [place for low, high in found for place in range(low, high)] == positions[first:end]
         assert all(low < high for low, high in found)
 
@@ -496,7 +496,7 @@ def test_the_work_grows_as_what_is_pending(leases: bool) -> None:
 
     def work(pending: int) -> int:
         """Lines that the package `data` runs to use up so many intervals, and as many samples behind them."""
-        loader = Loader(range(10**6), BatchSizes(32, 32), Place())
+        loader = Loader(range(10**6), BatchSizes(32, 32), RankTopology())
         intervals = [(16 * number, 16 * number + 8) for number in range(pending)]
         loader.load_state_dict({**loader.state_dict(), "cursor": 16 * pending, "pending": intervals})
 
@@ -505,7 +505,7 @@ def test_the_work_grows_as_what_is_pending(leases: bool) -> None:
                 loader.start_leases(Follower([0], {}), None)
             for _ in range(pending // 2):
                 step_alone(loader)
-            loader.meet(16 * pending, loader.unused())
+            loader.settle_leases(16 * pending, loader.list_unused())
             assert loader.state_dict()["pending"] == []
 
         return lines_of(use_up, "pacekeeper/data/")
@@ -518,7 +518,7 @@ def test_the_work_of_a_meeting_grows_as_what_comes_back() -> None:
         back = [(16 * number, 16 * number + 8) for number in range(unused)]
 
         def meet() -> None:
-            Remainder().after(16 * unused, back).after(4 * unused, back[: unused // 2])
+            Remainder().with_tickets_used(16 * unused, back).with_tickets_used(4 * unused, back[: unused // 2])
 
         return lines_of(meet, "pacekeeper/data/")
 
@@ -547,14 +547,14 @@ def lines_of(run: Callable[[], object], where: str) -> int:
 
 def test_positions_that_nobody_had_cannot_come_back() -> None:
     with pytest.raises(ValueError, match=r"not all were among the first 4 tickets"):
-        Remainder().after(4, [(3, 6)])
+        Remainder().with_tickets_used(4, [(3, 6)])
     with pytest.raises(ValueError, match=r"not all were among"):
-        Remainder(20, ((2, 5),)).after(4, [(7, 8)])
+        Remainder(20, ((2, 5),)).with_tickets_used(4, [(7, 8)])
     with pytest.raises(ValueError, match=r"come twice"):
-        Remainder().after(10, [(3, 6), (5, 7)])
+        Remainder().with_tickets_used(10, [(3, 6), (5, 7)])
 
 
 def test_intervals() -> None:
-    assert merge([(4, 6), (0, 2), (7, 7), (2, 3)]) == ((0, 3), (4, 6))
-    assert cut([(2, 5), (9, 12)], 1, 5) == ((3, 5), (9, 11))
-    assert cut([(2, 5)], 5, 9) == ()
+    assert merge_intervals([(4, 6), (0, 2), (7, 7), (2, 3)]) == ((0, 3), (4, 6))
+    assert slice_intervals([(2, 5), (9, 12)], 1, 5) == ((3, 5), (9, 11))
+    assert slice_intervals([(2, 5)], 5, 9) == ()

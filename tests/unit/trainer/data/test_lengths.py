@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pacekeeper.data.lengths import Sequences, split
-from pacekeeper.data.loader import BatchSizes, Loader, Place
-from pacekeeper.data.shares import equal_shares
+from pacekeeper.data.lengths import SequenceBalancer, split_balanced
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
+from pacekeeper.data.shares import split_equally
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.lengths import SequenceCost
+from pacekeeper_analysis.stragglers.length_cost import SequenceCost
 
 NUMBERS: Any = torch.arange(4000)
 COST = SequenceCost(0.05, 1e-3, 1e-7)  # attention costs as much as the rest at 10,000 tokens
@@ -32,7 +32,7 @@ def loaders_of(
     shares: tuple[int, ...] | None, ranks: int, batch: int, replica_size: int = 1, **options: Any
 ) -> list[Loader]:
     loaders = [
-        Loader(NUMBERS, BatchSizes(batch, 4), Place(rank, ranks, replica_size), seed=2, **options)
+        Loader(NUMBERS, BatchSizes(batch, 4), RankTopology(rank, ranks, replica_size), seed=2, **options)
         for rank in range(ranks)
     ]
     for loader in loaders:
@@ -60,14 +60,14 @@ def imbalance(loads: Array, targets: Array | None = None) -> float:
 
 def costs_of_ranks(loaders: list[Loader], lengths: Array) -> Array:
     """In the next step."""
-    return np.array([COST.of(lengths[flat(microbatches(loader))]).sum() for loader in loaders])
+    return np.array([COST.compute_seconds(lengths[flat(microbatches(loader))]).sum() for loader in loaders])
 
 
 @pytest.mark.parametrize("shares", [None, (24, 24, 16, 16, 16, 16, 8, 8)])
 def test_the_predicted_imbalance_nearly_vanishes(shares: tuple[int, ...] | None) -> None:
     """8 ranks, 128 sequences a step, 20 steps. -rP shows the figures: 56 and 67 % become 0.07 %."""
     lengths = lognormal_lengths(1)
-    targets = np.array(shares or equal_shares(128, 8), dtype=float)
+    targets = np.array(shares or split_equally(128, 8), dtype=float)
     plain = loaders_of(shares, ranks=8, batch=128)
     balanced = loaders_of(shares, ranks=8, batch=128, lengths=lengths, cost=COST)
     before, after = (
@@ -85,7 +85,9 @@ def test_matching_microbatches_of_ranks_cost_alike() -> None:
     late = []
     for options in ({}, {"lengths": lengths, "cost": COST}):
         loaders = loaders_of(None, ranks=4, batch=64, replica_size=4, **options)
-        costs = np.array([[COST.of(lengths[batch]).sum() for batch in microbatches(loader)] for loader in loaders])
+        costs = np.array(
+            [[COST.compute_seconds(lengths[batch]).sum() for batch in microbatches(loader)] for loader in loaders]
+        )
         late.append(costs.max(axis=0).sum() / costs.sum() * 4 - 1)
     print(f"predicted imbalance of a sharded step: {late[0]:.1%} → {late[1]:.1%}")
     assert late[1] < 0.3 * late[0]
@@ -116,7 +118,7 @@ def test_a_sequence_that_outweighs_all_others_is_not_always_the_same_ranks() -> 
         Loader(
             NUMBERS,
             BatchSizes(8, 4),
-            Place(rank, 4),
+            RankTopology(rank, 4),
             shuffle=False,
             lengths=lengths,
             cost=COST,
@@ -134,9 +136,13 @@ def test_leases_balance_their_microbatches() -> None:
     loader.start_leases(lambda _: next(tickets), None)
     drawn = loader.next_step()
     assert drawn is not None
-    costs = np.array([COST.of(lengths[batch.tolist()]).sum() for batch in drawn[1]])
-    assert loader.unused() == [(0, 32)]
-    plain = COST.of(lengths[loaders_of(None, 1, 32)[0]._sampler._stream.indices([(0, 32)])]).reshape(8, 4).sum(axis=1)
+    costs = np.array([COST.compute_seconds(lengths[batch.tolist()]).sum() for batch in drawn[1]])
+    assert loader.list_unused() == [(0, 32)]
+    plain = (
+        COST.compute_seconds(lengths[loaders_of(None, 1, 32)[0]._sampler._stream.get_indices([(0, 32)])])
+        .reshape(8, 4)
+        .sum(axis=1)
+    )
     assert imbalance(costs) < 0.1 * imbalance(plain)
 
 
@@ -164,11 +170,11 @@ def test_lengths_take_no_memory_of_their_own() -> None:
 
     for lengths in (given, function):
         tracemalloc.start()
-        sequences = Sequences(lengths, samples)
-        assert sequences.sums([samples - 1, 2]) == (samples + 1, (samples - 1) ** 2 + 4)
+        sequences = SequenceBalancer(lengths, samples)
+        assert sequences.sum_lengths([samples - 1, 2]) == (samples + 1, (samples - 1) ** 2 + 4)
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
         tracemalloc.stop()
-        assert sorted(flat(sequences.shares([5, 3, samples - 1, 7], (3, 1), COST))) == [0, 1, 2, 3]
+        assert sorted(flat(sequences.split_by_shares([5, 3, samples - 1, 7], (3, 1), COST))) == [0, 1, 2, 3]
     assert sorted(asked) == [2, 3, 5, 7, samples - 1], "each once"
 
 
@@ -207,7 +213,7 @@ def test_each_sample_once_an_epoch_across_changes_of_cost_and_shares(workers: in
         Loader(
             torch.utils.data.Subset(NUMBERS, range(size)),
             BatchSizes(batch, 3),
-            Place(rank, 2),
+            RankTopology(rank, 2),
             lengths=lognormal_lengths(8)[:size],
             num_workers=workers,
         )
@@ -253,24 +259,26 @@ def test_the_ranks_of_a_replica_lease_by_the_same_cost() -> None:
                 seen += flat(microbatches(loader))
         for loader in loaders:
             loader.set_cost(QUADRATIC if interval % 2 else None)
-    stream = loaders[0]._sampler._stream.indices([(0, len(tickets))])
+    stream = loaders[0]._sampler._stream.get_indices([(0, len(tickets))])
     assert sorted(seen) == sorted(stream)
 
 
 def test_a_cost_needs_lengths() -> None:
     (loader,) = loaders_of(None, ranks=1, batch=8)
     loader.set_cost(None)
-    with pytest.raises(InputError, match=r"sequence_cost: the loader does not know .*; give dataloader\(\) lengths"):
+    with pytest.raises(
+        InputError, match=r"sequence_cost: the lengths of samples are unknown; pass lengths to dataloader\(\)"
+    ):
         loader.set_cost(QUADRATIC)
 
 
 def test_parts_are_exact_and_near_the_optimum() -> None:
     costs = np.array([9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], dtype=np.int64)
-    parts = split(costs, (4, 4, 4))
+    parts = split_balanced(costs, (4, 4, 4))
     assert sorted(flat(parts)) == list(range(12))
     assert max(int(costs[part].sum()) for part in parts) <= 17  # of 48
-    assert [sorted(part) for part in split(costs[:3], (3, 0))] == [[0, 1, 2], []]
-    assert sum(len(part) for part in split(np.zeros(5, dtype=np.int64), (3, 2))) == 5
+    assert [sorted(part) for part in split_balanced(costs[:3], (3, 0))] == [[0, 1, 2], []]
+    assert sum(len(part) for part in split_balanced(np.zeros(5, dtype=np.int64), (3, 2))) == 5
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pacekeeper.data.permutation import permutation
-from pacekeeper.data.stream import Permutations
+from pacekeeper.data.permutation import create_permutation
+from pacekeeper.data.sample_stream import IndexedStream
 
 EPOCHS = 400
 LARGE = 10**9 + 7
 
 
 def whole(size: int, seed: int, number: int) -> NDArray[np.int64]:
-    return permutation(size, seed, number).at(np.arange(size))
+    return create_permutation(size, seed, number).permute(np.arange(size))
 
 
 def chi_square(counts: Iterable[int], cells: int) -> float:
@@ -40,8 +40,8 @@ def test_each_index_once(size: int) -> None:
 def test_a_position_is_worth_the_same_whatever_else_is_asked_for() -> None:
     order = whole(1000, 5, 3)
     asked = np.array([999, 0, 500, 501, 0])
-    assert permutation(1000, 5, 3).at(asked).tolist() == order[asked].tolist()
-    assert permutation(1000, 5, 3).at(asked[:0]).tolist() == []
+    assert create_permutation(1000, 5, 3).permute(asked).tolist() == order[asked].tolist()
+    assert create_permutation(1000, 5, 3).permute(asked[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -74,7 +74,7 @@ def test_epochs_look_like_random_permutations(size: int) -> None:
     expected = np.outer(of_parts, of_parts).ravel() * EPOCHS / size
     chi, freedom = ((at - expected) ** 2 / expected).sum() * (size - 1) / size, (parts - 1) ** 2
     assert abs(chi - freedom) < 3.5 * math.sqrt(2 * freedom)
-    # The difference of neighbours, modulo the size, is any but 0 equally often.
+    # The difference of neighbors, modulo the size, is any but 0 equally often.
     for distance in (1, 2, size // 2):
         differences = (orders[:, distance:] - orders[:, :-distance]) % size
         counts = np.bincount(differences.ravel(), minlength=size)
@@ -84,7 +84,7 @@ def test_epochs_look_like_random_permutations(size: int) -> None:
     for still in ((orders == places).sum(1), (orders[1:] == orders[:-1]).sum(1)):
         assert abs(still.mean() - 1) < 3.5 / math.sqrt(EPOCHS)
         assert abs(still.var() - 1) < 0.3
-    # Half of all neighbours descend: (size − 1)/2 of them, with variance (size + 1)/12.
+    # Half of all neighbors descend: (size − 1)/2 of them, with variance (size + 1)/12.
     descents = (np.diff(orders) < 0).sum(1)
     assert abs(descents.mean() - (size - 1) / 2) < 3.5 * math.sqrt((size + 1) / 12 / EPOCHS)
     assert 0.75 < descents.var() / ((size + 1) / 12) < 1.3
@@ -96,18 +96,18 @@ def test_epochs_look_like_random_permutations(size: int) -> None:
 
 def test_large_sets_take_no_memory_and_are_spread_evenly() -> None:
     positions = np.arange(10**6, 10**6 + 20_000)
-    found = permutation(LARGE, 1, 0).at(positions)
+    found = create_permutation(LARGE, 1, 0).permute(positions)
     assert len(set(found.tolist())) == len(found)
     assert 0 <= found.min() <= found.max() < LARGE
     for part in (found * 100 // LARGE, np.diff(found) % LARGE * 100 // LARGE, found % 100):
         assert abs(chi_square(np.bincount(part, minlength=100).tolist(), 100)) < 3.5
-    assert permutation(2**62, 1, 0).at(np.array([0, 2**62 - 1])).min() >= 0
+    assert create_permutation(2**62, 1, 0).permute(np.array([0, 2**62 - 1])).min() >= 0
 
     def peak(size: int) -> int:
         batch = [(0, 256), (700, 956)]
-        Permutations(size, seed=3).indices(batch)  # what Python and numpy keep once they have been here
+        IndexedStream(size, seed=3).get_indices(batch)  # what Python and numpy keep once they have been here
         tracemalloc.start()
-        Permutations(size, seed=3).indices(batch)
+        IndexedStream(size, seed=3).get_indices(batch)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
@@ -116,9 +116,13 @@ def test_large_sets_take_no_memory_and_are_spread_evenly() -> None:
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
-    """What is named `SHUFFLED` in kept states. Another order needs another name."""
+    """What is named `SHUFFLED_ORDER_NAME` in kept states. Another order needs another name."""
     assert whole(10, 0, 0).tolist() == [1, 2, 9, 5, 3, 7, 0, 4, 8, 6]
-    assert permutation(LARGE, 42, 3).at(np.array([0, 1, LARGE - 1])).tolist() == [910750013, 727252257, 141124708]
+    assert create_permutation(LARGE, 42, 3).permute(np.array([0, 1, LARGE - 1])).tolist() == [
+        910750013,
+        727252257,
+        141124708,
+    ]
 
 
 def is_odd(order: NDArray[np.int64]) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pacekeeper.data.loader import BatchSizes, Draw, Loader, Place
-from pacekeeper.data.shares import equal_shares, rank_interval
-from pacekeeper.data.stream import Permutations
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, StepBatch
+from pacekeeper.data.sample_stream import IndexedStream
+from pacekeeper.data.shares import get_rank_interval, split_equally
 from pacekeeper_analysis.errors import InputError
 
 NUMBERS: Any = torch.arange(100)
@@ -66,18 +66,18 @@ def test_a_step_that_was_not_completed_is_made_again_after_the_restart() -> None
 
 
 def test_epochs_differ_and_the_order_is_the_seeds_alone() -> None:
-    one, other = Permutations(50, seed=1), Permutations(50, seed=1)
-    assert one.indices([(0, 50)]) != one.indices([(50, 100)])
-    assert other.indices([(45, 100)]) == one.indices([(45, 100)])  # whatever was asked for before
-    assert Permutations(50, seed=2).indices([(0, 50)]) != one.indices([(0, 50)])
-    assert Permutations(5, seed=1, shuffle=False).indices([(3, 12)]) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+    one, other = IndexedStream(50, seed=1), IndexedStream(50, seed=1)
+    assert one.get_indices([(0, 50)]) != one.get_indices([(50, 100)])
+    assert other.get_indices([(45, 100)]) == one.get_indices([(45, 100)])  # whatever was asked for before
+    assert IndexedStream(50, seed=2).get_indices([(0, 50)]) != one.get_indices([(0, 50)])
+    assert IndexedStream(5, seed=1, shuffle=False).get_indices([(3, 12)]) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_a_loader_of_very_many_samples_takes_no_more_memory() -> None:
     def step_of_many(size: int) -> int:
         """Bytes that it takes at most."""
         tracemalloc.start()
-        loader = Loader(range(size), BatchSizes(64, 16), Place(1, 2), seed=3)
+        loader = Loader(range(size), BatchSizes(64, 16), RankTopology(1, 2), seed=3)
         loader.load_state_dict({**loader.state_dict(), "cursor": size - 32})  # the batch reaches into the next epoch
         draw, batches = step_of(loader)
         samples = [index for batch in batches for index in batch.tolist()]
@@ -106,15 +106,15 @@ def test_restoring_in_another_order_is_refused() -> None:
     with pytest.raises(InputError, match=r"another order \(as the data set has them\) .* \(shuffled by"):
         as_given.load_state_dict(state)
     earlier_version = {name: value for name, value in state.items() if name != "order"}
-    with pytest.raises(InputError, match=r"\(not named\).* the version of Pacekeeper that wrote it, or begin with"):
+    with pytest.raises(InputError, match=r"\(not named\).* the version of Pacekeeper that wrote it, or start with"):
         loader.load_state_dict(earlier_version)
 
 
 def test_restoring_with_another_seed_is_refused_where_samples_are_shuffled() -> None:
     def loader(seed: int, shuffle: bool = True) -> Loader:
-        return Loader(range(30), BatchSizes(8, 8), Place(0, 1), seed=seed, shuffle=shuffle)
+        return Loader(range(30), BatchSizes(8, 8), RankTopology(0, 1), seed=seed, shuffle=shuffle)
 
-    with pytest.raises(InputError, match=r"order \(.*seed 6\) .* \(.*seed 5\).* give pk.init\(\) the same `seed`"):
+    with pytest.raises(InputError, match=r"order \(.*seed 6\) .* \(.*seed 5\).* pass the same `seed` to pk.init\(\)"):
         loader(6).load_state_dict(loader(5).state_dict())
     loader(6, shuffle=False).load_state_dict(loader(5, shuffle=False).state_dict())
 
@@ -141,10 +141,13 @@ def test_changed_shares_take_effect_on_the_same_step_of_all_ranks(workers: int) 
     [
         ({"global_batch": 2}, "global_batch_size=2 is less than the 3 ranks; raise it"),
         ({"max_microbatch": 0}, "max_microbatch=0 must be at least 1"),
-        ({"static_shapes": True, "max_microbatch": 3}, "=8 is no multiple of max_microbatch=3, as static_shapes needs"),
+        (
+            {"static_shapes": True, "max_microbatch": 3},
+            "=8 is no multiple of max_microbatch=3, which static_shapes needs",
+        ),
         ({"static_shapes": True, "max_microbatch": 4}, "=8 is less than the 3 ranks, each with a microbatch of 4"),
-        ({"batch_size": 4}, r"batch_size.*the loader decides this, by the shares; leave it out"),
-        ({"in_order": False}, r"in_order.*the loader decides this"),
+        ({"batch_size": 4}, r"batch_size.*the loader sets this according to the shares; omit it"),
+        ({"in_order": False}, r"in_order.*the loader sets this"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -152,12 +155,12 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
     sizes = {"global_batch": 8, "max_microbatch": 2, **{name: arguments[name] for name in names & arguments.keys()}}
     options = {name: arguments[name] for name in arguments.keys() - names}
     with pytest.raises(InputError, match=message):
-        Loader(NUMBERS, BatchSizes(**sizes), Place(0, 3), **options)
+        Loader(NUMBERS, BatchSizes(**sizes), RankTopology(0, 3), **options)
 
 
 def test_an_iterator_is_refused() -> None:
-    with pytest.raises(InputError, match="dataset: it is an iterator, which ends for good; give an iterable"):
-        Loader(iter(range(3)), BatchSizes(8, 2), Place())
+    with pytest.raises(InputError, match="dataset: it is an iterator, which cannot restart; pass an iterable"):
+        Loader(iter(range(3)), BatchSizes(8, 2), RankTopology())
 
 
 def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence() -> None:
@@ -169,7 +172,7 @@ def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence()
             raise StopIteration
 
     with pytest.raises(RuntimeError, match="the data set raised StopIteration"):
-        Loader(Broken(), BatchSizes(8, 2), Place()).next_step()
+        Loader(Broken(), BatchSizes(8, 2), RankTopology()).next_step()
 
 
 @pytest.mark.parametrize(
@@ -178,35 +181,35 @@ def test_a_data_set_that_raises_stop_iteration_does_not_end_the_job_in_silence()
 )
 def test_bad_shares_are_named(shares: tuple[int, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        BatchSizes(8, 2).check(shares, 3, 1)
+        BatchSizes(8, 2).check_shares(shares, 3, 1)
 
 
 def test_ranks_of_one_replica_have_a_sample_for_each_microbatch() -> None:
-    BatchSizes(12, 4).check((9, 1, 1, 1), 4, replica_size=1)
-    BatchSizes(14, 4).check((9, 3, 1, 1), 4, replica_size=2)
+    BatchSizes(12, 4).check_shares((9, 1, 1, 1), 4, replica_size=1)
+    BatchSizes(14, 4).check_shares((9, 3, 1, 1), 4, replica_size=2)
     with pytest.raises(InputError, match=r"\[9, 1\] must all be at least 3: .* ranks 2 to 3; raise the smallest"):
-        BatchSizes(12, 4).check((1, 1, 9, 1), 4, replica_size=2)
+        BatchSizes(12, 4).check_shares((1, 1, 9, 1), 4, replica_size=2)
 
 
 def test_static_shapes_need_shares_of_whole_microbatches_and_equal_ones_in_a_replica() -> None:
     sizes = BatchSizes(24, 4, static_shapes=True)
-    sizes.check((12, 4, 4, 4), 4, replica_size=1)
-    sizes.check((8, 8, 4, 4), 4, replica_size=2)
+    sizes.check_shares((12, 4, 4, 4), 4, replica_size=1)
+    sizes.check_shares((8, 8, 4, 4), 4, replica_size=2)
     with pytest.raises(
         InputError,
-        match=r"\[10, 6, 4, 4\] must all be multiples of max_microbatch=4, as the loader's static_shapes needs",
+        match=r"\[10, 6, 4, 4\] must all be multiples of max_microbatch=4, because the loader has static_shapes",
     ):
-        sizes.check((10, 6, 4, 4), 4, replica_size=1)
+        sizes.check_shares((10, 6, 4, 4), 4, replica_size=1)
     with pytest.raises(InputError, match=r"\[12, 4\] must all be at least 12: .* ranks 0 to 1; raise the smallest"):
-        sizes.check((12, 4, 4, 4), 4, replica_size=2)
-    assert sizes.equal_shares(4) == (8, 8, 4, 4)
-    assert sizes.microbatches(8, 3) == (4, 4, 0)
+        sizes.check_shares((12, 4, 4, 4), 4, replica_size=2)
+    assert sizes.split_equally(4) == (8, 8, 4, 4)
+    assert sizes.split_microbatches(8, 3) == (4, 4, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_microbatch_has_one_size_whatever_the_shares(workers: int) -> None:
     loaders = make_loaders(50, 20, 3, max_microbatch=4, static_shapes=True, num_workers=workers)
-    assert loaders[0].share_grain == 4
+    assert loaders[0].share_granularity == 4
     assert loaders[0].shares == (8, 8, 4)
     for shares in ((4, 4, 12), (12, 4, 4), None):
         for loader in loaders:
@@ -221,15 +224,15 @@ def test_every_microbatch_has_one_size_whatever_the_shares(workers: int) -> None
 
 
 def test_shares_cover_the_batch_in_rank_order() -> None:
-    assert equal_shares(10, 4) == (3, 3, 2, 2)
-    assert [rank_interval((3, 1, 4), rank) for rank in range(3)] == [(0, 3), (3, 4), (4, 8)]
+    assert split_equally(10, 4) == (3, 3, 2, 2)
+    assert [get_rank_interval((3, 1, 4), rank) for rank in range(3)] == [(0, 3), (3, 4), (4, 8)]
     sizes = BatchSizes(13, 4)
-    assert sizes.microbatches(7, 3) == (3, 2, 2)
-    assert [sizes.microbatch_count([share]) for share in (9, 3, 1)] == [3, 1, 1]
-    assert sizes.microbatch_count((9, 3, 1)) == 3
+    assert sizes.split_microbatches(7, 3) == (3, 2, 2)
+    assert [sizes.count_microbatches([share]) for share in (9, 3, 1)] == [3, 1, 1]
+    assert sizes.count_microbatches((9, 3, 1)) == 3
 
 
-def step_of(loader: Loader) -> tuple[Draw, Iterator[Any]]:
+def step_of(loader: Loader) -> tuple[StepBatch, Iterator[Any]]:
     drawn = loader.next_step()
     assert drawn is not None
     return drawn
@@ -242,7 +245,7 @@ def make_loaders(
         Loader(
             torch.utils.data.Subset(NUMBERS, range(size)),
             BatchSizes(batch, max_microbatch, static_shapes),
-            Place(rank, ranks),
+            RankTopology(rank, ranks),
             seed=5,
             **options,
         )

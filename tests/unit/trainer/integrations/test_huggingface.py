@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from pacekeeper.integrations.huggingface import MARK, newest_checkpoint  # it imports transformers
+from pacekeeper.integrations.huggingface import COMPLETE_MARKER_FILE, find_newest_checkpoint  # it imports transformers
 
 
 def checkpoint(folder: Path, step: int, state: str | None = None, marked: bool = False) -> str:
@@ -17,7 +17,7 @@ def checkpoint(folder: Path, step: int, state: str | None = None, marked: bool =
     if state is not None:
         (path / "trainer_state.json").write_text(state)
     if marked:
-        (path / MARK).touch()
+        (path / COMPLETE_MARKER_FILE).touch()
     return str(path)
 
 
@@ -27,17 +27,17 @@ def test_the_newest_that_all_ranks_have_written(tmp_path: Path) -> None:
     checkpoint(tmp_path, 101, "{}")  # a crash in the middle of it: perhaps another rank's part is missing
     for name in ("checkpoint-best", "checkpoint-best2", "checkpoint-last-100"):  # the script's own
         (tmp_path / name).mkdir()
-    assert newest_checkpoint(tmp_path) == newest
+    assert find_newest_checkpoint(tmp_path) == newest
 
 
 def test_one_that_was_trained_without_the_callback_counts_where_its_last_file_is_whole(tmp_path: Path) -> None:
     newest = checkpoint(tmp_path, 10, "{}")
     checkpoint(tmp_path, 20, '{"global_st')
     checkpoint(tmp_path, 30)
-    assert newest_checkpoint(str(tmp_path)) == newest
+    assert find_newest_checkpoint(str(tmp_path)) == newest
 
 
 def test_without_one_the_training_begins(tmp_path: Path) -> None:
     checkpoint(tmp_path, 30)
-    assert newest_checkpoint(tmp_path) is None
-    assert newest_checkpoint(tmp_path / "nowhere") is None
+    assert find_newest_checkpoint(tmp_path) is None
+    assert find_newest_checkpoint(tmp_path / "nowhere") is None

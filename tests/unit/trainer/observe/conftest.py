@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from pacekeeper.observe import opening
+from pacekeeper.observe import recorder_factory
 
 
 @pytest.fixture(params=["Python", "C"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test's module has RingWriter, Recorder and Watcher as they are, or those with the part in C."""
+    """The test's module has RingWriter, Recorder and CollectiveMonitor as they are, or those with the part in C."""
     if request.param == "C":
-        fast = opening.fast
-        assert fast is not None, f"{opening.WHY_SLOW}; `make native` builds it"
-        classes = {"RingWriter": fast.FastRing, "Recorder": fast.FastRecorder, "Watcher": fast.FastWatcher}
+        fast = recorder_factory.native_recorder
+        assert fast is not None, f"{recorder_factory.NATIVE_UNAVAILABLE_REASON}; `make native` builds it"
+        classes = {
+            "RingWriter": fast.NativeRing,
+            "Recorder": fast.NativeRecorder,
+            "CollectiveMonitor": fast.NativeCollectiveMonitor,
+        }
         for name, fast_one in classes.items():
             monkeypatch.setattr(request.module, name, fast_one, raising=False)
     return str(request.param)

@@ -12,20 +12,21 @@ import numpy as np
 import pytest
 
 from pacekeeper import torch_internals
-from pacekeeper.modes.pace import Pace
-from pacekeeper.observe import collectives, recorder, ring
-from pacekeeper.observe.clock import Clock, HostClock
-from pacekeeper.observe.collectives import Watcher
-from pacekeeper.observe.recorder import AHEAD, Recorder
-from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
-from pacekeeper.observe.windows import FIRST_STEPS_SKIPPED, RankHistory
-from pacekeeper_analysis import adapt
-from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.diagnose.work import Work as OwnWork
-from pacekeeper_analysis.records import NOTICED_LATE, Kind, Phase
-from pacekeeper_analysis.reports import RankWindow
+from pacekeeper.observe import record_ring, recorder
+from pacekeeper.observe.collectives import collective_monitor
+from pacekeeper.observe.collectives.collective_monitor import CollectiveMonitor
+from pacekeeper.observe.rank_history import BASELINE_SKIPPED_STEPS, RankHistory
+from pacekeeper.observe.record_ring import RingReader, RingWriter, create_ring
+from pacekeeper.observe.recorder import MAX_STEPS_AHEAD, Recorder
+from pacekeeper.observe.work_clock import Clock, HostClock
+from pacekeeper.sync.step_timer import StepTimer
+from pacekeeper_analysis.protocol.records import NOTICED_LATE, Phase, RecordKind
+from pacekeeper_analysis.protocol.reports import RankWindow
+from pacekeeper_analysis.stragglers import strategies
+from pacekeeper_analysis.stragglers.step_model import StepModel as OwnWork
+from pacekeeper_analysis.stragglers.strategies import Bottleneck
 from pacekeeper_analysis.whatif import data_parallel
-from tests.support.async_device import Event, Group, Links, Rank, Stream, Work, World
+from testing.training.async_device import DeviceRank, DeviceWorld, Event, FakeGroup, FakeWork, GroupLinks, Stream
 
 pytestmark = [
     pytest.mark.usefixtures("either_way"),
@@ -37,9 +38,9 @@ pytestmark = [
 
 RANKS, SLOW, SAMPLES = 4, 2, 8
 WINDOW = 12
-BEGIN = 1 + FIRST_STEPS_SKIPPED + WINDOW
+BEGIN = 1 + BASELINE_SKIPPED_STEPS + WINDOW
 """Steps before a fault: those of the baseline."""
-STEPS = BEGIN + AHEAD + 1 + WINDOW
+STEPS = BEGIN + MAX_STEPS_AHEAD + 1 + WINDOW
 """A window in which no step is one that the host was ahead by before."""
 MS = 1_000_000
 THRESHOLD = 1.1
@@ -52,18 +53,18 @@ Program = Callable[["RankUnderTest", int, int], None]
 class RankUnderTest:
     """What stands between the simulated device and the ring: all of it real."""
 
-    rank: Rank
+    rank: DeviceRank
     recorder: Recorder
-    watcher: Watcher
-    group: Group
+    watcher: CollectiveMonitor
+    group: FakeGroup
     side: Stream
 
     @classmethod
-    def of(cls, rank: Rank, links: Links, ring: Path, clock: Clock | None = None) -> RankUnderTest:
+    def of(cls, rank: DeviceRank, links: GroupLinks, ring: Path, clock: Clock | None = None) -> RankUnderTest:
         create_ring(ring, rank.number, 1)
         recorder = Recorder(RingWriter(ring), clock or rank.clock())
-        watcher, group = Watcher(recorder), Group(rank, links)
-        watcher.watch(group)  # type: ignore[arg-type]  # a double
+        watcher, group = CollectiveMonitor(recorder), FakeGroup(rank, links)
+        watcher.monitor_group(group)  # type: ignore[arg-type]  # a double
         return cls(rank, recorder, watcher, group, Stream())
 
 
@@ -108,7 +109,7 @@ def on_a_side_stream(under_test: RankUnderTest, compute: int, transfer: int) -> 
         side.wait_for(rank.computing.tail)
         with rank.on(side):
             synchronously(under_test, transfer)
-        with under_test.recorder.waiting():
+        with under_test.recorder.time_peer_wait():
             rank.computing.wait_for(side.tail)
         rank.launch(part)
 
@@ -123,12 +124,16 @@ PROGRAMS: dict[str, Program] = {"DDP": ddp, "no Work": without_work, "FSDP2": on
 
 
 def windows(
-    folder: Path, world: World, program: Program, faults: Faults, clock: Callable[[Rank], Clock] | None = None
+    folder: Path,
+    world: DeviceWorld,
+    program: Program,
+    faults: Faults,
+    clock: Callable[[DeviceRank], Clock] | None = None,
 ) -> list[RankWindow]:
     """Of all ranks after STEPS steps. clock: another one than the right one; its script reads the loss at each step."""
-    links = Links(RANKS)
+    links = GroupLinks(RANKS)
 
-    def train(rank: Rank) -> None:
+    def train(rank: DeviceRank) -> None:
         ring = folder / f"{rank.number}"
         under_test = RankUnderTest.of(rank, links, ring, clock and clock(rank))
         recorder, random = under_test.recorder, np.random.default_rng(rank.number)
@@ -144,7 +149,7 @@ def windows(
             if clock is not None:
                 rank.wait_for(rank.computing.tail[0])
             recorder.end_step(SAMPLES)
-            assert sum(not step.reached for step in recorder._in_flight) <= AHEAD
+            assert sum(not step.reached for step in recorder._in_flight) <= MAX_STEPS_AHEAD
         recorder.finish()
 
     world.run(*[train] * RANKS)
@@ -152,13 +157,13 @@ def windows(
     for number in range(RANKS):
         history = RankHistory(WINDOW)
         history.add(RingReader(folder / f"{number}").records())
-        found.append(history.window(number))
+        found.append(history.build_window(number))
     return found
 
 
 @pytest.fixture(autouse=True)
-def virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[World], World]:
-    def follow(world: World) -> World:
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceWorld], DeviceWorld]:
+    def follow(world: DeviceWorld) -> DeviceWorld:
         monkeypatch.setattr(time, "monotonic_ns", lambda: world.now if world.ranks else 0)
         return world
 
@@ -169,7 +174,7 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[World], World]:
 class Found:
     """All that is concluded from the windows."""
 
-    trouble: Trouble
+    trouble: Bottleneck
     culprits: tuple[int, ...]
     shares: tuple[int, ...] | None
     figures: tuple[float, ...]
@@ -177,40 +182,40 @@ class Found:
 
     @classmethod
     def by(cls, given: Sequence[RankWindow]) -> Found:
-        diagnosis = adapt.diagnose(given, THRESHOLD)
+        diagnosis = strategies.diagnose_bottleneck(given, THRESHOLD)
         assert diagnosis is not None
-        work = OwnWork.of(diagnosis.window, THRESHOLD)
+        work = OwnWork.from_window(diagnosis.window, THRESHOLD)
         assert work is not None
-        way = next(iter(adapt.ways(diagnosis, threshold=THRESHOLD)), None)
-        simulated = data_parallel.analyse(work.own, work.exposed).slowdown
+        way = next(iter(strategies.propose_strategies(diagnosis, threshold=THRESHOLD)), None)
+        simulated = data_parallel.analyze_compute_seconds(work.own, work.exposed_seconds).slowdown
         seconds = (diagnosis.step_seconds, diagnosis.exposed_seconds)
         figures = (*diagnosis.effects.values(), *diagnosis.rank_slowdown, simulated, *seconds)
-        return cls(diagnosis.trouble, diagnosis.culprits, way.shares if way else None, figures)
+        return cls(diagnosis.bottleneck, diagnosis.culprits, way.shares if way else None, figures)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("faults", "trouble", "culprits"),
     [
-        (Faults(), Trouble.NONE, ()),
-        (Faults(slower=2.0), Trouble.COMPUTE, (SLOW,)),
-        (Faults(transfer=20 * MS), Trouble.COMMUNICATION, ()),
+        (Faults(), Bottleneck.NONE, ()),
+        (Faults(slower=2.0), Bottleneck.COMPUTE, (SLOW,)),
+        (Faults(transfer=20 * MS), Bottleneck.COMMUNICATION, ()),
     ],
     ids=["healthy", "a slow rank", "a slow link"],
 )
 def test_the_device_s_clock_finds_what_a_synchronous_run_finds(
     program: str,
     faults: Faults,
-    trouble: Trouble,
+    trouble: Bottleneck,
     culprits: tuple[int, ...],
     tmp_path: Path,
-    virtual_time: Callable[[World], World],
+    virtual_time: Callable[[DeviceWorld], DeviceWorld],
 ) -> None:
     found = []
     for asynchronous in (False, True):
         folder = tmp_path / str(asynchronous)
         folder.mkdir()
-        found.append(Found.by(windows(folder, virtual_time(World(asynchronous)), PROGRAMS[program], faults)))
+        found.append(Found.by(windows(folder, virtual_time(DeviceWorld(asynchronous)), PROGRAMS[program], faults)))
     synchronous, asynchronous_ = found
     assert (synchronous.trouble, synchronous.culprits) == (trouble, culprits)
     assert replace(asynchronous_, figures=()) == replace(synchronous, figures=())
@@ -226,7 +231,7 @@ def test_records_and_state_are_those_of_python_field_by_field(
     program: str,
     asynchronous: bool,
     tmp_path: Path,
-    virtual_time: Callable[[World], World],
+    virtual_time: Callable[[DeviceWorld], DeviceWorld],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -234,9 +239,13 @@ def test_records_and_state_are_those_of_python_field_by_field(
     for way in ("given", "Python"):
         (folder := tmp_path / way).mkdir()
         if way == "Python":
-            for module, name in ((ring, "RingWriter"), (recorder, "Recorder"), (collectives, "Watcher")):
+            for module, name in (
+                (record_ring, "RingWriter"),
+                (recorder, "Recorder"),
+                (collective_monitor, "CollectiveMonitor"),
+            ):
                 monkeypatch.setattr(request.module, name, vars(module)[name])
-        windows(folder, virtual_time(World(asynchronous)), PROGRAMS[program], Faults(slower=2.0, load=5 * MS))
+        windows(folder, virtual_time(DeviceWorld(asynchronous)), PROGRAMS[program], Faults(slower=2.0, load=5 * MS))
         rings.append([RingReader(folder / f"{rank}") for rank in range(RANKS)])
     for given, python in zip(*rings, strict=True):
         assert len(given.records()) >= 3 * STEPS
@@ -245,14 +254,16 @@ def test_records_and_state_are_those_of_python_field_by_field(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_own_work_is_what_a_rank_computes(program: str, tmp_path: Path, virtual_time: Callable[[World], World]) -> None:
-    given = windows(tmp_path, virtual_time(World()), PROGRAMS[program], Faults(slower=2.0, noise=0.0))
+def test_own_work_is_what_a_rank_computes(
+    program: str, tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
+) -> None:
+    given = windows(tmp_path, virtual_time(DeviceWorld()), PROGRAMS[program], Faults(slower=2.0, noise=0.0))
     own = [122 if rank == SLOW else 62 for rank in range(RANKS)]
     assert [window.compute_seconds[-1] for window in given] == pytest.approx([0.001 * each for each in own])
 
 
 def test_a_late_host_is_found_by_what_no_work_of_its_device_hides(
-    tmp_path: Path, virtual_time: Callable[[World], World]
+    tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
     """The loader takes 150 ms, and the device meanwhile the step before, of 62 ms."""
     found = []
@@ -260,32 +271,32 @@ def test_a_late_host_is_found_by_what_no_work_of_its_device_hides(
         folder = tmp_path / str(asynchronous)
         folder.mkdir()
         faults = Faults(load=load, noise=0.0)
-        found.append(Found.by(windows(folder, virtual_time(World(asynchronous)), ddp, faults)))
+        found.append(Found.by(windows(folder, virtual_time(DeviceWorld(asynchronous)), ddp, faults)))
     assert found[1].culprits == found[0].culprits == (SLOW,)
     assert found[1].figures == pytest.approx(found[0].figures, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_host_s_clock_finds_nobody_on_a_device(
-    program: str, tmp_path: Path, virtual_time: Callable[[World], World]
+    program: str, tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
     """Although the script reads the loss at each step, so that a step takes as long on the host as on the device."""
     faults = Faults(slower=2.0)
-    world = virtual_time(World())
+    world = virtual_time(DeviceWorld())
     given = windows(tmp_path, world, PROGRAMS[program], faults, lambda rank: HostClock(rank.nanoseconds))
     found = Found.by(given)
     assert found.culprits == ()
-    assert found.trouble is Trouble.NONE
+    assert found.trouble is Bottleneck.NONE
 
 
 def test_a_collective_without_a_work_is_recorded_as_long_as_it_holds_its_stream_up(
-    tmp_path: Path, virtual_time: Callable[[World], World]
+    tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
-    windows(tmp_path, virtual_time(World()), without_work, Faults(slower=2.0, noise=0.0))
+    windows(tmp_path, virtual_time(DeviceWorld()), without_work, Faults(slower=2.0, noise=0.0))
     lengths = {}
     for rank in (0, SLOW):
         found = RingReader(tmp_path / f"{rank}").records()
-        collectives = found[(found["kind"] == Kind.COLLECTIVE) & (found["step"] > BEGIN)]
+        collectives = found[(found["kind"] == RecordKind.COLLECTIVE) & (found["step"] > BEGIN)]
         assert len(collectives) >= WINDOW
         assert not (collectives["flags"] & NOTICED_LATE).any()
         lengths[rank] = ((collectives["end_ns"] - collectives["start_ns"]) / MS).tolist()
@@ -294,13 +305,13 @@ def test_a_collective_without_a_work_is_recorded_as_long_as_it_holds_its_stream_
 
 
 def test_a_work_that_the_stream_waits_for_is_let_go_of_and_its_end_is_the_device_s(
-    tmp_path: Path, virtual_time: Callable[[World], World]
+    tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
     """A work has its output's memory, and the host may be steps ahead of the device's end of it."""
     gone = []
 
-    def reduce(rank: Rank) -> None:
-        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+    def reduce(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
         rank.launch(10 * MS)
         work = under_test.group.all_reduce(3 * MS)
         assert work is not None
@@ -308,20 +319,20 @@ def test_a_work_that_the_stream_waits_for_is_let_go_of_and_its_end_is_the_device
         weak = weakref.ref(work)
         del work
         gone.append(weak() is None)
-        rank.wait_for(rank.task(0))
+        rank.wait_for(rank.submit(0))
         under_test.watcher.notice_ends()
 
-    virtual_time(World()).run(reduce)
+    virtual_time(DeviceWorld()).run(reduce)
     assert gone == [True]
     (found,) = RingReader(tmp_path / "ring").records()
     assert found["end_ns"] - found["start_ns"] == pytest.approx(13 * MS)
     assert not found["flags"] & NOTICED_LATE
 
 
-def test_a_barrier_without_a_work_is_a_wait(tmp_path: Path, virtual_time: Callable[[World], World]) -> None:
+def test_a_barrier_without_a_work_is_a_wait(tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]) -> None:
     """NCCL's has no tensors, and no `Work` where the host waits for it."""
 
-    def meet(rank: Rank) -> None:
+    def meet(rank: DeviceRank) -> None:
         under_test = RankUnderTest.of(rank, links, tmp_path / str(rank.number))
         under_test.recorder.end_step()
         rank.launch((20 if rank.number == SLOW else 10) * MS)
@@ -329,23 +340,23 @@ def test_a_barrier_without_a_work_is_a_wait(tmp_path: Path, virtual_time: Callab
         under_test.recorder.end_step()
         under_test.recorder.finish()
 
-    links = Links(RANKS)
-    virtual_time(World()).run(*[meet] * RANKS)
+    links = GroupLinks(RANKS)
+    virtual_time(DeviceWorld()).run(*[meet] * RANKS)
     for rank in (0, SLOW):
         records = RingReader(tmp_path / f"{rank}").records()
-        (barrier,) = records[records["kind"] == Kind.COLLECTIVE]
-        own = records[(records["kind"] == Kind.COMPUTE) & (records["step"] == 1)]
+        (barrier,) = records[records["kind"] == RecordKind.COLLECTIVE]
+        own = records[(records["kind"] == RecordKind.COMPUTE) & (records["step"] == 1)]
         assert (barrier["end_ns"] - barrier["start_ns"]) / MS == pytest.approx(0 if rank == SLOW else 10)
         assert (own["end_ns"] - own["start_ns"]) / MS == pytest.approx([20 if rank == SLOW else 10])
 
 
 def test_nothing_is_asked_while_a_graph_is_captured(
-    tmp_path: Path, virtual_time: Callable[[World], World], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA breaks a capture off where events are asked for; and what is captured does not run."""
 
-    def capture(rank: Rank) -> None:
-        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+    def capture(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
         for wait in (True, False):
             work = under_test.group.all_reduce(3 * MS)
             assert work is not None
@@ -353,9 +364,9 @@ def test_nothing_is_asked_while_a_graph_is_captured(
                 under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
         rank.busy(10 * MS)
         with monkeypatch.context() as patch:
-            patch.setattr(Rank, "captures", True)
+            patch.setattr(DeviceRank, "captures", True)
             patch.setattr(Event, "query", forbidden)
-            patch.setattr(Work, "is_completed", forbidden)
+            patch.setattr(FakeWork, "is_completed", forbidden)
             for _ in range(2):
                 work = under_test.group.all_reduce(3 * MS)
                 assert work is not None
@@ -366,40 +377,40 @@ def test_nothing_is_asked_while_a_graph_is_captured(
     def forbidden(*_: object) -> bool:
         raise AssertionError("asked within a capture")
 
-    virtual_time(World()).run(capture)
+    virtual_time(DeviceWorld()).run(capture)
     assert len(RingReader(tmp_path / "ring").records()) == 2
 
 
 def test_what_is_done_in_another_phase_is_no_part_of_the_step(
-    tmp_path: Path, virtual_time: Callable[[World], World]
+    tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
-    def evaluate(rank: Rank) -> None:
-        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
+    def evaluate(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
         for _ in range(3):
             rank.launch(50 * MS)
-            with under_test.recorder.during(Phase.EVALUATE):
+            with under_test.recorder.run_phase(Phase.EVALUATE):
                 rank.launch(500 * MS)
-                with under_test.recorder.during(Phase.CHECKPOINT), under_test.recorder.waiting():
+                with under_test.recorder.run_phase(Phase.CHECKPOINT), under_test.recorder.time_peer_wait():
                     rank.launch(100 * MS)
             rank.launch(20 * MS)
             under_test.recorder.end_step()
         under_test.recorder.finish()
 
-    virtual_time(World()).run(evaluate)
+    virtual_time(DeviceWorld()).run(evaluate)
     found = RingReader(tmp_path / "ring").records()
-    for kind in (Kind.STEP, Kind.COMPUTE):
+    for kind in (RecordKind.STEP, RecordKind.COMPUTE):
         chosen = found[found["kind"] == kind]
         assert ((chosen["end_ns"] - chosen["start_ns"]) / MS).tolist() == pytest.approx([70.0] * 3)
 
 
 def test_steps_before_an_ordinal_are_no_part_of_the_interval_behind_it(
-    tmp_path: Path, virtual_time: Callable[[World], World]
+    tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
-    """Where the mode has changed with steps in flight, for which no synchronisation has waited."""
+    """Where the mode has changed with steps in flight, for which no synchronization has waited."""
 
-    def train(rank: Rank) -> None:
-        under_test = RankUnderTest.of(rank, Links(1), tmp_path / "ring")
-        pace = Pace(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
+    def train(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
+        pace = StepTimer(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
         answers = []
         for step in range(10):
             if step == 5:
@@ -407,32 +418,32 @@ def test_steps_before_an_ordinal_are_no_part_of_the_interval_behind_it(
             pace.begin_step()
             rank.launch(100 * MS)
             pace.end_step()
-            answers.append(pace.is_up(0.24))
+            answers.append(pace.is_interval_over(0.24))
             under_test.recorder.end_step()
         assert answers[5:] == [False, True, True, True, True]
 
-    virtual_time(World()).run(train)
+    virtual_time(DeviceWorld()).run(train)
 
 
 def test_ranks_that_run_ahead_of_their_devices_synchronise_after_the_same_steps(
-    tmp_path: Path, virtual_time: Callable[[World], World]
+    tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
     """A-EDiT: every 0.49 s, with steps of 40 ms, and of 90 ms on the slow rank."""
 
     def intervals(asynchronous: bool) -> list[list[int]]:
-        links = Links(RANKS)
+        links = GroupLinks(RANKS)
         counts: list[list[int]] = [[] for _ in range(RANKS)]
 
-        def train(rank: Rank) -> None:
+        def train(rank: DeviceRank) -> None:
             under_test = RankUnderTest.of(rank, links, tmp_path / f"{asynchronous}{rank.number}")
-            pace = Pace(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
+            pace = StepTimer(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
             for _ in range(5):
                 steps, ends = 0, False
                 while not ends:
                     pace.begin_step()
                     rank.launch(90 * MS if rank.number == SLOW else 40 * MS)
                     pace.end_step()
-                    ends = pace.is_up(0.49)
+                    ends = pace.is_interval_over(0.49)
                     under_test.recorder.end_step()
                     steps += 1
                 work = under_test.group.all_reduce(10 * MS, async_op=False)
@@ -443,7 +454,7 @@ def test_ranks_that_run_ahead_of_their_devices_synchronise_after_the_same_steps(
                 counts[rank.number].append(steps)
             assert pace.step_seconds == pytest.approx(0.09 if rank.number == SLOW else 0.04)
 
-        virtual_time(World(asynchronous)).run(*[train] * RANKS)
+        virtual_time(DeviceWorld(asynchronous)).run(*[train] * RANKS)
         return counts
 
     assert intervals(True) == intervals(False) == [[5 if rank == SLOW else 12] * 5 for rank in range(RANKS)]

@@ -1,11 +1,19 @@
-"""Local-SGD (EDiT and A-EDiT): replicas train by themselves and synchronise their parameters now and then."""
+"""Local-SGD (EDiT and A-EDiT): replicas train independently and synchronize their parameters periodically."""
 
 from __future__ import annotations
 
-from .equalise import equalise, reset_moments
+from .equalize import equalize_replicas, reset_moments
 from .forward import ForwardPass
-from .outer import OuterOptimizer
-from .replicas import Replicas, Synchronisation
+from .outer_optimizer import OuterOptimizer
+from .replicas import Replicas, Synchronization
 from .settings import OuterSGD
 
-__all__ = ["ForwardPass", "OuterOptimizer", "OuterSGD", "Replicas", "Synchronisation", "equalise", "reset_moments"]
+__all__ = [
+    "ForwardPass",
+    "OuterOptimizer",
+    "OuterSGD",
+    "Replicas",
+    "Synchronization",
+    "equalize_replicas",
+    "reset_moments",
+]

@@ -1,11 +1,11 @@
-"""Settings of the synchronisation between replicas: no torch is needed to write them down."""
+"""Settings of the synchronization between replicas. This module does not need torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.pseudo_gradient import Penalty
+from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,16 @@ class OuterSGD:
     lr: float = 0.7
     momentum: float = 0.8
     nesterov: bool = True
-    """Without a momentum it changes nothing."""
+    """Without momentum it has no effect."""
     penalty: Penalty = field(default_factory=Penalty)
-    """How the replicas' pseudo-gradients are judged and weighed."""
+    """How the replicas' pseudo-gradients are checked and weighted."""
     offload: bool = False
-    """Keeps the last common parameters and the momentum in the CPU's memory: two copies of the model less on a GPU,
-    for two copies over the bus a synchronisation."""
+    """Whether the last common parameters and the momentum are in CPU memory.
+
+    This saves two copies of the model on a GPU, and costs two copies over the bus per synchronization.
+    """
     prefetch: int = 2
-    """Units whose all-reduce is under way ahead of the forward pass; 0: none, which overlaps nothing."""
+    """Number of units whose all-reduce starts ahead of the forward pass; 0: none, without overlap."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

@@ -1,0 +1,49 @@
+"""`python -m lint`: all checks over the checkout; exit status 1 where one finds something."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from .layout import check_layout
+from .names import check_names
+from .prose import check_module, check_page
+from .violation import Violation
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("analysis/", "operator/", "trainer/")
+"""What is installed: each name in it has one meaning."""
+CHECKED = (*PRODUCT, "simulation/", "testcluster/", "testing/", "demo/")
+LARGER_FOLDERS: Mapping[str, str] = {"testcluster": "one module per part of a cluster, listed in testcluster/README.md"}
+"""The reason why a folder may hold more modules than `layout.MAX_FILES`, by its path."""
+UNCHECKED_PAGES = frozenset({"docs/style.md"})
+"""Its tables name the words that are not to be written."""
+
+
+def main() -> int:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    violations = sorted(check_files([name for name in files if (ROOT / name).exists()]))
+    print(*violations, sep="\n", file=sys.stderr)
+    print(f"{len(violations)} violations of docs/style.md", file=sys.stderr)
+    return 1 if violations else 0
+
+
+def check_files(files: list[str]) -> Iterator[Violation]:
+    """Yield what all checks find. `files`: paths below ROOT."""
+    sources = {name: (ROOT / name).read_text() for name in files if name.endswith(".py") and name.startswith(CHECKED)}
+    modules = {name: ast.parse(source) for name, source in sources.items()}
+    yield from check_names({name: module for name, module in modules.items() if name.startswith(PRODUCT)})
+    yield from check_layout(modules, LARGER_FOLDERS)
+    for name, module in modules.items():
+        if not name.startswith("testing/"):
+            yield from check_module(name, sources[name], module)
+    for name in files:
+        if name.endswith(".md") and name not in UNCHECKED_PAGES:
+            yield from check_page(name, (ROOT / name).read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

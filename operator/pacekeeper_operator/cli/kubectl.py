@@ -1,0 +1,127 @@
+"""Calls of kubectl, with the user's context, namespace, and permissions."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.protocol.decoding import parse_json
+
+from ..api.names import GROUP, Object
+
+KUBECTL_CALL_TIMEOUT_SECONDS = 60.0
+"""Time-out of one call."""
+KUBECTL_LOG_PATTERN = re.compile(r"[EWI]\d{4} ")
+"""The begin of a line of kubectl's own log."""
+NOT_FOUND_MARKER = "(NotFound)"
+NOT_INSTALLED_MARKERS = ("the server doesn't have a resource type", "could not find the requested resource")
+
+
+class KubectlError(InputError):
+    """kubectl reports an error. The message is kubectl's."""
+
+
+class KubectlNotFound(KubectlError):
+    """The object does not exist."""
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """kubectl with fixed options.
+
+    `options` are given in every call, like `--context=…`. `namespace` "" is that of the context.
+    """
+
+    options: tuple[str, ...] = ()
+    namespace: str = ""
+    all_namespaces: bool = False
+    objects_read: dict[str, Object] = field(default_factory=dict, compare=False)
+    """Objects that were read, by UID, each in its latest version."""
+
+    def get(self, kind: str, name: str) -> Object:
+        """Read an object.
+
+        Raises KubectlNotFound.
+        """
+        body: Object = parse_json(self.run("get", _qualify_kind(kind), name, *self.namespace_options, "-o", "json"))
+        self._remember(body)
+        return body
+
+    def list(self, kind: str, labels: str = "", fields: str = "", *, keep: bool = True) -> list[Object]:
+        """List objects. `keep`: they are part of what `-o json` prints."""
+        scope = ("--all-namespaces",) if self.all_namespaces else self.namespace_options
+        filters = [f"--selector={labels}"] * bool(labels) + [f"--field-selector={fields}"] * bool(fields)
+        items: list[Object] = parse_json(self.run("get", _qualify_kind(kind), *scope, *filters, "-o", "json"))["items"]
+        for item in items if keep else ():
+            self._remember(item)
+        return items
+
+    def patch(self, kind: str, name: str, body: Object) -> None:
+        self.run("patch", _qualify_kind(kind), name, *self.namespace_options, "--type=merge", "-p", json.dumps(body))
+
+    def annotate(self, kind: str, name: str, key: str, value: str) -> None:
+        self.run("annotate", _qualify_kind(kind), name, *self.namespace_options, "--overwrite", f"{key}={value}")
+
+    def delete(self, kind: str, name: str, seconds: float) -> None:
+        """Delete an object, and wait until it is gone.
+
+        Raises KubectlError if that takes longer than `seconds`.
+        """
+        self.run(
+            "delete",
+            _qualify_kind(kind),
+            name,
+            *self.namespace_options,
+            f"--timeout={seconds:.0f}s",
+            seconds=seconds + 10,
+        )
+
+    def read_file(self, pod: str, container: str, path: str) -> bytes:
+        """Read a file in a container."""
+        return self._run_bytes(
+            ("exec", pod, *self.namespace_options, "-c", container, "--", "cat", path), KUBECTL_CALL_TIMEOUT_SECONDS
+        )
+
+    def run(self, *arguments: str, seconds: float = KUBECTL_CALL_TIMEOUT_SECONDS) -> str:
+        """Run kubectl, and return what it prints.
+
+        Raises KubectlError.
+        """
+        return self._run_bytes(arguments, seconds).decode(errors="replace")
+
+    @property
+    def namespace_options(self) -> tuple[str, ...]:
+        return (f"--namespace={self.namespace}",) if self.namespace else ()
+
+    def _remember(self, body: Object) -> None:
+        self.objects_read[str(body["metadata"].get("uid") or len(self.objects_read))] = body
+
+    def _run_bytes(self, arguments: Sequence[str], seconds: float) -> bytes:
+        command = ["kubectl", *self.options, *arguments]
+        try:
+            completed = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+        except FileNotFoundError as error:
+            raise KubectlError(
+                "kubectl is not on the PATH; install it: this command calls it to reach the cluster"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise KubectlError(f"`kubectl {' '.join(arguments[:3])}` did not end within {seconds:.0f} s") from error
+        if completed.returncode == 0:
+            return completed.stdout
+        lines = completed.stderr.decode(errors="replace").strip().splitlines()
+        message = "\n".join(line for line in lines if not KUBECTL_LOG_PATTERN.match(line)) or "\n".join(lines)
+        if any(marker in message for marker in NOT_INSTALLED_MARKERS):
+            message += "\nThis cluster does not have Pacekeeper's resources: install the chart (docs/install.md)"
+        raise (KubectlNotFound if NOT_FOUND_MARKER in message else KubectlError)(
+            message or f"kubectl ended with {completed.returncode}"
+        )
+
+
+def _qualify_kind(kind: str) -> str:
+    """Return our kinds by their full name, as another product may have kinds of the same name."""
+    ours = ("trainingjobs", "incidents", "nodequarantines", "nodehistories", "profilewindows")
+    return f"{kind}.{GROUP}" if kind in ours else kind

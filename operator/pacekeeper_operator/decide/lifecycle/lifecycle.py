@@ -1,0 +1,228 @@
+"""The lifecycle of a job: start, suspend, resume, completion, deadline."""
+
+from __future__ import annotations
+
+from pacekeeper_analysis.protocol.plan import Stop
+from pacekeeper_analysis.protocol.reports import LauncherState
+
+from ...api.conditions import Reason
+from ...state.cluster_view import WorkerView
+from ...state.desired_state import DesiredState
+from ...state.observation import Observation
+from ...state.policy import Policy
+
+STUCK_WAITING_REASONS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ImageInspectError",
+        "ErrImageNeverPull",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "CrashLoopBackOff",
+    }
+)
+"""Waiting reasons of containers that will not start without a change."""
+_REGISTRY_REASONS = ("RegistryUnavailable", "SignatureValidationFailed")
+
+
+def advance_lifecycle(observation: Observation, _policy: Policy) -> DesiredState:
+    """Apply the user's spec and the passing of time to the job: suspend, resume, finish, or fail it."""
+    desired = observation.desired
+    if desired.state.lifecycle.is_over:
+        return _date_end(observation)
+    for stage in (_suspend_job, _resume_job, _record_start, _finish_job, _enforce_deadline, _fail_stuck_start):
+        desired = stage(observation.with_desired(desired))
+    return desired
+
+
+def _date_end(observation: Observation) -> DesiredState:
+    """Set the time of the job's end again if the clock was wrong then.
+
+    Otherwise a clock that was a day behind would have the job deleted (`ttlSecondsAfterFinished`) once it is corrected.
+    """
+    desired, lifecycle = observation.desired, observation.state.lifecycle
+    if observation.job.spec.run_policy.ttl_seconds_after_finished is None:
+        return desired
+    if not observation.clock_agrees:
+        return desired if lifecycle.misdated else desired.with_lifecycle(misdated=True)
+    return desired.with_lifecycle(stopped_at=observation.now, misdated=False) if lifecycle.misdated else desired
+
+
+def _suspend_job(observation: Observation) -> DesiredState:
+    desired = observation.desired
+    if not observation.job.spec.suspend:
+        return desired
+    if desired.plan.stop is Stop.NO:
+        desired = desired.with_plan(stop=Stop.SUSPEND, evidence_request="").with_lifecycle(stopped_at=observation.now)
+    if not desired.state.placement.workers and desired.plan.members:
+        desired = desired.with_plan(members=(), shares=None, paths=None)
+    without_pod = {view.name for view in observation.workers if view.pod is None}
+    if desired.plan.members and all(member.worker in without_pod for member in desired.plan.members):
+        desired = desired.with_plan(members=(), shares=None, paths=None)
+    return desired
+
+
+def _resume_job(observation: Observation) -> DesiredState:
+    desired = observation.desired
+    leaving = any(view.pod is not None for view in observation.workers)
+    if observation.job.spec.suspend or desired.plan.stop is not Stop.SUSPEND or leaving:
+        return desired
+    return (
+        desired.with_plan(stop=Stop.NO, members=(), shares=None, paths=None, sequence_cost=None)
+        .with_lifecycle(start_time=observation.now, finished=(), progress_since=0.0)
+        .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
+        .with_incidents(settled_faults=())
+        .with_budget(backoffs=0, next_round_at=0.0)
+        .with_adaptation(mode_refusal="", shares_refusal="")
+    )
+
+
+def _record_start(observation: Observation) -> DesiredState:
+    """Record what has started by now: the job, a round, training, all workers. Reset the counters of failures."""
+    desired, state, progress = observation.desired, observation.state, observation.progress
+    if not state.lifecycle.start_time and not observation.job.spec.suspend:
+        desired = desired.with_lifecycle(start_time=observation.now)
+    if observation.plan.members and progress.round > state.placement.highest_round:
+        desired = desired.with_placement(highest_round=progress.round)
+    if 0 < state.budget.no_progress_round < progress.round and progress.training_since is not None:
+        desired = desired.with_budget(no_progress_round=0, no_progress_error="", no_progress_worker="")
+    if state.budget.backoffs and _has_resumed_training(observation):
+        desired = desired.with_budget(backoffs=0, next_round_at=0.0)
+    if not state.lifecycle.training_since and progress.training_since is not None:
+        desired = desired.with_lifecycle(training_since=progress.training_since)
+    if not state.lifecycle.progress_since and progress.training_since is not None:
+        desired = desired.with_lifecycle(progress_since=progress.training_since, progress_step=progress.restored_step)
+    if (state.placement.failed_starts or state.placement.refused_pods) and is_complete(observation):
+        desired = desired.with_placement(failed_starts=0, refused_pods=0, refused_until=0.0)
+    return desired
+
+
+def _has_resumed_training(observation: Observation) -> bool:
+    """Return whether the present round has completed a step.
+
+    Until the round begins, heartbeats may still report the last round that completed steps.
+    """
+    heartbeats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    runs = all(heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED) for heartbeat in heartbeats)
+    return (
+        runs
+        and observation.progress.training_since is not None
+        and observation.progress.round > observation.state.budget.no_progress_round
+    )
+
+
+def is_complete(observation: Observation) -> bool:
+    """Return whether the job trains, and all its workers and spares are ready."""
+    spec, assigned = observation.job.spec, {member.worker for member in observation.plan.members}
+    trains = observation.progress.training_since is not None and not observation.state.placement.vacant_since
+    ready = sum(view.usable and (view.warm or view.name in assigned) for view in observation.workers)
+    return trains and ready >= spec.replicas + spec.spares
+
+
+def _finish_job(observation: Observation) -> DesiredState:
+    """Complete the job once the trainers of all members have finished successfully."""
+    desired = observation.desired
+    if not desired.plan.members or desired.plan.stop is not Stop.NO:
+        return desired
+    finished = desired.state.lifecycle.finished_names
+    still_finished = tuple(v.name for v in observation.members if v.name in finished and not _has_rejoined(v))
+    newly_finished = tuple(
+        v.name for v in observation.members if v.name not in finished and _has_finished(v, desired.plan.membership)
+    )
+    if (*still_finished, *newly_finished) != desired.state.lifecycle.finished:
+        desired = desired.with_lifecycle(finished=(*still_finished, *newly_finished))
+    if any(member.worker not in desired.state.lifecycle.finished_names for member in desired.plan.members):
+        return desired
+    return desired.with_plan(stop=Stop.FINISH, evidence_request="").with_lifecycle(
+        completed_at=observation.now, stopped_at=observation.now
+    )
+
+
+def _has_finished(view: WorkerView, membership: int) -> bool:
+    """Return whether the worker's ranks finished in this membership, and did not just leave on request.
+
+    The launcher's report is enough, since the pod may be gone before the operator sees its exit. An exit code of 0 is
+    not: it may be that of a command behind a pipe.
+    """
+    pod, heartbeat = view.pod, view.heartbeat
+    if view.record.dead or (heartbeat is not None and 0 < heartbeat.membership < membership):
+        return False  # a report from an earlier membership; 0, before its first membership, has no such meaning
+    if heartbeat is not None and heartbeat.state is LauncherState.FINISHED:
+        return True
+    return pod is not None and pod.finished and not pod.disruption_reason and not pod.deleting
+
+
+def _has_rejoined(view: WorkerView) -> bool:
+    """Return whether the worker had finished, but has joined a later round, since the others could not finish alone."""
+    is_alive = view.pod is not None and not view.pod.ended
+    return is_alive and view.heartbeat is not None and view.heartbeat.state is not LauncherState.FINISHED
+
+
+def _enforce_deadline(observation: Observation) -> DesiredState:
+    desired, limit = observation.desired, observation.job.spec.run_policy.active_deadline_seconds
+    state = desired.state
+    if limit is None or not state.lifecycle.start_time or desired.plan.stop is not Stop.NO:
+        return desired
+    # An operator whose clock was behind may have recorded a start before the job's creation.
+    started_at = max(state.lifecycle.start_time, observation.job.created_at)
+    if not observation.clock_agrees or observation.now - started_at < limit:
+        return desired
+    message = f"the job has run for spec.runPolicy.activeDeadlineSeconds = {limit} s"
+    return _fail_job(observation, Reason.DEADLINE_EXCEEDED, message)
+
+
+def _fail_stuck_start(observation: Observation) -> DesiredState:
+    """Fail a job whose pods are placed but cannot start.
+
+    A job that has trained keeps trying: its images were available, and its kubelets retry with a back-off.
+    """
+    message, stuck = explain_stuck_start(observation), find_stuck_worker(observation)
+    if not message or stuck is None or observation.state.lifecycle.has_trained:
+        return observation.desired
+    return _fail_job(observation, classify_stuck_reason(stuck), message)
+
+
+def explain_stuck_start(observation: Observation) -> str:
+    """Return why a pod cannot start, once this lasts longer than `schedulingTimeout`; "": all pods may start.
+
+    It applies only to a job that is being placed.
+    """
+    since, stuck = observation.state.placement.placing_since, find_stuck_worker(observation)
+    if observation.plan.members or not since or stuck is None:
+        return ""
+    if not observation.clock_agrees or observation.now - since < observation.job.spec.scheduling_timeout:
+        return ""
+    return f"worker {stuck.name} cannot start: {describe_stuck_worker(stuck)}"
+
+
+def find_stuck_worker(observation: Observation) -> WorkerView | None:
+    """Return a worker whose containers cannot start as they are specified; None: there is none."""
+    return next(
+        (v for v in observation.workers if v.pod is not None and v.pod.waiting_reason in STUCK_WAITING_REASONS), None
+    )
+
+
+def classify_stuck_reason(view: WorkerView) -> Reason:
+    """Return whether the image or something else keeps the worker's containers from starting."""
+    is_image = view.pod is not None and "Image" in view.pod.waiting_reason
+    is_registry = view.pod is not None and view.pod.waiting_reason in _REGISTRY_REASONS
+    return Reason.IMAGE_PULL_FAILED if is_image or is_registry else Reason.CONTAINER_CANNOT_START
+
+
+def describe_stuck_worker(view: WorkerView) -> str:
+    """Return the kubelet's reason and message, with the name of the container."""
+    assert view.pod is not None
+    pod = view.pod
+    prefix = f"container {pod.waiting_container}: " if pod.waiting_container else ""
+    return f"{prefix}{pod.waiting_reason}: {pod.waiting_message}"
+
+
+def _fail_job(observation: Observation, reason: Reason, message: str) -> DesiredState:
+    return observation.desired.with_plan(stop=Stop.FINISH, evidence_request="").with_lifecycle(
+        failed_reason=str(reason), failed_message=message, stopped_at=observation.now
+    )

@@ -1,0 +1,324 @@
+"""Profile windows: when the ranks sample what they spend their time on, and what is done with the result.
+
+1. `advance_profile_window` puts a window into the plan. Its reason is an open incident that names no function,
+   a slowdown of all ranks alike, or a user's request.
+2. The ranks send their patterns. `list_profile_effects` has them localized outside of the reconcile loop.
+3. `check_profile` and `advance_profile_window` add the result to an incident.
+
+Answers are awaited for the window and some seconds. The result reports which ones are missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pacekeeper_analysis.failures.finding import FaultClass, Finding, SignalKind, merge_findings
+from pacekeeper_analysis.profiling.localize import Localization, describe_localization
+from pacekeeper_analysis.protocol.plan import ProfileRequest, Stop, SyncMode
+from pacekeeper_analysis.stragglers.strategies import Bottleneck
+
+from ...api.incident import IncidentCause, IncidentClass
+from ...state.desired_state import DesiredState, Incident
+from ...state.effect_results import LocalizedProfile
+from ...state.incident_key import IncidentKey
+from ...state.observation import Observation
+from ...state.policy import Policy
+from ..decision import Decision
+from ..effects import Effect, LocalizeProfile, SaveProfile
+from . import straggler
+
+PROFILED_CAUSES = frozenset({IncidentCause.STRAGGLER, IncidentCause.VOLATILE})
+"""Causes of incidents that a function may explain."""
+SELF_EXPLANATORY_CAUSES = frozenset({IncidentCause.GARBAGE_COLLECTION, IncidentCause.UNEVEN_LENGTHS})
+"""Causes of incidents that explain by themselves what is slow."""
+SLOWNESS_CAUSES = PROFILED_CAUSES | SELF_EXPLANATORY_CAUSES | {IncidentCause.SLOW_COMMUNICATION}
+SLOW_WORK_BOTTLENECKS = frozenset({Bottleneck.COMPUTE, Bottleneck.VOLATILE})
+"""Bottlenecks that answers may show long before there is an incident: a remedy is too expensive, or not possible."""
+UNEXPLAINED_SLOWNESS_SECONDS = 6.0
+"""Time that all ranks may be slow while answers show nothing that an incident can report."""
+PROFILE_LEAD_SECONDS = 6.0
+"""Time before a window's first step: a reported step is up to 3 s old, and a plan arrives within as long."""
+PROFILE_WINDOW_STEPS, MAX_PROFILE_WINDOW_SECONDS = 32, 20.0
+"""Least number of steps of a window, and its longest duration."""
+MIN_PROFILE_WINDOW_SECONDS = 8.0
+"""Least duration of a window of short steps: it gives enough samples to tell functions apart."""
+PROFILE_ANSWER_SECONDS = 15.0
+PROFILE_LATE_ANSWER_SECONDS = 3.0
+"""Time after the newest answer: all ranks end a window with the same step, so later answers are ignored."""
+LOCALIZATION_TIMEOUT_SECONDS = 60.0
+PROFILE_RATE_WINDOW_SECONDS = 3600.0
+PROFILE_NAME_PREFIX = "profile-"
+"""Prefix of a window's name; the plan's version behind it tells windows apart."""
+MAX_INVESTIGATED_INCIDENTS = 32
+
+
+def check_profile(observation: Observation, _policy: Policy) -> Decision | None:
+    """Decide on an incident for what a window has shown, if there is none to report it."""
+    result, profiling = _get_localization_result(observation), observation.state.profiling
+    if result is None or not result.localization.explanations:
+        return None
+    if _find_target_incident(observation) is not None:
+        return None
+    localization, threshold = result.localization, observation.job.spec.detection.straggler_slowdown
+    if localization.finding.fault is FaultClass.UNKNOWN and _compute_slowdown(localization) < threshold:
+        return None
+    return Decision(
+        incident_key=_build_incident_key(observation),
+        class_=IncidentClass.PERFORMANCE,
+        message=f"steps take {localization.excess_seconds:.3f} s longer than usual: {_describe_culprit(localization)}",
+        first_sign=profiling.requested_at,
+        evidence=describe_localization(localization),
+        live=True,
+        last_step=observation.progress.step,
+        slowdown_before=_compute_slowdown(localization),
+        finding=merge_findings(None, localization.finding),
+    )
+
+
+def advance_profile_window(observation: Observation, policy: Policy) -> DesiredState:
+    """Begin a window where one is wanted, and end the pending one once it has a result or has timed out."""
+    desired, plan = observation.desired, observation.plan
+    if observation.state.lifecycle.is_over or plan.stop is not Stop.NO:
+        return _end_window(desired) if plan.profile is not None else desired
+    if plan.profile is None:
+        return _begin_window(observation.with_desired(_record_explained_slowdown(observation)), policy)
+    result = _get_localization_result(observation)
+    if result is not None:
+        return _record_localization(observation, result)
+    remaining_seconds = (
+        observation.state.profiling.until
+        + (LOCALIZATION_TIMEOUT_SECONDS if observation.profile_answers else 0.0)
+        - observation.now
+    )
+    return (
+        _end_window(desired)
+        if remaining_seconds < 0 or (_is_round_over(observation) and not observation.profile_answers)
+        else desired
+    )
+
+
+def list_profile_effects(observation: Observation) -> Iterator[Effect]:
+    """Yield the effects of a profile window.
+
+    Its answers are localized once all have arrived or the time is over. The result is saved once an incident reports
+    it.
+    """
+    profile, profiling = observation.plan.profile, observation.state.profiling
+    if profile is not None and observation.profile_answers and _get_localization_result(observation) is None:
+        complete = observation.profile_answers >= observation.plan.world_size
+        late = observation.now >= min(profiling.until, observation.last_profile_answer_at + PROFILE_LATE_ANSWER_SECONDS)
+        if complete or late or _is_round_over(observation):
+            yield LocalizeProfile(profile.name, observation.plan.world_size)
+    result = observation.localized_profile
+    if (
+        result is not None
+        and result.page
+        and result.window == profiling.reported_window
+        and profiling.reporting_incident
+    ):
+        yield SaveProfile(result.window, profiling.reporting_incident)
+
+
+def _begin_window(observation: Observation, policy: Policy) -> DesiredState:
+    desired, profiling, now = observation.desired, observation.state.profiling, observation.now
+    user_requested = (
+        bool(observation.job.profile_request) and observation.job.profile_request != profiling.followed_annotation
+    )
+    recent_times = tuple(at for at in profiling.requested_times if at > now - PROFILE_RATE_WINDOW_SECONDS)
+    if observation.progress.training_since is None or (
+        not user_requested and len(recent_times) >= policy.profiles_per_hour
+    ):
+        return desired
+    incident = _find_unexplained_incident(observation)
+    uniform_slowdown = _measure_uniform_slowdown(observation)
+    if user_requested:
+        reason = "requested by a user"
+    elif not straggler.is_steady(observation):
+        return desired
+    elif incident is not None:
+        reason = f"{incident.name} names no function"
+    elif uniform_slowdown:
+        reason = f"all ranks take {uniform_slowdown:.2f} × the time of their early steps"
+    elif _has_slow_work(observation):
+        reason = "the ranks' evidence shows slow work, and names no function"
+    else:
+        return desired
+    window = _plan_window(observation)
+    lead_seconds = (window.first_step - observation.progress.step) * observation.progress.step_seconds
+    window_seconds = max(
+        min(window.steps * observation.progress.step_seconds, window.seconds), observation.progress.step_seconds
+    )
+    investigated = profiling.investigated if incident is None else (*profiling.investigated, incident.name)
+    return desired.with_plan(profile=window).with_profiling(
+        incident="" if incident is None else incident.name,
+        round=observation.progress.round,
+        requested_at=now,
+        until=now
+        + min(
+            max(lead_seconds, PROFILE_LEAD_SECONDS) + 1.5 * window_seconds + PROFILE_ANSWER_SECONDS,
+            PROFILE_RATE_WINDOW_SECONDS,
+        ),
+        reason=reason,
+        requested_times=recent_times if user_requested else (*recent_times, now),
+        investigated=investigated[-MAX_INVESTIGATED_INCIDENTS:],
+        uniform_slowdown=max(uniform_slowdown, profiling.uniform_slowdown),
+        followed_annotation=observation.job.profile_request if user_requested else profiling.followed_annotation,
+    )
+
+
+def _record_explained_slowdown(observation: Observation) -> DesiredState:
+    """Record the slowdown of all ranks if its cause is named: only steps that are slower still need a window."""
+    uniform_slowdown, recorded = observation.metrics.uniform_slowdown, observation.state.profiling.uniform_slowdown
+    is_explained = any(
+        incident.cause in SELF_EXPLANATORY_CAUSES | {IncidentCause.SLOW_COMMUNICATION} and not _has_no_culprit(incident)
+        for incident in observation.state.incidents.open
+    )
+    return (
+        observation.desired.with_profiling(uniform_slowdown=uniform_slowdown)
+        if is_explained and uniform_slowdown and uniform_slowdown > recorded
+        else observation.desired
+    )
+
+
+def _plan_window(observation: Observation) -> ProfileRequest:
+    """Return a request for the same steps of all ranks, far enough ahead for each of them to have received it."""
+    step_seconds = max(observation.progress.step_seconds, 1e-3)
+    return ProfileRequest(
+        name=f"{PROFILE_NAME_PREFIX}{observation.plan.version + 1}",
+        first_step=max(observation.progress.step, 0) + 2 + math.ceil(PROFILE_LEAD_SECONDS / step_seconds),
+        steps=max(PROFILE_WINDOW_STEPS, math.ceil(MIN_PROFILE_WINDOW_SECONDS / step_seconds)),
+        seconds=min(MAX_PROFILE_WINDOW_SECONDS, max(MIN_PROFILE_WINDOW_SECONDS, PROFILE_WINDOW_STEPS * step_seconds)),
+        sources=observation.job.spec.detection.profile.sources,
+    )
+
+
+def _find_unexplained_incident(observation: Observation) -> Incident | None:
+    """Return the newest incident about slowness in this round that has not been investigated."""
+    return next(
+        (
+            incident
+            for incident in reversed(observation.state.incidents.current)
+            if (
+                incident.cause in PROFILED_CAUSES
+                or (incident.cause is IncidentCause.SLOW_COMMUNICATION and _has_no_culprit(incident))
+            )
+            and incident.round == observation.progress.round
+            and incident.name not in observation.state.profiling.investigated
+            and (incident.finding is None or SignalKind.PROFILE not in incident.finding.signal_kinds)
+        ),
+        None,
+    )
+
+
+def _has_slow_work(observation: Observation) -> bool:
+    """Return whether a window is needed without an incident.
+
+    Some rank's work is slow, no incident reports it (yet), and this round had no window. Or all ranks have been slow
+    for some time, while the answers show changing bottlenecks.
+    """
+    investigation, profiling = observation.state.adaptation.investigation, observation.state.profiling
+    if investigation is None:
+        return False
+    uniformly_slow = (observation.metrics.uniform_slowdown or 0.0) >= observation.job.spec.detection.straggler_slowdown
+    lasts = uniformly_slow and observation.now - investigation.since >= UNEXPLAINED_SLOWNESS_SECONDS
+    reported = any(
+        incident.cause in SLOWNESS_CAUSES and incident.round == observation.progress.round
+        for incident in observation.state.incidents.current
+    )
+    profiled = bool(profiling.requested_times) and profiling.round == observation.progress.round
+    return (investigation.last_bottleneck in SLOW_WORK_BOTTLENECKS or lasts) and not reported and not profiled
+
+
+def _has_no_culprit(incident: Incident) -> bool:
+    return incident.finding is not None and not incident.finding.culprit
+
+
+def _measure_uniform_slowdown(observation: Observation) -> float:
+    """Return how slow all ranks are alike, against their early steps.
+
+    0: they are not, or that is known and has not grown by as much again.
+    """
+    threshold = observation.job.spec.detection.straggler_slowdown
+    uniform_slowdown, relative_time = observation.metrics.uniform_slowdown, observation.metrics.relative_time
+    if uniform_slowdown is None or uniform_slowdown < threshold * observation.state.profiling.uniform_slowdown:
+        return 0.0
+    grown = straggler.has_all_work_grown(observation)
+    has_straggler = relative_time is not None and relative_time >= threshold and not grown
+    changed = observation.plan.shares is not None or observation.plan.sync_mode is not SyncMode.SYNC
+    investigation = observation.state.adaptation.investigation
+    bottleneck = Bottleneck.NONE if investigation is None else investigation.last_bottleneck
+    investigated = bottleneck is not Bottleneck.NONE and not grown  # the investigation may explain it
+    return 0.0 if has_straggler or changed or investigated else uniform_slowdown
+
+
+def _get_localization_result(observation: Observation) -> LocalizedProfile | None:
+    """Return the result of the pending window."""
+    profile, result = observation.plan.profile, observation.localized_profile
+    return result if result is not None and profile is not None and result.window == profile.name else None
+
+
+def _is_round_over(observation: Observation) -> bool:
+    """Return whether the ranks that were asked are gone."""
+    return observation.progress.round != observation.state.profiling.round
+
+
+def _record_localization(observation: Observation, result: LocalizedProfile) -> DesiredState:
+    """Add the result to the incident that it is for. `check_profile` has opened one where there was none."""
+    desired, incident = observation.desired, _find_target_incident(observation)
+    localization = result.localization
+    if incident is not None:
+        evidence = (*incident.evidence, *describe_localization(localization))
+        desired = desired.with_incident(
+            replace(incident, evidence=evidence, finding=_join_findings(incident, localization.finding))
+        )
+        return _end_window(desired).with_profiling(reported_window=result.window, reporting_incident=incident.name)
+    incident_name = _build_incident_key(observation).incident_name(observation.job)
+    reporting_incident = incident_name if desired.state.incidents.find(incident_name) is not None else ""
+    return _end_window(desired).with_profiling(reported_window=result.window, reporting_incident=reporting_incident)
+
+
+def _find_target_incident(observation: Observation) -> Incident | None:
+    """Return the incident that the window is for, or one about slowness that was opened since."""
+    incidents, profiling = observation.state.incidents, observation.state.profiling
+    target = incidents.find(profiling.incident)
+    opened_since = (
+        incident
+        for incident in reversed(incidents.current)
+        if incident.cause in SLOWNESS_CAUSES and incident.decided >= profiling.requested_at
+    )
+    return target or next((incident for incident in opened_since if incident.round == observation.progress.round), None)
+
+
+def _join_findings(incident: Incident, finding: Finding) -> Finding | None:
+    """Merge both findings. A named link already explains long transfers, and uneven lengths explain waits."""
+    previous = incident.finding
+    if incident.cause in SELF_EXPLANATORY_CAUSES and previous is not None:
+        return previous
+    if previous is None or finding.fault is FaultClass.UNKNOWN:
+        return merge_findings(None, finding) if previous is None else previous
+    if finding.fault is FaultClass.NETWORK and previous.fault is FaultClass.NETWORK and previous.culprit:
+        finding = replace(finding, culprit=previous.culprit, advice=previous.advice)
+    return merge_findings(previous, finding)
+
+
+def _end_window(desired: DesiredState) -> DesiredState:
+    return desired.with_plan(profile=None).with_profiling(incident="", until=0.0)
+
+
+def _build_incident_key(observation: Observation) -> IncidentKey:
+    """Return the key of the pending window's incident."""
+    assert observation.plan.profile is not None
+    number = int(observation.plan.profile.name.removeprefix(PROFILE_NAME_PREFIX))
+    return IncidentKey(IncidentCause.SLOW_STEPS, observation.progress.round, occurrence=number)
+
+
+def _describe_culprit(localization: Localization) -> str:
+    finding = localization.finding
+    return finding.culprit if finding.fault is not FaultClass.UNKNOWN else "the cause is not known"
+
+
+def _compute_slowdown(localization: Localization) -> float:
+    usual_seconds = localization.step_seconds - localization.excess_seconds
+    return localization.step_seconds / usual_seconds if usual_seconds > 0 else 1.0

@@ -1,0 +1,1 @@
+"""Parts of the running operator's state that its services share."""

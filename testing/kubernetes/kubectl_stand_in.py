@@ -1,0 +1,71 @@
+"""A stand-in for kubectl and its cluster: it answers from a file of objects and writes down what it was asked to do.
+
+    STAND_IN=<folder>: objects.json, a list of objects; later.json, those that are there once something was annotated;
+    pods/<pod>/, what is in its container's folder of rings, and answer, with which its sidecar fills a file that is
+    touched; refusal, words to refuse with; asked.json, which it writes
+
+The real one is asked by tests/cluster/test_first_day.py and test_links.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    folder, arguments = Path(os.environ["STAND_IN"]), sys.argv[1:]
+    with (folder / "asked.json").open("a") as log:
+        log.write(json.dumps(arguments) + "\n")
+    verb, *rest = [argument for argument in arguments if not argument.startswith("--")]
+    refusal = folder / "refusal"
+    if refusal.exists():
+        print(refusal.read_text(), file=sys.stderr)
+        return 1
+    if verb == "exec":
+        return execute_program(folder / "pods" / rest[0], *arguments[arguments.index("--") + 1 :])
+    if verb == "annotate" and (folder / "later.json").exists():
+        (folder / "later.json").rename(folder / "now.json")
+    if verb != "get":
+        return 0
+    kind = rest[0].partition(".")[0]
+    files = (folder / name for name in ("objects.json", "now.json") if (folder / name).exists())
+    bodies = [body for objects in files for body in json.loads(objects.read_text())]
+    matching = [body for body in bodies if get_plural(body["kind"]) == kind]
+    if rest[1] == "-o":
+        print(json.dumps({"items": matching}))
+        return 0
+    match = next((body for body in matching if body["metadata"]["name"] == rest[1]), None)
+    if match is None:
+        print(f'Error from server (NotFound): {rest[0]} "{rest[1]}" not found', file=sys.stderr)
+        return 1
+    print(json.dumps(match))
+    return 0
+
+
+def get_plural(kind: str) -> str:
+    name = kind.lower()
+    return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
+
+
+def execute_program(folder: Path, program: str, path: str) -> int:
+    if program == "ls" and folder.exists():
+        print("\n".join(entry.name for entry in folder.iterdir()))
+        return 0
+    if program == "touch" and (folder / "answer").exists():
+        (folder / Path(path).name).write_bytes((folder / "answer").read_bytes())
+        return 0
+    if program == "rm":
+        (folder / Path(path).name).unlink()
+        return 0
+    if program == "cat":
+        sys.stdout.buffer.write((folder / Path(path).name).read_bytes())
+        return 0
+    print(f"ls: {path}: No such file or directory", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What the kernel says of processes that stand still, each a real one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pacekeeper.launcher.health.process_sampling import StackFile, read_process_state, sample_process
+from pacekeeper.launcher.health.wait_reasons import count_helper_ticks, list_descendants
+from pacekeeper.launcher.ranks.rank import STACK_SIGNAL
+from pacekeeper_analysis.protocol.reports import DEBUGGER_WAIT
+
+HEAD = f"""
+import faulthandler, os, socket, subprocess, sys, threading, time
+path = sys.argv[1]
+with open(path, "w") as file:
+    print(f"main thread 0x{{threading.main_thread().ident:016x}}", file=file)
+faulthandler.register({int(STACK_SIGNAL)}, file=open(path, "a"), all_threads=True, chain=False)
+lock, (near, far) = threading.Lock(), socket.socketpair()
+lock.acquire()
+def ready(): print("ready", flush=True)
+"""
+LOCK = "ready(); lock.acquire()"
+IDLE_THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start();"
+
+
+@contextmanager
+def standing(folder: Path, code: str) -> Iterator[tuple[int, StackFile]]:
+    """A process that runs `code`, once it sleeps in it. It prints a line just before."""
+    path = folder / "stack"
+    command = [sys.executable, "-c", HEAD + code, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            sleeps = Path(f"/proc/{process.pid}/stat")
+            wait_for(lambda: sleeps.read_text().rpartition(")")[2].split()[0] == "S")
+            yield process.pid, StackFile(path)
+        finally:
+            os.killpg(process.pid, 9)
+
+
+def wait_for(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("ready(); time.sleep(60)", "a clock (sleep)"),
+        ("ready(); near.recv(1)", "a socket"),
+        ("read, write = os.pipe(); ready(); os.read(read, 1)", "a pipe"),
+        ("os.mkfifo(path + '.fifo'); ready(); open(path + '.fifo')", "a file or device"),
+        ("child = subprocess.Popen(['sleep', '60']); ready(); child.wait()", "a child process"),
+        ("subprocess.Popen(['sleep', '60']);" + LOCK, "one of its threads or child processes"),
+        ("threading.Thread(target=lambda: near.recv(1), daemon=True).start();" + LOCK, "its thread at"),
+        ("ready(); sys.stdin = near.makefile(); breakpoint()", DEBUGGER_WAIT),
+        (LOCK, ""),
+        (IDLE_THREAD + LOCK, ""),
+    ],
+)
+async def test_what_a_process_waits_for(tmp_path: Path, code: str, words: str) -> None:
+    with standing(tmp_path, code) as (pid, file):
+        waits_for = (await sample_process(pid, file)).waits_for
+        assert words in waits_for
+        assert bool(words) is bool(waits_for), waits_for
+
+
+async def test_an_attached_debugger_is_seen(tmp_path: Path) -> None:
+    attach, detach, libc = 16, 17, ctypes.CDLL(None, use_errno=True)
+    with standing(tmp_path, LOCK) as (pid, file):
+        assert libc.ptrace(attach, pid, 0, 0) == 0
+        wait_for(lambda: read_process_state(pid)[0] == "t")
+        look = await sample_process(pid, file)
+        libc.ptrace(detach, pid, 0, 0)
+        assert (look.process_state, look.waits_for) == ("t", DEBUGGER_WAIT)
+        wait_for(lambda: read_process_state(pid)[0] == "S")
+        assert (await sample_process(pid, file)).waits_for == ""
+
+
+def test_work_of_processes_below_it_is_seen_those_that_have_ended_included(tmp_path: Path) -> None:
+    busy = "subprocess.Popen(['sh', '-c', 'while true; do /bin/true; done']); ready(); time.sleep(60)"
+    with standing(tmp_path, busy) as (pid, _):
+        before = count_helper_ticks(pid)
+        assert list_descendants(pid)
+        wait_for(lambda: count_helper_ticks(pid) > before + 2)
+
+
+def test_work_of_its_other_threads_is_seen(tmp_path: Path) -> None:
+    busy = "threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start(); ready(); time.sleep(60)"
+    with standing(tmp_path, busy) as (pid, _):
+        before = count_helper_ticks(pid)
+        wait_for(lambda: count_helper_ticks(pid) > before + 2)
+
+
+def test_nobody_is_there() -> None:
+    assert (list_descendants(2**22), count_helper_ticks(2**22)) == ([], 0)

@@ -1,0 +1,118 @@
+"""Each rule of `make lint` finds a violation that is planted, and nothing in what is right."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lint.layout import MAX_FILES, check_layout
+from lint.names import check_names
+from lint.prose import MAX_WORDS, check_module, check_page
+from lint.violation import Violation
+
+ROOT = Path(__file__).parents[3]
+
+
+def names(**sources: str) -> list[str]:
+    """Return what the check of names finds in modules `a.py`, `b.py`, …"""
+    return [found.message for found in check_names({f"{name}.py": ast.parse(text) for name, text in sources.items()})]
+
+
+def check_text(path: str, source: str) -> list[Violation]:
+    return list(check_module(path, source, ast.parse(source)))
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            ("def by_rank(): ...", "begins with a preposition"),
+            ("class A:\n    def of(self): ...", "begins with a preposition"),
+            ("def collect_all():\n    def without_own(): ...", "begins with a preposition"),
+            ("async def _slow(): ...", "is one word"),
+        ],
+    )
+    def test_a_function_that_is_no_verb_phrase_is_found(self, source: str, message: str) -> None:
+        (found,) = names(a=source)
+        assert message in found
+
+    @pytest.mark.parametrize("source", ["class A: ...", "LOOK_SECONDS = 1", "LOOK_SECONDS: float = 1"])
+    def test_a_name_with_two_meanings_is_found(self, source: str) -> None:
+        (found,) = names(a=source, b=source)
+        assert "is also defined at a.py:1" in found
+
+    def test_what_follows_the_rules_is_not_found(self) -> None:
+        source = """
+            class Store:
+                def read(self): ...
+                def with_plan(self): ...
+                def __init__(self): ...
+            def main(): ...
+            def to_json(): ...
+            def _estimate_slowdown(): ...
+            X = Y = 1
+        """
+        assert not names(a=_dedent(source), b="def estimate_slowdown(): ...\nX = 2")
+
+
+class TestLayout:
+    def test_a_folder_with_too_many_modules_is_found(self) -> None:
+        sources = {f"a/m{number}.py": ast.parse("") for number in range(MAX_FILES + 1)} | {
+            "a/__init__.py": ast.parse("")
+        }
+        (found,) = check_layout(sources, {})
+        assert (found.path, found.message.split(",")[0]) == ("a", f"{MAX_FILES + 1} modules")
+        assert not list(check_layout(sources, {"a": "a reason"}))
+
+    def test_a_folder_at_the_limit_is_not_found_and_needs_no_exception(self) -> None:
+        sources = {f"a/m{number}.py": ast.parse("") for number in range(MAX_FILES)} | {"a/__init__.py": ast.parse("")}
+        assert not list(check_layout(sources, {}))
+        (found,) = check_layout(sources, {"a": "a reason"})
+        assert "remove it" in found.message
+
+
+class TestProse:
+    def test_a_banned_word_is_found_in_its_line(self) -> None:
+        (found,) = check_page("a.md", "A line.\n\nThe job begins anew.")
+        assert (found.line, found.message) == (3, '"anew": write again')
+
+    def test_a_long_sentence_is_found(self) -> None:
+        (found,) = check_page("a.md", f"Short.\nIt {'very ' * MAX_WORDS}long.")
+        assert found.line == 2
+        assert found.message.startswith(f"{MAX_WORDS + 2} words")
+
+    def test_names_code_and_tables_are_no_prose(self) -> None:
+        page = f"`anew` is a name.\n```\nnobody\n```\n| {'word ' * 2 * MAX_WORDS}|\n[text](behavior.md)"
+        assert not list(check_page("a.md", page))
+
+    @pytest.mark.parametrize(
+        "source", ['"""Nobody knows."""', "x = 1  # whatever it is", 'log.info("tries it in vain %s", x)']
+    )
+    def test_a_banned_word_is_found_in_docstring_comment_and_message(self, source: str) -> None:
+        assert len(check_text("a.py", source)) == 1
+
+    @pytest.mark.parametrize(("text", "status"), [("# a behaviour\n", 65), ("# a behavior\n", 0)])
+    def test_british_spelling_is_found(self, text: str, status: int, tmp_path: Path) -> None:
+        (tmp_path / "a.py").write_text(text)
+        command = [
+            sys.executable,
+            "-m",
+            "codespell_lib",
+            "--toml",
+            str(ROOT / "pyproject.toml"),
+            str(tmp_path / "a.py"),
+        ]
+        assert subprocess.run(command, capture_output=True, check=False, cwd=tmp_path).returncode == status
+
+    def test_names_in_strings_are_no_prose(self) -> None:
+        assert not check_text("a.py", 'kind = "nobody"\n"""Return `anew`."""')
+
+
+def _dedent(text: str) -> str:
+    lines = text.strip("\n").split("\n")
+    width = len(lines[0]) - len(lines[0].lstrip())
+    return "\n".join(line[width:] for line in lines)

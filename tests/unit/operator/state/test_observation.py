@@ -1,0 +1,175 @@
+"""What follows at once from what was observed: prices, names, and where a round's members meet."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import pytest
+
+from pacekeeper_analysis.protocol.plan import Member, Plan
+from pacekeeper_analysis.protocol.reports import LauncherState
+from pacekeeper_analysis.stragglers.price import AccumulatedLoss, Option
+from pacekeeper_operator.api.incident import IncidentCause
+from pacekeeper_operator.api.training_job import Remedy
+from pacekeeper_operator.decide.stragglers.pricing import (
+    build_remedy_prices,
+    build_replace_option,
+    build_restart_option,
+    choose_remedy_at_standstill,
+)
+from pacekeeper_operator.state import rounds
+from pacekeeper_operator.state.cluster_view import FRESH_WORKER_SECONDS, LAUNCHER_UNRESPONSIVE_SECONDS
+from pacekeeper_operator.state.desired_state import Adaptation
+from pacekeeper_operator.state.effect_results import BlockedAction
+from pacekeeper_operator.state.incident_key import IncidentKey
+from pacekeeper_operator.state.observation import Observation
+from testing.operators.observations import (
+    NOW,
+    build_crash,
+    build_job,
+    build_policy,
+    build_training,
+    change_worker,
+)
+
+
+class TestClocks:
+    @pytest.mark.parametrize(("ago", "young"), [(0.0, True), (1.9, True), (2.0, False), (-0.1, False)])
+    def test_what_is_dated_in_the_future_is_not_young(self, ago: float, young: bool) -> None:
+        assert build_training().is_younger(build_crash("j-w1-0", 1, noticed_at=NOW - ago), 2.0) is young
+
+
+class TestViews:
+    def warm(self, pod: dict[str, Any] | None = None, **changes: Any) -> bool:
+        view = change_worker(build_training(), "j-w4-0", pod=pod, **changes).find_worker("j-w4-0")
+        assert view is not None
+        return view.warm
+
+    def test_who_is_warm_can_take_ranks_at_once(self) -> None:
+        assert self.warm()
+        assert self.warm(silent_seconds=FRESH_WORKER_SECONDS)
+        assert not self.warm(silent_seconds=FRESH_WORKER_SECONDS + 0.1)
+        assert not self.warm({"address": ""})
+        assert not self.warm({"deleting": True})
+        assert not self.warm({"phase": "Failed"})
+        assert not self.warm(heartbeat={"state": LauncherState.STARTING})
+        assert not self.warm(heartbeat={"launcher_silent_seconds": LAUNCHER_UNRESPONSIVE_SECONDS})
+
+
+class TestPrices:
+    def test_a_remedy_that_is_not_allowed_is_refused_by_name(self) -> None:
+        none = build_policy(allow=frozenset())
+        assert "allow" in build_restart_option(build_training(), none).refused
+        assert "allow" in build_replace_option(build_training(), none).refused
+        assert build_restart_option(build_training(), build_policy()).refused == ""
+        assert build_replace_option(build_training(spares=0), build_policy()).refused == "no spare is warm"
+
+    def test_the_chosen_one_is_marked(self) -> None:
+        choice = choose_remedy_at_standstill(
+            (Option(Remedy.RESTART_RANKS, 5.0, 1.0), Option(Remedy.REPLACE_WORKER, 9.0, 1.0))
+        )
+        assert [(price.name, price.chosen) for price in build_remedy_prices(choice.prices, choice.chosen)] == [
+            (Remedy.RESTART_RANKS, True),
+            (Remedy.REPLACE_WORKER, False),
+        ]
+        assert not any(price.chosen for price in build_remedy_prices(choice.prices, None))
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("subject", "name"),
+        [
+            (IncidentKey(IncidentCause.HANG, 3), "j-r3-hang-u1d2c"),
+            (IncidentKey(IncidentCause.HANG, 3, occurrence=2), "j-r3-hang-2-u1d2c"),
+            (IncidentKey(IncidentCause.STRAGGLER, 3, rank=0), "j-r3-straggler-rank0-u1d2c"),
+            (IncidentKey(IncidentCause.WORKER_LOST, 3, worker="j-w1-0", rank=1), "j-r3-worker-lost-w1-0-u1d2c"),
+        ],
+    )
+    def test_of_incidents(self, subject: IncidentKey, name: str) -> None:
+        assert subject.incident_name(build_job()) == name
+        assert subject.find_occurrence(name, build_job()) == subject.occurrence
+        assert replace(subject, round=4).find_occurrence(name, build_job()) == 0
+
+
+class TestRounds:
+    def test_other_members_start_with_equal_shares_and_what_these_refused_is_forgotten(self) -> None:
+        world = build_training()
+        draft = world.desired.with_plan(shares=(6, 8, 9, 9))
+        draft = draft.with_adaptation(shares_refusal="no", suppressed_relative_time=2.0, suppressed_peer_slowdown=1.5)
+        draft = draft.with_adaptation(loss=AccumulatedLoss(3.0, NOW, 1.1))
+        world = world.with_desired(draft)
+        same = rounds.begin_round(world, world.plan.members)
+        adaptation = same.state.adaptation
+        assert same.plan.shares == (6, 8, 9, 9)
+        assert (
+            adaptation.shares_refusal,
+            adaptation.suppressed_relative_time,
+            adaptation.suppressed_peer_slowdown,
+        ) == ("no", 2.0, 1.5)
+        assert adaptation.loss == AccumulatedLoss(3.0, NOW, 1.1)
+        fewer = rounds.begin_round(world, world.plan.members[:3])
+        adaptation = fewer.state.adaptation
+        assert fewer.plan.shares is None
+        assert (
+            adaptation.shares_refusal,
+            adaptation.suppressed_relative_time,
+            adaptation.suppressed_peer_slowdown,
+        ) == ("", 0.0, 0.0)
+        assert adaptation.loss is None
+
+    @pytest.mark.parametrize("silent", [True, False])
+    def test_who_has_not_said_where_it_can_be_met_is_met_where_it_always_was(self, silent: bool) -> None:
+        world = build_training()
+        if silent:
+            views = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in world.workers)
+        else:
+            views = world.workers[1:]
+        plan = rounds.begin_round(replace(world, workers=views), world.plan.members).plan
+        assert (plan.store_port, plan.secret) == (Plan.store_port, "")
+
+
+WORKED_OUT = sorted(name for name, value in vars(Observation).items() if isinstance(value, cached_property))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_goes_along_to_the_next_draft_is_what_would_be_worked_out_anew(seed: int) -> None:
+    dice, world = random.Random(seed), build_training(6, 2)
+    world = change_worker(world, "j-w3-0", heartbeat={"round": 4, "sync_mode": "EDiT"})
+    for _ in range(20):
+        for name in dice.sample(WORKED_OUT, dice.randrange(len(WORKED_OUT))):
+            getattr(world, name)
+        draft, workers = world.desired, world.state.placement.workers
+        match dice.randrange(6):
+            case 0:
+                world = world.with_desired(draft.with_plan(round=dice.randrange(9)))
+            case 1:
+                world = world.with_desired(draft.with_plan(membership=dice.randrange(3)))
+            case 2:
+                members = tuple(Member(w.name, "10.0.0.9", (n,)) for n, w in enumerate(dice.sample(workers, 4)))
+                world = world.with_desired(draft.with_plan(members=members))
+            case 3:
+                given_up = replace(dice.choice(workers), leaving=dice.choice(["", "it is lost"]))
+                world = world.with_desired(draft.with_worker(given_up))
+            case 4:
+                world = world.with_desired(draft.with_placement(workers=tuple(dice.sample(workers, len(workers)))))
+            case _:
+                world = world.with_blocked_actions((BlockedAction("what", "why"),))
+        anew = replace(world)
+        assert {name: getattr(world, name) for name in WORKED_OUT} == {n: getattr(anew, n) for n in WORKED_OUT}
+
+
+class TestLoss:
+    def test_between_two_answers_slow_ranks_have_cost_what_both_say(self) -> None:
+        told = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.25)).accumulate_loss(NOW + 100, 2.0, since=NOW - 50)
+        assert (told.seconds, told.slowdown) == pytest.approx((3.0 + 100 * (0.2 + 0.5) / 2, 2.0))
+
+    def test_and_before_the_new_trouble_showed_what_the_old_one_had_left(self) -> None:
+        """For an hour shares had mended all; then the rank became slower."""
+        told = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.0)).accumulate_loss(NOW + 3600, 2.0, since=NOW + 3590)
+        assert (told.seconds, told.at) == pytest.approx((3.0 + 10 * 0.25, NOW + 3600))
+
+    def test_without_one_before_it_has_cost_as_much_since_it_showed(self) -> None:
+        assert Adaptation().accumulate_loss(NOW + 60, 1.25, since=NOW).seconds == pytest.approx(60 * 0.2)

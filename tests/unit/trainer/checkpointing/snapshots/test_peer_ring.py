@@ -1,0 +1,65 @@
+"""Whoever's node is lost, the copies of its shards are on another one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from pacekeeper.checkpointing.snapshots.peer_ring import RankLocation, assign_peer_ranks, assign_peer_workers
+
+
+def on(nodes: str) -> dict[str, str]:
+    """Workers w0, w1, … on nodes with names of one letter."""
+    return {f"w{number}": node for number, node in enumerate(nodes)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ring"),
+    [
+        ("ABC", {"w0": "w1", "w1": "w2", "w2": "w0"}),
+        ("AABB", {"w0": "w2", "w1": "w3", "w2": "w0", "w3": "w1"}),
+        ("AAAB", {"w0": "w3", "w1": "w3", "w2": "w3", "w3": "w0"}),
+        ("AAA", {}),
+        ("A", {}),
+        ("", {}),
+    ],
+)
+def test_each_workers_copies_are_on_another_node(nodes: str, ring: dict[str, str]) -> None:
+    assert assign_peer_workers(on(nodes)) == ring
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_neighbour_shares_the_node_and_none_keeps_more_than_its_part(seed: int) -> None:
+    chance = random.Random(seed)
+    nodes = on("".join(chance.choices("ABCDEFGH"[: chance.randint(2, 8)], k=chance.randint(2, 40))))
+    ring = assign_peer_workers(nodes)
+    if len(set(nodes.values())) < 2:
+        assert ring == {}
+        return
+    assert ring.keys() == nodes.keys()
+    assert all(nodes[worker] != nodes[neighbor] for worker, neighbor in ring.items())
+    most = max(Counter(nodes.values()).values())
+    part = 1 if 2 * most <= len(nodes) else -(-most // (len(nodes) - most))
+    assert max(Counter(ring.values()).values()) <= part
+
+
+def place(worker: str, port: int = 1) -> RankLocation:
+    return RankLocation(worker, f"node of {worker}", "10.0.0.1", port)
+
+
+def test_ranks_of_a_worker_have_theirs_with_different_ranks_of_the_neighbour() -> None:
+    assert assign_peer_ranks([place("a"), place("a"), place("b"), place("b")]) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert assign_peer_ranks([place("a"), place("a"), place("b")]) == {0: 2, 1: 2, 2: 0}
+
+
+def test_a_rank_may_be_on_any_worker() -> None:
+    assert assign_peer_ranks([place("a"), place("b"), place("a"), place("b")]) == {0: 1, 2: 3, 1: 0, 3: 2}
+
+
+@pytest.mark.parametrize(
+    "odd", [place("c", port=0), RankLocation("c", "", "10.0.0.1", 1), RankLocation("", "N", "10.0.0.1", 1)], ids=repr
+)
+def test_where_a_rank_can_take_none_nobody_has_any(odd: RankLocation) -> None:
+    assert assign_peer_ranks([place("a"), place("b"), odd]) == {}

@@ -1,0 +1,254 @@
+"""Names of functions and kernels, what is sent of them, and when a rank looks at itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pacekeeper.environment import Environment
+from pacekeeper.observe.profiling import function_names, machine_counters, rank_profiler
+from pacekeeper.observe.profiling.known_spans import (
+    PEER_WAIT_SPAN_NAME,
+    classify_activity,
+    collect_known_spans,
+    find_complete_start,
+    select_steps,
+    shorten_kernel_name,
+)
+from pacekeeper.observe.profiling.rank_profiler import TrainingConditions
+from pacekeeper.observe.profiling.stack_sampler import StackSampler
+from pacekeeper.observe.record_ring import RingWriter, create_ring
+from pacekeeper.observe.recorder import Recorder
+from pacekeeper.observe.work_clock import HostClock
+from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper_analysis.profiling.pattern import TimeOwner
+from pacekeeper_analysis.protocol.plan import ProfileRequest, WorkerPlan
+from pacekeeper_analysis.protocol.records import RING_RECORD, Collective, Phase, RecordKind
+
+
+class TestNames:
+    def test_packages_are_named_as_they_are_installed_and_own_files_by_their_place(self) -> None:
+        named = function_names.FunctionNames("/app/job")
+        code = compile("def f(): pass", "/app/job/lib/data.py", "exec")
+        assert named.name_function(code) == "./lib/data.py:<module>"
+        assert named.name_function(compile("1", "/elsewhere/a/b/c.py", "exec")) == "./a/b/c.py:<module>"
+        assert named.name_function(torch.nn.Linear.forward.__code__) == "torch/nn/modules/linear.py:Linear.forward"
+        assert named.name_function(json.loads.__code__) == "json/__init__.py:loads"
+        assert (
+            named.name_function(function_names.hide_own_path.__code__)
+            == "pacekeeper/observe/profiling/function_names.py:hide_own_path"
+        )
+
+    def test_stacks_begin_with_the_script(self) -> None:
+        named = function_names.FunctionNames("/app")
+        codes = [compile("1", name, "exec") for name in ("<frozen runpy>", "/app/train.py", "/app/model.py")]
+        assert named.name_stack(codes) == ("./train.py:<module>", "./model.py:<module>")
+
+    def test_hidden_are_paths_of_own_files_alone(self) -> None:
+        name = function_names.hide_own_path("./train.py:Samples.load")
+        assert name == f"{function_names.hash_path('./train.py')}:Samples.load"
+        assert "train" not in name
+        assert function_names.hide_own_path("torch/nn/x.py:f") == "torch/nn/x.py:f"
+        assert function_names.map_path_hashes(["./train.py:a", "./train.py:b", "torch/x.py:f"]) == {
+            function_names.hash_path("./train.py"): "./train.py"
+        }
+
+    @pytest.mark.parametrize(
+        ("activity", "owner", "name"),
+        [
+            ("void at::native::add<float>(int, float*)", TimeOwner.GPU_COMPUTE, "at::native::add"),
+            (
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)",
+                TimeOwner.COLLECTIVE,
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+            ),
+            ("Memcpy HtoD (Pageable -> Device)", TimeOwner.GPU_MEMORY, "Memcpy HtoD (Pageable -> Device)"),
+            ("(anonymous)", TimeOwner.GPU_COMPUTE, "(anonymous)"),
+        ],
+    )
+    def test_kernels(self, activity: str, owner: TimeOwner, name: str) -> None:
+        assert (classify_activity(activity), shorten_kernel_name(activity)) == (owner, name)
+
+
+def records(*rows: dict[str, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    found = np.zeros(len(rows), RING_RECORD)
+    for record, row in zip(found, rows, strict=True):
+        for name, value in row.items():
+            record[name] = value
+    return found
+
+
+STEP = {"kind": RecordKind.STEP, "phase": Phase.TRAIN}
+
+
+class TestSpans:
+    def test_whole_steps_of_the_window_alone(self) -> None:
+        given = records(
+            *({**STEP, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 90} for n in range(5)),
+            {"kind": RecordKind.COMPUTE, "step": 2, "start_ns": 200, "end_ns": 250},
+            {**STEP, "phase": Phase.START, "step": 3, "start_ns": 310, "end_ns": 320},
+        )
+        found = select_steps(given, (150, 395))
+        assert found is not None
+        assert found.first == 2
+        assert found.seconds.tolist() == pytest.approx([90e-9, 90e-9])
+        assert found.own_seconds.tolist() == pytest.approx([50e-9, 90e-9])
+        assert select_steps(given, (495, 600)) is None
+
+    def test_waits_have_the_name_of_what_ended_with_them(self) -> None:
+        reduced = {"kind": RecordKind.COLLECTIVE, "collective": Collective.ALL_REDUCE, "start_ns": 0, "end_ns": 100}
+        loaded = {"kind": RecordKind.DATA, "phase": Phase.TRAIN, "start_ns": 500, "end_ns": 700}
+        elsewhere = {"kind": RecordKind.DATA, "phase": Phase.EVALUATE, "start_ns": 500, "end_ns": 900}
+        far = 10_000_000
+        found = collect_known_spans(
+            records(reduced, loaded, elsewhere), [(50, 101), (far, far + 5)], [], (60, far + 100)
+        )
+        assert [(found.names[n], o) for n, o in zip(found.name, found.owner, strict=True)] == [
+            ("", TimeOwner.DATA),
+            ("all_reduce", TimeOwner.COLLECTIVE),
+            (PEER_WAIT_SPAN_NAME, TimeOwner.COLLECTIVE),
+        ]
+        assert found.start_ns.tolist() == [500, 60, far], "cut to the window"
+
+    def test_what_the_gpu_does_in_an_evaluation_is_none_of_the_steps(self) -> None:
+        given = records(*({**STEP, "step": n, "start_ns": s, "end_ns": s + 100} for n, s in enumerate((0, 100, 2200))))
+        kernels = [(TimeOwner.GPU_COMPUTE, "gemm", at, at + 60) for at in (20, 170, 230, 1000, 2210)]
+        found = collect_known_spans(given, [], kernels, (0, 2300))
+        assert list(zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True)) == [
+            *((20, 80), (170, 200), (2210, 2270)),
+        ], "one that goes on in the evaluation has its part"
+        across = collect_known_spans(given, [], [(TimeOwner.GPU_COMPUTE, "spin", 50, 2250)], (0, 2300))
+        assert (across.end_ns - across.start_ns).sum() == 50 + 100 + 50
+
+    def test_a_window_begins_with_the_first_step_that_the_ring_still_holds_all_of(self) -> None:
+        """The device may have been two steps behind what the host has written down."""
+        rows = (
+            row
+            for n in range(1, 9)
+            for row in (
+                {"kind": RecordKind.DATA, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 10},
+                {**STEP, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 100},
+            )
+        )
+        given = records(*rows)
+        given["index"] = np.arange(1, len(given) + 1)
+        assert find_complete_start(given) == find_complete_start(given[:0]) == 0
+        assert find_complete_start(given[1:]) == 400, "step 1 has lost its loading"
+        assert find_complete_start(given[2:]) == 500
+        assert find_complete_start(given[-2:]) == 900, "no step is sure to be whole"
+
+
+@pytest.mark.usefixtures("either_way")
+def test_of_a_window_that_is_longer_than_the_ring_the_end_is_told(tmp_path: Path) -> None:
+    """All of its steps and waits would be held against what is left of them."""
+    create_ring(RuntimeFolder(tmp_path).create().ring(0), rank=0, round_=1, capacity=64)
+    recorder = Recorder(RingWriter(RuntimeFolder(tmp_path).ring(0)), HostClock())
+    recorder.end_step()
+    window = rank_profiler._OpenWindow(
+        recorder, ProfileRequest("profile-1", 0), TrainingConditions(1, 0, 8), time.monotonic(), 0
+    )
+    for _ in range(20):
+        recorder.load(lambda: None)
+        for _ in range(7):
+            with recorder.time_peer_wait():
+                recorder.ring.write(RecordKind.COLLECTIVE, 0, time.monotonic_ns(), recorder.step, Phase.TRAIN)
+        recorder.end_step(8)
+    window.stop()
+    environment = Environment.read({"PACEKEEPER_RUNTIME": str(tmp_path)})
+    found = window.build_pattern(environment, RuntimeFolder(tmp_path), function_names.FunctionNames("/none"))
+    assert found is not None
+    assert (found.first_step, found.steps) == (recorder.step - found.steps, 64 // 10 - 2)
+    assert sum(function.share for function in found.function_patterns) == pytest.approx(1.0, abs=0.01)
+
+
+class TestSampler:
+    def test_it_looks_at_one_thread_while_that_trains(self) -> None:
+        training = threading.Event()
+        over = threading.Event()
+
+        def trains() -> None:
+            over.wait(10)
+
+        thread = threading.Thread(target=trains)
+        thread.start()
+        assert thread.ident is not None
+        began = time.monotonic_ns()
+        sampler = StackSampler(thread.ident, training.is_set)
+        while sampler.skipped_seconds < 0.1:
+            time.sleep(0.005)
+        training.set()
+        named = function_names.FunctionNames("/none")
+        while len(sampler.collect_samples(named.name_stack, (began, time.monotonic_ns())).taken_ns) < 5:
+            time.sleep(0.005)
+        sampler.stop()
+        over.set()
+        thread.join()
+        found = sampler.collect_samples(named.name_stack, (began, time.monotonic_ns()))
+        assert all(stack[-1].startswith("threading.py:") for stack in found.stacks)
+        assert any("trains" in frame for frame in found.stacks[0])
+        assert len(sampler.collect_samples(named.name_stack, (0, began)).taken_ns) == 0
+
+
+class TestConditions:
+    def test_early_steps_hold_for_the_same_way_to_train(self) -> None:
+        way = TrainingConditions(4, 0, 8)
+        assert way.is_comparable(TrainingConditions(4, 0, 8))
+        assert not way.is_comparable(TrainingConditions(3, 0, 8))
+        assert not way.is_comparable(TrainingConditions(4, 1, 8))
+        assert not way.is_comparable(TrainingConditions(4, 0, 5)), "another share"
+        assert TrainingConditions(4, 2, 8).is_comparable(TrainingConditions(4, 2, 5)), (
+            "leased samples change all the time"
+        )
+
+
+def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    file = rank_profiler._ProfileRequestReader(path)
+    assert file.read_profile(0.0) is None
+    write_plan(path, WorkerPlan(profile=ProfileRequest("profile-1", 5)))
+    assert file.read_profile(0.05) is None
+    assert file.read_profile(0.3) == ProfileRequest("profile-1", 5)
+    path.write_text("{")
+    assert file.read_profile(0.6) is None
+
+
+@pytest.mark.usefixtures("either_way")
+def test_what_fails_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_ring(tmp_path / "ring", rank=0, round_=1)
+    recorder = Recorder(RingWriter(tmp_path / "ring"))
+    runtime = RuntimeFolder(tmp_path).create()
+    write_plan(runtime.plan, WorkerPlan(profile=ProfileRequest("profile-1", 0)))
+    environment = Environment.read({"PACEKEEPER_RUNTIME": str(tmp_path), "PACEKEEPER_RING": str(tmp_path / "ring")})
+    rank_profiler.start_rank_profiler(recorder, environment)
+
+    def no_thread(*_: object) -> StackSampler:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rank_profiler, "StackSampler", no_thread)
+    recorder.step_ended()
+    monkeypatch.undo()
+    recorder.step_ended()
+    assert "pacekeeper-stack-sampler" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_machine_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("SECRET", "1")
+    before = machine_counters.read_machine_counters(threading.get_ident())
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline:
+        pass
+    found = machine_counters.build_setup(before, machine_counters.read_machine_counters(threading.get_ident()))
+    assert "CUDA_LAUNCH_BLOCKING=1" in found.variables
+    assert not any("SECRET" in variable for variable in found.variables)
+    assert found.threads == torch.get_num_threads()
+    assert found.processors > 0
+    assert found.ran > 0.05

@@ -1,0 +1,87 @@
+"""What follows from what the ranks have agreed on: numbers in, duties out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pacekeeper.sync.agreement import AgreementResult, Directives, RankReport
+from pacekeeper.sync.due_queries import DueQuery
+from pacekeeper.sync.progress import Progress
+from pacekeeper.sync.sync_decision import RoundLimits, SyncDecision, decide_sync
+from pacekeeper.sync.training_config import SampleSource, SyncActions, TrainingConfig
+from pacekeeper_analysis.protocol.plan import SyncMode
+
+NO_LIMITS, NOBODY_SAYS_ANYTHING = RoundLimits(), RankReport()
+SYNC, EDIT = SampleSource(SyncMode.SYNC), SampleSource(SyncMode.EDIT)
+LEASED = SampleSource(SyncMode.ASYNC_EDIT, is_leased=True)
+EVAL = frozenset({DueQuery("eval", 4)})
+
+
+def at_step_20(
+    supplied: SampleSource = SYNC,
+    limits: RoundLimits = NO_LIMITS,
+    tally: RankReport = NOBODY_SAYS_ANYTHING,
+    due: frozenset[DueQuery] = frozenset(),
+    checkpoint_due: bool = False,
+    snapshot_due: bool = False,
+    **orders: Any,
+) -> SyncDecision:
+    progress = Progress(step=20, samples=160, answered_request=1, global_batch=8)
+    agreed = AgreementResult(Directives(**orders), tally)
+    return decide_sync(
+        agreed, progress, supplied, limits, checkpoint_due=checkpoint_due, snapshot_due=snapshot_due, due_queries=due
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "duties"),
+    [
+        ({}, SyncActions()),
+        ({"tally": RankReport(leaving=1)}, SyncActions(leave=True)),
+        ({"suspend": True}, SyncActions(leave=True)),
+        ({"limits": RoundLimits(samples=160)}, SyncActions(finish=True)),
+        ({"limits": RoundLimits(samples=161)}, SyncActions()),
+        ({"checkpoint_due": True}, SyncActions(checkpoint=True)),
+        ({"checkpoint_request": 2}, SyncActions(checkpoint=True)),
+        ({"checkpoint_request": 1}, SyncActions()),
+        ({"snapshot_due": True}, SyncActions(snapshot=True)),
+        ({"training_config": TrainingConfig(SyncMode.EDIT)}, SyncActions(switch=True)),
+        (
+            {"training_config": TrainingConfig(SyncMode.EDIT), "limits": RoundLimits(warmup_steps=20)},
+            SyncActions(switch=True),
+        ),
+        ({"training_config": TrainingConfig(SyncMode.EDIT), "limits": RoundLimits(warmup_steps=21)}, SyncActions()),
+        (
+            {"training_config": TrainingConfig(SyncMode.EDIT), "limits": RoundLimits(samples=160)},
+            SyncActions(finish=True),
+        ),
+        ({"supplied": EDIT}, SyncActions(switch=True)),
+        ({"supplied": LEASED, "training_config": TrainingConfig(SyncMode.ASYNC_EDIT)}, SyncActions()),
+        (
+            {
+                "supplied": LEASED,
+                "training_config": TrainingConfig(SyncMode.ASYNC_EDIT),
+                "tally": RankReport(out_of_samples=1),
+            },
+            SyncActions(switch=True),
+        ),
+        (
+            {"supplied": EDIT, "training_config": TrainingConfig(SyncMode.EDIT), "tally": RankReport(out_of_samples=1)},
+            SyncActions(),
+        ),
+    ],
+)
+def test_duties(arguments: dict[str, Any], duties: SyncActions) -> None:
+    found = at_step_20(**arguments)
+    assert found.actions == duties
+    assert found.needs_common_parameters == duties.has_any
+
+
+def test_what_is_due_needs_the_common_parameters_unless_a_rank_cannot_ask() -> None:
+    local: dict[str, Any] = {"supplied": EDIT, "training_config": TrainingConfig(SyncMode.EDIT), "due": EVAL}
+    asked = at_step_20(**local)
+    assert (asked.actions.has_any, asked.due_queries, asked.needs_common_parameters) == (False, EVAL, True)
+    without_a_step = at_step_20(**local, tally=RankReport(out_of_samples=1))
+    assert (without_a_step.due_queries, without_a_step.needs_common_parameters) == (frozenset(), False)

@@ -1,0 +1,216 @@
+"""What the launcher publishes to the sidecar: the worker's present state, and a liveness file."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pacekeeper.checkpointing.storage.checkpoint_status import NO_CHECKPOINT_STATUS, CheckpointStatus
+from pacekeeper.runtime_folder import write_json
+from pacekeeper_analysis.protocol.plan import SYNC_MODES, WorkerPlan
+from pacekeeper_analysis.protocol.records import StateOrigin
+from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState, ReachedStage, StartStage
+
+from ..rendezvous.rounds import RoundState
+
+HEARTBEAT_WRITE_INTERVAL_SECONDS = 0.5
+"""Seconds between two writes while only steps and ages change. Other changes are written at once."""
+
+LIVENESS_INTERVAL_SECONDS = 0.5
+"""Seconds between two updates of the liveness file."""
+
+WRITE_FAILURE_LOG_SECONDS = 60.0
+"""Seconds between two log lines about the same failure to write."""
+
+log = logging.getLogger(__name__)
+
+
+class WriteFailures:
+    """Failures to write, such as on a full volume. They are logged from time to time, and do not end the training."""
+
+    def __init__(self) -> None:
+        self._logged_at: dict[str, float] = {}
+
+    @contextmanager
+    def suppress_errors(self, description: str) -> Iterator[None]:
+        """Suppress OSErrors while writing what `description` names. The caller retries soon."""
+        try:
+            yield
+        except OSError as error:
+            now = time.monotonic()
+            if now - self._logged_at.get(description, float("-inf")) >= WRITE_FAILURE_LOG_SECONDS:
+                self._logged_at[description] = now
+                log.warning("cannot be written for the operator: %s: %s; training goes on", description, error)
+
+
+class LivenessFile:
+    """A file that is touched while the launcher follows the plan.
+
+    It does not exist while torch is being imported, nor after an orderly exit: then, no update is expected.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._touched_at = float("-inf")
+        self.remove()
+
+    def touch(self, now: float) -> None:
+        """Update the file if it is due. `now`: seconds of the monotonic clock."""
+        if now - self._touched_at >= LIVENESS_INTERVAL_SECONDS:
+            self._path.touch()
+            self._touched_at = now
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class HeartbeatFile:
+    """Writes the heartbeat file when it has changed."""
+
+    def __init__(self, path: Path, worker: str) -> None:
+        self._path = path
+        self._heartbeat = self._written = Heartbeat(worker=worker)
+        self._written_at = float("-inf")
+        with WriteFailures().suppress_errors("the first heartbeat"):
+            write_json(path, self._heartbeat.to_json())
+
+    def write(self, heartbeat: Heartbeat, now: float) -> None:
+        """Write the heartbeat if it is due.
+
+        `now`: seconds of the monotonic clock. Raises OSError, for example on a full volume; call it again then.
+        """
+        if heartbeat == self._written:
+            return
+        if (
+            _select_rare_fields(heartbeat) == _select_rare_fields(self._written)
+            and now - self._written_at < HEARTBEAT_WRITE_INTERVAL_SECONDS
+        ):
+            return
+        self._heartbeat = heartbeat
+        write_json(self._path, heartbeat.to_json())
+        self._written, self._written_at = heartbeat, now
+
+    @property
+    def last(self) -> Heartbeat:
+        return self._heartbeat
+
+
+def _select_rare_fields(heartbeat: Heartbeat) -> tuple[Heartbeat, object]:
+    return replace(heartbeat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0, gpus=()), heartbeat.gpu_signs
+
+
+def build_next_heartbeat(
+    previous: Heartbeat,
+    state: RoundState,
+    plan: WorkerPlan | None,
+    ranks: Collection[np.void],
+    wall: float,
+    monotonic: float,
+    refused: str = "",
+    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS,
+) -> Heartbeat:
+    """Build the heartbeat after `previous`.
+
+    `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds. `refused`, `checkpoints`: what rank 0 last
+    wrote here, on why it does not follow the plan and on checkpoints. Values that a new round does not have yet (step,
+    checkpoints) stay as the previous round left them.
+    """
+    heartbeat = replace(
+        previous,
+        state=state.stage,
+        plan_version=0 if plan is None else plan.version,
+        membership=max(state.membership, 0),
+        round=state.round,
+        restarts=state.restarts,
+        refused="",
+        unkillable_ranks=state.unkillable,
+    )
+    if state.round != previous.round:
+        heartbeat = replace(heartbeat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
+        heartbeat = replace(heartbeat, bad_loss_rank=-1, bad_loss_step=-1, teardown_seconds=0.0, start_stages=())
+        heartbeat = replace(heartbeat, origin=StateOrigin.UNKNOWN.name)
+    if state.stage is LauncherState.RUNNING and heartbeat.round_started_at == 0.0:
+        heartbeat = replace(heartbeat, round_started_at=wall - (monotonic - state.started))
+    if not ranks:
+        return heartbeat
+    slowest = min(ranks, key=lambda rank: int(rank["step"]))
+    if heartbeat.first_step_at == 0.0 and slowest["steps_in_round"] > 0:
+        # Exact for the round's first step, which is seen within a tick. A later step is seen only after a long tick.
+        first_step = int(slowest["step_end_ns"]) * 1e-9
+        heartbeat = replace(
+            heartbeat,
+            first_step_at=wall - (monotonic - first_step),
+            teardown_seconds=state.teardown_seconds,
+            start_stages=measure_start_stages(ranks, state.started, first_step, int(slowest["rank"])),
+            origin=_read_state_origin(ranks),
+        )
+    step = int(slowest["step"])
+    rank_0_is_here = any(rank["rank"] == 0 for rank in ranks)
+    status = checkpoints if rank_0_is_here else NO_CHECKPOINT_STATUS
+    bad_loss_ranks = [rank for rank in ranks if rank["bad_loss_step"] >= 0]
+    first_bad = min(bad_loss_ranks, key=lambda rank: int(rank["bad_loss_step"]), default=None)
+    return replace(
+        heartbeat,
+        step=heartbeat.step if step < 0 else step,
+        steps_in_round=int(slowest["steps_in_round"]),
+        total_steps=max(0, int(slowest["total_steps"])),
+        checkpoint_step=max(heartbeat.checkpoint_step, *(int(rank["checkpoint_step"]) for rank in ranks)),
+        # With replicas, one rank per worker keeps snapshots for all.
+        snapshot_step=min((int(rank["snapshot_step"]) for rank in ranks if rank["snapshot_step"] >= 0), default=-1),
+        restored_step=int(slowest["restored_step"]),
+        checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
+        global_batch=int(slowest["global_batch"]),
+        replica_ranks=max(0, int(slowest["replica_ranks"])),
+        managed=bool(slowest["global_batch"] > 0),
+        refused=refused if rank_0_is_here else "",
+        checkpoint_failed_rank=status.failed_rank,
+        checkpoint_error=status.error,
+        checkpoint_age_seconds=status.compute_age(monotonic),
+        sync_mode=_read_sync_mode(int(slowest["sync_mode"])),
+        bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
+        bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),
+    )
+
+
+_STAGE_TIMESTAMPS = {
+    StartStage.DEVICE: "device_ns",
+    StartStage.COMMUNICATORS: "joined_ns",
+    StartStage.SCRIPT: "restoring_ns",
+    StartStage.LOAD: "restored_ns",
+}
+
+
+def measure_start_stages(
+    ranks: Collection[np.void], began: float, first_step: float, last_rank: int
+) -> tuple[ReachedStage, ...]:
+    """Measure how long each stage of the round's start took here.
+
+    `ranks`: their `records.STATE`. `began`, `first_step`: start of the round, and end of its first step on rank
+    `last_rank`; seconds, monotonic. A stage is omitted if a rank's timestamp is missing or implausible: ranks can write
+    anything.
+    """
+    stages = []
+    for stage, stamp in _STAGE_TIMESTAMPS.items():
+        moments = [(int(rank[stamp]) * 1e-9, int(rank["rank"])) for rank in ranks]
+        if all(began <= moment <= first_step for moment, _ in moments):
+            moment, rank = max(moments)
+            stages.append(ReachedStage(stage, moment - began, rank))
+    return (*stages, ReachedStage(StartStage.FIRST_STEP, max(0.0, first_step - began), last_rank))
+
+
+def _read_state_origin(ranks: Collection[np.void]) -> str:
+    """Return the farthest origin of the ranks' state. If a rank's value is missing or invalid, it is unknown."""
+    origins = [int(rank["origin"]) for rank in ranks]
+    is_known = all(StateOrigin.UNKNOWN < origin <= max(StateOrigin) for origin in origins)
+    return StateOrigin(max(origins)).name if is_known else StateOrigin.UNKNOWN.name
+
+
+def _read_sync_mode(position: int) -> str:
+    """Return the ranks' sync mode; "": they are not managed, or have not started."""
+    return "" if position < 0 else SYNC_MODES[position]

@@ -1,0 +1,91 @@
+"""Python's garbage collection at planned steps, and the time that collections take.
+
+Python collects when a rank has created enough objects, on each rank at another moment, and each time all other ranks
+wait. If all ranks collect in the same step, they wait once (arXiv 2505.05713, its remedy for garbage collection).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable
+
+from pacekeeper_analysis.errors import InputError
+
+GCReport = Callable[[int, int, int], None]
+"""Takes start and end of a collection (ns of time.monotonic_ns), and its generation (2: all objects)."""
+
+
+class GCSchedule:
+    """Collects only at the steps of the plan, if it sets an interval."""
+
+    def __init__(self) -> None:
+        self.every = 0
+        """Steps between two collections; 0: Python's own schedule."""
+        self._automatic = False
+        self._last_step = 0
+        _schedules.add(self)
+
+    def collect_if_due(self, step: int, every: int) -> None:
+        """Collect after step `step` if it is a multiple of `every`, or one was passed since the last call.
+
+        Call it on all ranks with the same arguments, so that all of them collect at once. `every` may change at any
+        boundary. Raises InputError if it is negative.
+        """
+        if every < 0:
+            raise InputError(f"gc_every={every} must be 0 (Python's own schedule) or a number of steps")
+        if every != self.every:
+            self._set_interval(every)
+            self._last_step = step - 1
+        if every and step // every > self._last_step // every:
+            gc.collect()
+        self._last_step = step
+
+    def detach_in_child(self) -> None:
+        """Restore Python's own schedule in a process that the rank has just forked: no step ends there."""
+        if self.every:
+            self._set_interval(0)
+
+    def _set_interval(self, every: int) -> None:
+        if self.every == 0:
+            self._automatic = gc.isenabled()
+            gc.disable()
+        self.every = every
+        if every == 0 and self._automatic:
+            gc.enable()
+
+
+def time_collections(
+    report: GCReport, min_ns: int = 0, on_begin: Callable[[int], None] | None = None
+) -> Callable[[], None]:
+    """Call `report` after each collection of this process that took at least `min_ns`; return what ends this.
+
+    `on_begin`: called before each collection, with its generation. The youngest generation is collected many times a
+    step: both callbacks must be fast, and must not raise.
+    """
+    clock, start_ns = time.monotonic_ns, 0
+
+    def collecting(event: str, info: dict[str, int]) -> None:
+        nonlocal start_ns
+        if event == "start":
+            if on_begin is not None:
+                on_begin(info["generation"])
+            start_ns = clock()
+        elif (now := clock()) - start_ns >= min_ns:
+            report(start_ns, now, info["generation"])
+
+    gc.callbacks.append(collecting)
+    return lambda: gc.callbacks.remove(collecting)
+
+
+_schedules: weakref.WeakSet[GCSchedule] = weakref.WeakSet()
+
+
+def _detach_all_in_child() -> None:
+    for schedule in list(_schedules):
+        schedule.detach_in_child()
+
+
+os.register_at_fork(after_in_child=_detach_all_in_child)

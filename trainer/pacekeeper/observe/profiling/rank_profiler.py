@@ -1,0 +1,328 @@
+"""Schedule of a rank's profiles: in the window that the plan requests, and in its early steps for comparison.
+
+The training thread only begins and ends a window, at ends of steps, so that all ranks sample the same steps. Another
+thread processes the samples.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pacekeeper.environment import Environment
+from pacekeeper.runtime_folder import RuntimeFolder, write_text
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.profiling.pattern import ProfileAnswer, RankPattern
+from pacekeeper_analysis.profiling.reduce import WindowRecording, reduce_window
+from pacekeeper_analysis.protocol.decoding import parse_json
+from pacekeeper_analysis.protocol.plan import SYNC_MODES, ProfileRequest, SourceNaming, SyncMode, WorkerPlan
+from pacekeeper_analysis.protocol.records import Phase
+
+from ..record_ring import RingReader
+from ..recorder import Recorder
+from ..work_clock import HostClock, Mark
+from . import function_names, machine_counters
+from .known_spans import KernelProfile, collect_known_spans, find_complete_start, select_steps
+from .stack_sampler import StackSampler
+
+PROFILE_POLL_INTERVAL_SECONDS = 0.25
+"""Seconds between two polls of the conditions, while no window is open or about to open: most steps have none."""
+EARLY_PROFILE = ProfileRequest("", first_step=0, steps=2**20, seconds=5.0)
+"""The window of a rank's early steps. No other has an empty name."""
+EARLY_PROFILE_MIN_STEPS, EARLY_PROFILE_MIN_SECONDS = 10, 3.0
+"""Steps and seconds of a round after which caches and allocators are warm."""
+EARLY_PROFILE_WINDOWS, EARLY_PROFILE_PAUSE_SECONDS = 3, 15.0
+"""Number of early windows, and pause between them.
+
+The fastest counts: while a job starts, its nodes are busy with other work, too.
+"""
+MIN_EARLY_PROFILE_SECONDS = 0.5
+MAX_PROFILE_DURATION_FACTOR = 3.0
+"""Largest duration of a window as a multiple of its seconds, including skipped time."""
+COMPARABLE_SHARE_DIFFERENCE = 0.1
+"""Difference of shares up to which steps are comparable."""
+_WINDOW_NAME_PATTERN = re.compile(r"[A-Za-z0-9.-]{1,80}")
+
+log = logging.getLogger(__name__)
+
+
+def start_rank_profiler(recorder: Recorder, environment: Environment) -> None:
+    """Start the profiler of a rank that has a ring."""
+    assert environment.runtime is not None
+    profiler = RankProfiler(recorder, environment, environment.runtime)
+    recorder.step_ended = profiler.step_ended
+
+
+@dataclass(frozen=True)
+class TrainingConditions:
+    """How a rank trains. Steps under different conditions are not comparable."""
+
+    world_size: int
+    mode: int
+    samples: int  # in a step; 0: unknown
+
+    def is_comparable(self, other: TrainingConditions) -> bool:
+        """Return whether early steps under `other` are comparable with these."""
+        if (self.world_size, self.mode) != (other.world_size, other.mode):
+            return False
+        has_equal_steps = self.mode < 0 or SYNC_MODES[self.mode] is SyncMode.SYNC
+        return not has_equal_steps or abs(self.samples - other.samples) <= COMPARABLE_SHARE_DIFFERENCE * max(
+            self.samples, other.samples
+        )
+
+
+class RankProfiler:
+    """Takes one rank's profiles."""
+
+    def __init__(self, recorder: Recorder, environment: Environment, runtime: RuntimeFolder) -> None:
+        self._recorder = recorder
+        self._environment = environment
+        self._runtime = runtime
+        self._plan = _ProfileRequestReader(runtime.plan)
+        self._open: _OpenWindow | None = None
+        self._last_window = ""
+        """Name of the last window that was taken, or missed."""
+        self._since: float | None = None
+        self._steps = 0
+        """Number of steps in this round."""
+        self._early: tuple[TrainingConditions, RankPattern] | None = None
+        self._early_tried: TrainingConditions | None = None
+        self._early_windows = 0
+        """Number of early windows under these conditions."""
+        self._early_due = 0.0
+        self._sources = function_names.FunctionNames()
+        self._poll_due = 0.0
+
+    def step_ended(self) -> None:
+        """Update the window, in the training thread.
+
+        An error must not fail the training: it ends profiling on this rank.
+        """
+        self._steps += 1
+        now = time.monotonic()
+        if now < self._poll_due:
+            return
+        try:
+            self._update_window(now)
+        except Exception:
+            log.exception("profiling failed; this rank takes no more profiles")
+            self._recorder.step_ended = _do_nothing
+            self._recorder.notice_wait = _ignore_wait
+
+    def _update_window(self, now: float) -> None:
+        self._since = self._since or now
+        profile = self._plan.read_profile(now)
+        requested = self._select_due_profile(profile)
+        window = self._open
+        if window is not None:
+            conditions = self._read_conditions()
+            interrupted = requested is not None and not window.profile.name
+            if window.is_over(now, self._steps) or interrupted or not conditions.is_comparable(window.conditions):
+                self._end_window(window)
+        if self._open is None and requested is not None:
+            self._begin_window(requested, now)
+        elif self._open is None and self._needs_early_window(now):
+            self._begin_window(EARLY_PROFILE, now)
+        is_pending = profile is not None and profile.name != self._last_window
+        self._poll_due = 0.0 if is_pending or self._open is not None else now + PROFILE_POLL_INTERVAL_SECONDS
+
+    def _select_due_profile(self, profile: ProfileRequest | None) -> ProfileRequest | None:
+        """Return the requested window if it begins now; one that was over before it was received is skipped."""
+        if profile is None or profile.name == self._last_window or self._recorder.step < profile.first_step:
+            return None
+        if self._recorder.step >= profile.first_step + profile.steps or not _WINDOW_NAME_PATTERN.fullmatch(
+            profile.name
+        ):
+            self._last_window = profile.name
+            return None
+        return replace(profile, steps=profile.first_step + profile.steps - self._recorder.step)
+
+    def _needs_early_window(self, now: float) -> bool:
+        if self._steps < EARLY_PROFILE_MIN_STEPS or now - (self._since or now) < EARLY_PROFILE_MIN_SECONDS:
+            return False
+        conditions = self._read_conditions()
+        if self._early_tried is None or not conditions.is_comparable(self._early_tried):
+            self._early_windows = 0
+            return True
+        return self._early_windows < EARLY_PROFILE_WINDOWS and now >= self._early_due
+
+    def _read_conditions(self) -> TrainingConditions:
+        state = self._recorder.ring.state
+        return TrainingConditions(self._environment.world_size, int(state.sync_mode), int(state.share))
+
+    def _begin_window(self, profile: ProfileRequest, now: float) -> None:
+        conditions = self._read_conditions()
+        if profile.name:
+            self._last_window = profile.name
+        else:
+            self._early_tried = conditions
+            self._early_windows += 1
+            self._early_due = now + profile.seconds + EARLY_PROFILE_PAUSE_SECONDS
+            if self._early_windows == 1 and (saved_pattern := self._load_early_pattern(conditions)) is not None:
+                self._early = conditions, saved_pattern
+                self._early_windows = EARLY_PROFILE_WINDOWS
+                return
+        self._open = _OpenWindow(self._recorder, profile, conditions, now, self._steps)
+
+    def _end_window(self, window: _OpenWindow) -> None:
+        """End the window. Training continues while another thread processes the samples."""
+        self._open = None
+        window.stop()
+        threading.Thread(target=self._process_window, args=(window,), name="pacekeeper-profile", daemon=True).start()
+
+    def _process_window(self, window: _OpenWindow) -> None:
+        """Process a window. An error must not fail the training."""
+        try:
+            pattern = window.build_pattern(self._environment, self._runtime, self._sources)
+            if pattern is None:
+                log.warning("profile %s: no step was complete in it", window.profile.name or "of early steps")
+            elif window.profile.name:
+                self._publish_pattern(window, pattern)
+            elif pattern.seconds >= MIN_EARLY_PROFILE_SECONDS:
+                self._save_early_pattern(window.conditions, pattern)
+        except Exception:
+            log.exception("profile %s is lost", window.profile.name)
+
+    def _publish_pattern(self, window: _OpenWindow, pattern: RankPattern) -> None:
+        early = self._early[1] if self._early is not None and self._early[0].is_comparable(window.conditions) else None
+        answer = ProfileAnswer(pattern, early)
+        if window.profile.sources is SourceNaming.HASH:
+            table = function_names.map_path_hashes(answer.names)
+            log.info("profile %s: %s", window.profile.name, ", ".join(f"{k} is {v}" for k, v in table.items()))
+            answer = answer.rename_functions(function_names.hide_own_path, SourceNaming.HASH)
+        path = self._runtime.pattern(window.profile.name, self._environment.rank)
+        write_text(path, answer.to_bytes().decode())
+
+    def _save_early_pattern(self, conditions: TrainingConditions, pattern: RankPattern) -> None:
+        previous = self._early
+        if (
+            previous is not None
+            and previous[0].is_comparable(conditions)
+            and previous[1].step_seconds <= pattern.step_seconds
+        ):
+            return
+        self._early = conditions, pattern
+        content = {**asdict(conditions), "pattern": pattern.to_json()}
+        write_text(self._runtime.early_pattern(self._environment.rank), json.dumps(content))
+
+    def _load_early_pattern(self, conditions: TrainingConditions) -> RankPattern | None:
+        """Load the pattern of an earlier round on this worker, under the same conditions."""
+        try:
+            content = parse_json(self._runtime.early_pattern(self._environment.rank).read_bytes())
+            saved_conditions = TrainingConditions(content["world_size"], content["mode"], content["samples"])
+            return RankPattern.from_json(content["pattern"]) if conditions.is_comparable(saved_conditions) else None
+        except (OSError, ValueError, KeyError, TypeError, InputError):
+            return None
+
+
+class _OpenWindow:
+    """A window in progress."""
+
+    def __init__(
+        self, recorder: Recorder, profile: ProfileRequest, conditions: TrainingConditions, now: float, steps: int
+    ) -> None:
+        self.profile = profile
+        self.conditions = conditions
+        self._recorder = recorder
+        self._began, self._steps = now, steps
+        self._waits: list[tuple[Mark, Mark]] = []
+        self._kernels = _start_kernel_profile()
+        if isinstance(recorder.clock, HostClock):  # kernels include the waits of a device
+            recorder.notice_wait = lambda start, end: self._waits.append((start, end))
+        self._before = self._after = machine_counters.read_machine_counters(recorder.training_thread)
+        self._sampler = StackSampler(recorder.training_thread, lambda: recorder.phase in (Phase.TRAIN, Phase.LOAD))
+        self._from = recorder.last_end
+
+    def is_over(self, now: float, steps: int) -> bool:
+        """Return whether the window is over. `steps`: steps of this round so far."""
+        seconds = now - self._began
+        training_seconds = seconds - self._sampler.skipped_seconds
+        is_complete = steps - self._steps >= self.profile.steps or training_seconds >= self.profile.seconds
+        return is_complete or seconds >= MAX_PROFILE_DURATION_FACTOR * self.profile.seconds
+
+    def stop(self) -> None:
+        """Stop sampling, at the end of a step."""
+        self._sampler.stop()
+        self._recorder.notice_wait = _ignore_wait
+        if self._kernels is not None:
+            self._recorder.finish()  # steps that the GPU still works on belong to the window
+            self._kernels.stop()
+        self._until = self._recorder.last_end
+        self._after = machine_counters.read_machine_counters(self._recorder.training_thread)
+
+    def build_pattern(
+        self, environment: Environment, runtime: RuntimeFolder, names: function_names.FunctionNames
+    ) -> RankPattern | None:
+        """Return the pattern. None: no complete step. If the ring has lost the beginning, only the rest is used."""
+        records = RingReader(runtime.ring(environment.local_rank)).records()
+        between = max(self._from.ns, find_complete_start(records)), self._until.ns
+        steps = select_steps(records, between)
+        if steps is None:
+            return None
+        waits = [(start.ns, end.ns) for start, end in self._waits]
+        kernels = [] if self._kernels is None else self._kernels.read_spans()
+        return reduce_window(
+            WindowRecording(
+                rank=environment.rank,
+                round=environment.round,
+                first_step=steps.first,
+                step_seconds=steps.seconds,
+                own_seconds=steps.own_seconds,
+                lengths=steps.lengths,
+                samples=self.conditions.samples,
+                stack_samples=self._sampler.collect_samples(names.name_stack, between),
+                spans=collect_known_spans(records, waits, kernels, between),
+                mode=SYNC_MODES[self.conditions.mode] if self.conditions.mode >= 0 else "",
+                sources=SourceNaming.SHOW,
+                setup=machine_counters.build_setup(self._before, self._after),
+            )
+        )
+
+
+class _ProfileRequestReader:
+    """Reads the profile request from the plan's file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._polled_at = float("-inf")
+        self._file_identity: tuple[int, int] | None = None
+        self._profile: ProfileRequest | None = None
+
+    def read_profile(self, now: float) -> ProfileRequest | None:
+        """Return the present request. Frequent calls cost almost nothing."""
+        if now - self._polled_at < PROFILE_POLL_INTERVAL_SECONDS:
+            return self._profile
+        self._polled_at = now
+        try:
+            status = self._path.stat()
+            if (status.st_ino, status.st_mtime_ns) != self._file_identity:
+                self._file_identity = status.st_ino, status.st_mtime_ns
+                self._profile = WorkerPlan.from_json(parse_json(self._path.read_bytes())).profile
+        except (OSError, ValueError, InputError):  # rank 0 reports an invalid plan
+            self._profile = None
+        return self._profile
+
+
+def _start_kernel_profile() -> KernelProfile | None:
+    """Start a kernel profile; None: the rank uses no GPU, or another profile runs."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        return KernelProfile()
+    except RuntimeError as error:
+        log.warning("profile without kernels: %s", error)
+        return None
+
+
+def _do_nothing() -> None: ...
+
+
+def _ignore_wait(_start: Any, _end: Any) -> None: ...

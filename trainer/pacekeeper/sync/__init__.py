@@ -1,0 +1,1 @@
+"""How the ranks train together: the plan's directives, how ranks agree on them, and what happens at sync points."""
