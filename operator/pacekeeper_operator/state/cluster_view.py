@@ -22,6 +22,22 @@ FRESH_WORKER_SECONDS = 10.0
 """Age of the last report from which a worker may be gone: it gets no ranks."""
 LAUNCHER_UNRESPONSIVE_SECONDS = 8.0
 """Time without a sign of life to its sidecar after which a launcher counts as unresponsive. It gives two a second."""
+STUCK_WAITING_REASONS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ImageInspectError",
+        "ErrImageNeverPull",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "CrashLoopBackOff",
+    }
+)
+"""Waiting reasons of containers that will not start without a change."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,11 @@ class PodView:
     @property
     def ended(self) -> bool:
         return self.exit_code is not None or self.phase in ("Succeeded", "Failed")
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a container cannot start as it is specified, or not on this node. The kubelet keeps trying."""
+        return self.waiting_reason in STUCK_WAITING_REASONS
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,6 @@ from ...state.desired_state import DesiredState
 from ...state.observation import Observation
 from ...state.policy import Policy
 
-STUCK_WAITING_REASONS = frozenset(
-    {
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ImageInspectError",
-        "ErrImageNeverPull",
-        "RegistryUnavailable",
-        "SignatureValidationFailed",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "RunContainerError",
-        "CrashLoopBackOff",
-    }
-)
-"""Waiting reasons of containers that will not start without a change."""
 _REGISTRY_REASONS = ("RegistryUnavailable", "SignatureValidationFailed")
 
 
@@ -202,9 +186,7 @@ def explain_stuck_start(observation: Observation) -> str:
 
 def find_stuck_worker(observation: Observation) -> WorkerView | None:
     """Return a worker whose containers cannot start as they are specified; None: there is none."""
-    return next(
-        (v for v in observation.workers if v.pod is not None and v.pod.waiting_reason in STUCK_WAITING_REASONS), None
-    )
+    return next((view for view in observation.workers if view.pod is not None and view.pod.stuck), None)
 
 
 def classify_stuck_reason(view: WorkerView) -> Reason:

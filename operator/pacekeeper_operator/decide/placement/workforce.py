@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
@@ -41,7 +41,8 @@ def update_workforce(observation: Observation, policy: Policy) -> DesiredState:
         return desired
     desired = _give_up_ended(observation, _enforce_placement_timeout(observation))
     desired = _give_up_unplaced(observation, policy, desired)
-    return _reserve_names(observation, _give_up_surplus(observation, desired))
+    stuck = frozenset(view.name for view in list_stuck_workers(observation, policy))
+    return _reserve_names(observation, _give_up_surplus(observation, desired, stuck), substitutes=min(1, len(stuck)))
 
 
 def _can_be_staffed(observation: Observation) -> bool:
@@ -64,6 +65,24 @@ def list_missing_workers(observation: Observation) -> tuple[WorkerRecord, ...]:
     if _is_job_ending(observation) or not _can_be_staffed(observation):
         return ()
     return tuple(view.record for view in observation.workers if view.pod is None and not _is_created_or_leaving(view))
+
+
+def list_stuck_workers(observation: Observation, policy: Policy) -> tuple[WorkerView, ...]:
+    """Return the workers without ranks that have been unable to start for longer than `schedulingTimeout`.
+
+    It applies to a job that trains, whose template has worked on other nodes. The node may be the cause, so one more
+    worker is created. The first of both that is warm is used. A queue admits a fixed number of pods: its jobs wait.
+    """
+    job = observation.job
+    if not observation.plan.members or not observation.clock_agrees or job.queue or not policy.applies_remedies:
+        return ()
+    latest_creation = observation.now - job.spec.scheduling_timeout
+    return tuple(
+        view
+        for view in observation.workers
+        if view.usable and view.pod is not None and view.pod.stuck and view.pod.created_at <= latest_creation
+        if view.name not in observation.assigned
+    )
 
 
 def count_needed_workers(observation: Observation, missing: Sequence[WorkerRecord]) -> int:
@@ -296,21 +315,26 @@ def delay_after_refusal(desired: DesiredState, observation: Observation) -> Desi
     return desired.with_placement(refused_pods=refused + 1, refused_until=observation.now + pause)
 
 
-def _give_up_surplus(observation: Observation, desired: DesiredState) -> DesiredState:
-    """Give up surplus workers after a scale-down: spares first, then the newest.
+def _give_up_surplus(observation: Observation, desired: DesiredState, stuck: Collection[str]) -> DesiredState:
+    """Give up surplus workers after a scale-down, or once the substitute of a stuck worker is warm.
 
-    A worker that holds ranks stays until it no longer does.
+    Stuck workers go first, then spares, then the newest. A worker that holds ranks stays until it no longer does.
     """
     wanted = observation.job.spec.replicas + observation.job.spec.spares
     assigned = {member.worker for member in desired.plan.members}
     staying = [worker for worker in desired.state.placement.workers if not worker.leaving]
-    surplus = sorted((worker for worker in staying if worker.name not in assigned), key=lambda worker: -worker.ordinal)[
-        : max(0, len(staying) - wanted)
-    ]
+    # The substitute of a stuck worker is no surplus before it can take that worker's place.
+    able = sum(view.warm or view.name in assigned for view in observation.workers if not view.record.leaving)
+    if stuck and able < wanted:
+        wanted += 1
+    surplus = sorted(
+        (worker for worker in staying if worker.name not in assigned),
+        key=lambda worker: (worker.name not in stuck, -worker.ordinal),
+    )[: max(0, len(staying) - wanted)]
     return desired.with_workers(replace(worker, leaving="fewer workers are wanted") for worker in surplus)
 
 
-def _reserve_names(observation: Observation, desired: DesiredState) -> DesiredState:
+def _reserve_names(observation: Observation, desired: DesiredState, substitutes: int) -> DesiredState:
     """Reserve names for the workers that are missing.
 
     There are none while no attempt to place the job is under way. After workers that did not start, and pods that
@@ -325,6 +349,7 @@ def _reserve_names(observation: Observation, desired: DesiredState) -> DesiredSt
         return desired
     waits = waits and bool(desired.plan.members) and not state.placement.vacant_since
     wanted = min(spec.replicas, len(desired.plan.members)) if waits else spec.replicas + spec.spares
+    wanted += substitutes
     staying = [worker for worker in desired.state.placement.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}
     free = (ordinal for ordinal in count() if ordinal not in taken)

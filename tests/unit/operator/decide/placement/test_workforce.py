@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.protocol.plan import Stop
-from pacekeeper_analysis.protocol.reports import LauncherState
-from pacekeeper_operator.api.training_job import CleanPodPolicy, RunPolicySpec
+from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState
+from pacekeeper_operator.api.training_job import CleanPodPolicy, RemediationMode, RunPolicySpec
 from pacekeeper_operator.decide.placement import workforce
 from pacekeeper_operator.decide.placement.workforce import (
     POD_DELETION_OVERDUE_SECONDS,
@@ -18,7 +18,7 @@ from pacekeeper_operator.decide.placement.workforce import (
     list_missing_workers,
     list_surplus_workers,
 )
-from pacekeeper_operator.state.cluster_view import FRESH_WORKER_SECONDS, NodeView
+from pacekeeper_operator.state.cluster_view import FRESH_WORKER_SECONDS, NodeView, PodView, WorkerView
 from pacekeeper_operator.state.desired_state import DesiredState, WorkerRecord
 from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import (
@@ -383,3 +383,54 @@ class TestKeptOff:
 
     def test_nor_by_an_operator_that_has_not_heard_of_all_suspects(self) -> None:
         assert going(stepped(replace(self.waiting(), operator_age=0.0))) == []
+
+
+class TestStuckWorkers:
+    """A worker cannot start on its node, where its image cannot be pulled, for example. Another node may be better."""
+
+    SPARE, SUBSTITUTE = "j-w2-0", "j-w3-0"
+    TIMEOUT = build_job().spec.scheduling_timeout
+
+    def stuck(self, seconds: float = TIMEOUT, reason: str = "ImagePullBackOff", **changes: Any) -> Observation:
+        pod = {"waiting_reason": reason, "created_at": NOW - seconds}
+        world = change_worker(build_training(replicas=2, spares=1), self.SPARE, pod=pod)
+        views = [replace(view, heartbeat=None) if view.name == self.SPARE else view for view in world.workers]
+        return replace(world, workers=tuple(views), **changes)
+
+    def with_substitute(self, **heartbeat: Any) -> Observation:
+        """Return the job after its substitute's pod has been created."""
+        world = stepped(self.stuck())
+        pod = PodView(self.SUBSTITUTE, "uid-3", "Running", "node-3", "10.0.0.3", created_at=NOW)
+        beat = Heartbeat(worker=self.SUBSTITUTE, **heartbeat) if heartbeat else None
+        others = [view for view in world.workers if view.name != self.SUBSTITUTE]
+        return replace(world, workers=(*others, WorkerView(record(world, self.SUBSTITUTE), pod, beat)))
+
+    def test_one_more_worker_is_created_and_the_kubelet_keeps_trying(self) -> None:
+        world = stepped(self.stuck())
+        assert names(world.state.placement.workers)[-1] == self.SUBSTITUTE
+        assert going(world) == []
+        pod = {"waiting_reason": "ImagePullBackOff", "created_at": NOW - self.TIMEOUT}
+        again = stepped(change_worker(self.with_substitute(), self.SUBSTITUTE, pod=pod))
+        assert names(again.state.placement.workers)[-1] == self.SUBSTITUTE, "it is stuck, too: there is no third one"
+        assert going(again) == []
+
+    def test_the_stuck_worker_leaves_once_its_substitute_is_warm(self) -> None:
+        assert going(stepped(self.with_substitute(state=LauncherState.STARTING))) == []
+        assert going(stepped(self.with_substitute(state=LauncherState.WARM))) == [self.SPARE]
+
+    def test_the_substitute_leaves_if_the_stuck_worker_starts(self) -> None:
+        world = change_worker(self.with_substitute(), self.SPARE, pod={"waiting_reason": ""})
+        assert going(stepped(world)) == [self.SUBSTITUTE]
+
+    @pytest.mark.parametrize(
+        ("seconds", "reason"), [(TIMEOUT - 1, "ImagePullBackOff"), (10 * TIMEOUT, "ContainerCreating")]
+    )
+    def test_a_start_that_takes_long_is_awaited(self, seconds: float, reason: str) -> None:
+        assert len(stepped(self.stuck(seconds, reason)).state.placement.workers) == 3
+
+    def test_nothing_is_created_by_a_clock_in_doubt_beyond_a_queues_admission_or_in_mode_recommend(self) -> None:
+        world = self.stuck()
+        assert workforce.list_stuck_workers(world, build_policy())
+        for changed in (self.stuck(clock_agrees=False), replace(world, job=replace(world.job, queue="q"))):
+            assert workforce.list_stuck_workers(changed, build_policy()) == ()
+        assert workforce.list_stuck_workers(world, build_policy(mode=RemediationMode.RECOMMEND)) == ()
