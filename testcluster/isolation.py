@@ -28,7 +28,6 @@ def enter_own_namespaces() -> None:
     """
     assert CLUSTER_NAME, "the unnamed cluster uses the machine's namespaces"
     Programs()
-    cluster.tear_down()
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS | _CLONE_NEWNET) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"unshare: {os.strerror(error)}")
@@ -36,4 +35,5 @@ def enter_own_namespaces() -> None:
     namespaces_folder = Path("/run/netns")  # the folder of `ip netns`
     namespaces_folder.mkdir(exist_ok=True)
     run_command("mount", "-t", "tmpfs", "tmpfs", namespaces_folder)
+    cluster.tear_down()  # from here on, the links and namespaces of other clusters are out of its reach
     run_command("ip", "link", "set", "lo", "up")
