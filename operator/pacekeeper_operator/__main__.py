@@ -44,6 +44,7 @@ from .services.webhook import create_http_post as over_webhook
 from .settings import Settings
 
 RELEASE_ALL_TIMEOUT_SECONDS = 120.0
+log = logging.getLogger("pacekeeper_operator")
 
 
 def main() -> int:
@@ -130,7 +131,13 @@ class _PodEnvironment:
             stop_flag=stopped,
         )
         self._install_signal_handlers()  # kopf replaced them: it would exit while the Lease is still held
-        await kopf.run_tasks(tasks, ignored=others)
+        try:
+            await kopf.run_tasks(tasks, ignored=others)
+        except Exception as error:
+            # At its end, kopf awaits each task that has begun since, even a watch of the operator that now fails.
+            if not stopped.is_set():
+                raise
+            log.warning("a task has failed while the operator ended: %r", error)
 
 
 async def _run_process(settings: Settings) -> int:
