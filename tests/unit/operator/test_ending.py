@@ -27,7 +27,7 @@ async def test_a_watch_that_fails_while_the_operator_ends_is_no_failure_of_it(
 
     monkeypatch.setattr(kopf, "spawn_tasks", spawn_tasks)
     monkeypatch.setattr(kopf, "run_tasks", run_tasks)
-    monkeypatch.setattr(_PodEnvironment, "_install_signal_handlers", lambda self: None)
+    monkeypatch.setattr(_PodEnvironment, "_install_signal_handlers", lambda _: None)
     operator, stopped = cast(Operator, SimpleNamespace(settings=Settings())), asyncio.Event()
     if is_ending:
         stopped.set()
