@@ -74,5 +74,5 @@ CRASH_TEST_SCENARIOS: dict[str, Schedule] = {
     "suspend": _inject_one(people.JobSuspended(edits=True), 40.0),
     "finish": _inject_one(people.JobFinishes(steps=5)),
     "recreate": _inject_one(people.JobDeleted(recreate=True)),
-    "old-operator": _inject_one(people.StateOfOldOperator()),
+    "state-lost": _inject_one(people.StateDeleted(unattended=True)),
 }

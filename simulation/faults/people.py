@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pacekeeper_operator.api.codec import camel_case, to_json
-from pacekeeper_operator.api.names import API_VERSION, LABEL_JOB, PAUSE_CONFIG_MAP
-from pacekeeper_operator.legacy import DROPPED_LEGACY_FIELDS, LEGACY_FIELD_NAMES
+from pacekeeper_operator.api.names import API_VERSION, PAUSE_CONFIG_MAP
 
 from ..kubernetes.api.errors import ApiError
 from ..world import NAMESPACE, OPERATOR_NAMESPACE
@@ -187,12 +184,20 @@ class IncidentsDeleted(Fault):
 
 @dataclass(frozen=True)
 class StateDeleted(JobFault):
-    """A user with permission deletes a job's TrainingJobState."""
+    """A user with permission deletes a job's TrainingJobState.
+
+    `unattended`: all operator pods are killed first, so that the next operator has never read it.
+    """
+
+    unattended: bool = False
 
     def inject(self, context: FaultContext) -> None:
         name = context.get_job_settings(self.job).name
         if context.world.api.get("trainingjobstates", name, NAMESPACE) is None:
             raise TargetMissing(f"job {name} has no bookkeeping")
+        if self.unattended:
+            for pod in list(context.world.deployment.pods):
+                pod.kill()
         context.log(f"TrainingJobState {name} is deleted")
         context.world.api.delete("trainingjobstates", name, NAMESPACE)
 
@@ -233,45 +238,6 @@ class StateEdited(JobFault):
                 body["metadata"].setdefault("annotations", {})["example.com/seen"] = f"{context.world.now():.3f}"
         context.log(f"TrainingJobState {name} is edited: {self.edit}")
         attempt_write(context, lambda: api.update("trainingjobstates", body, manager=PERSON_MANAGER))
-
-
-@dataclass(frozen=True)
-class StateOfOldOperator(JobFault):
-    """The operator restarts and finds the ConfigMap of a version that had no TrainingJobStates."""
-
-    def inject(self, context: FaultContext) -> None:
-        api, name = context.world.api, context.get_job_settings(self.job).name
-        desired, metadata = context.read_desired(self.job), context.get_job(self.job)["metadata"]
-        owner = {
-            "apiVersion": API_VERSION,
-            "kind": "TrainingJob",
-            "name": name,
-            "uid": metadata["uid"],
-            "controller": True,
-        }
-        legacy_state: Object = {}
-        for part in (desired.state.lifecycle, desired.state.placement, desired.state.budget, desired.state.adaptation):
-            legacy_state |= to_json(part, {})
-        for field_name, legacy_name in LEGACY_FIELD_NAMES.items():
-            legacy_state[legacy_name] = legacy_state.pop(camel_case(field_name), None)
-        for dropped in DROPPED_LEGACY_FIELDS:
-            legacy_state.pop(camel_case(dropped), None)
-        body = {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {
-                "name": f"{name}-plan",
-                "namespace": NAMESPACE,
-                "labels": {LABEL_JOB: name},
-                "ownerReferences": [owner],
-            },
-            "data": {"plan.json": json.dumps(desired.plan.to_json()), "state.json": json.dumps(legacy_state)},
-        }
-        context.log(f"job {name} has the ConfigMap of an older operator")
-        for pod in list(context.world.deployment.pods):
-            pod.kill()
-        api.delete("trainingjobstates", name, NAMESPACE)
-        attempt_write(context, lambda: api.create("configmaps", body, manager="pacekeeper"))
 
 
 @dataclass(frozen=True)

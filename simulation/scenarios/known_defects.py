@@ -37,7 +37,7 @@ class DefectScenario:
     """Maximum number of restarts that may count."""
 
 
-def _build_scenario(
+def _build_scenario(  # noqa: PLR0913  # rows of a table: each names what it varies
     description: str,
     *injections: FaultInjection,
     patience: float = DefectScenario.patience,
@@ -334,7 +334,7 @@ DEFECT_SCENARIOS: dict[str, DefectScenario] = {
     "incident-without-bookkeeping": _build_scenario(
         "an incident that was open when its job's bookkeeping was lost stays open permanently",
         _inject_at(WARMED_UP_SECONDS, machines.PodDeleted()),
-        _inject_at(IncidentOpens(delay=0.5), people.StateOfOldOperator()),
+        _inject_at(IncidentOpens(delay=0.5), people.StateDeleted(unattended=True)),
     ),
     "bookkeeping-deleted": _build_scenario(
         "a bookkeeping that is deleted while nothing is to be written is missed by the next operator: all are replaced",

@@ -62,11 +62,10 @@ class OperatorHarness:
     def observation(self) -> Observation:
         """As it is now."""
         now = self.runtime.now()
-        metrics = gather.collect_metrics(self._jobs, NO_PROMETHEUS, now)
-        self._jobs.metrics = metrics
+        self._jobs.metrics = gather.collect_metrics(self._jobs, NO_PROMETHEUS, now)
         workers = self.team.workers.values()
         pods = [PodView(w.name, w.name, "Running", f"node-{w.name}", w.address, owner=self.job.uid) for w in workers]
-        return gather.build_observation(self.cache.started_at, self._jobs, pods, metrics, ClusterView(), now)
+        return gather.build_observation(self.cache.started_at, self._jobs, pods, ClusterView(), now)
 
     @property
     def desired(self) -> DesiredState:

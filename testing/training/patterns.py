@@ -26,7 +26,7 @@ HEALTHY_WORK = {
 FunctionSeconds = Mapping[tuple[str, TimeOwner], float]
 
 
-def build_pattern(
+def build_pattern(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     rank: int,
     work: FunctionSeconds,
     step_seconds: float,

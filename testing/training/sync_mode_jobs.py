@@ -67,7 +67,7 @@ class JobRankTrace:
     left_with: Any = None
 
 
-def run_job(
+def run_job(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     runtime: Path,
     *,
     until: int | None,

@@ -19,6 +19,7 @@ from pacekeeper_operator.pods.manifests import (
     Installation,
     NodeProbeTask,
     ProbeImage,
+    SchedulingConstraints,
     build_probe_pod,
     build_worker_pod,
 )
@@ -532,7 +533,9 @@ def test_examples_and_their_pods_are_accepted(cluster: KubectlCluster, namespace
     assert job.spec.checkpoint.volume_claim_name in {found["metadata"]["name"] for found in yaml.safe_load_all(text)}
     installation = Installation("https://10.96.0.50:8443", "PEM")
     for spare in (False, True):
-        pod = build_worker_pod(job, 0, 0, installation, spare=spare, avoid_nodes=["node-1", "node-2"])
+        pod = build_worker_pod(
+            job, 0, 0, installation, spare=spare, scheduling=SchedulingConstraints(avoid_nodes=["node-1", "node-2"])
+        )
         cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", stdin=json.dumps(pod))
 
 

@@ -243,7 +243,7 @@ def throttled(namespace: str, pod: str, container: str) -> int:
     return int(words[words.index("nr_throttled") + 1])
 
 
-def _pod(
+def _pod(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     name: str,
     command: list[str],
     *,

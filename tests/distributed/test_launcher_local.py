@@ -24,7 +24,7 @@ from testing.training.ranks import PREIMPORTS
 
 
 @contextmanager
-def local_run(
+def local_run(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     folder: Path,
     faults: Sequence[Mapping[str, object]] = (),
     restarts: int = 5,

@@ -78,7 +78,7 @@ def whole(gradient: Tensor | None) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def one_step(
+def one_step(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     shares: Shares,
     by_tokens: bool,
     sharded: bool,

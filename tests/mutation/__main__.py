@@ -29,7 +29,7 @@ ROOT = HERE.parents[1]
 OPERATOR = ROOT / "operator/pacekeeper_operator"
 SCOPE = (
     *(f"{package}/**/*.py" for package in ("decide", "endpoint", "kube", "observe", "runtime", "services", "state")),
-    *("api/codec.py", "pods/network_policies.py", "legacy.py", "limits.py"),
+    *("api/codec.py", "pods/network_policies.py", "limits.py"),
 )
 
 

@@ -17,7 +17,7 @@ def build_ring_edges(ranks: Sequence[int], *, backwards: bool = False) -> list[T
 
     In gloo's rings it sends to the previous one.
     """
-    if len(ranks) < 2:
+    if len(ranks) <= 1:
         return []
     order = list(ranks)[::-1] if backwards else list(ranks)
     return [TrafficEdge(rank, next_rank) for rank, next_rank in zip(order, order[1:] + order[:1], strict=True)]

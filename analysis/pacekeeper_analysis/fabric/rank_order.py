@@ -31,7 +31,7 @@ def order_by_topology(slots: Sequence[Name], locations: Mapping[Name, TopologyLo
 
 
 def _group_by_tier(slots: list[Name], locations: Mapping[Name, TopologyLocation], tier: int) -> list[Name]:
-    if tier == 0 or len(slots) < 2:
+    if tier == 0 or len(slots) <= 1:
         return slots
     groups: dict[str, list[Name]] = {}
     for name in slots:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 
 Ints = NDArray[np.int64]
+_LINK_TABLE_DIMENSIONS = 2
 NO_ROUTE = -1
 """The route of a flow that stays in its group, or that has none."""
 
@@ -31,7 +32,7 @@ class Topology:
     planes: int = 1
 
     def __post_init__(self) -> None:
-        if self.up.ndim != 2 or self.up.shape != self.down.shape or not self.up.size:
+        if self.up.ndim != _LINK_TABLE_DIMENSIONS or self.up.shape != self.down.shape or not self.up.size:
             raise InputError(
                 f"fabric: uplinks {self.up.shape} and downlinks {self.down.shape} must both be groups × routes"
             )

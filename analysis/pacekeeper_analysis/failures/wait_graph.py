@@ -21,6 +21,7 @@ from ..protocol.records import Collective, Device
 from ..protocol.reports import FaultReport, RankState
 
 _SEND, _RECEIVE = Collective.SEND.name, Collective.RECV.name
+_CHANNEL_ENDS = 2
 _MAX_GROUPS_DESCRIBED = 3
 """Upper limit of groups that a sentence names."""
 _MAX_RANK_LIST_LENGTH = 60
@@ -144,7 +145,7 @@ class PendingCollective:
         ranks by collective). If that is not decisive either, return all.
         """
         group_counts = Counter(self.inside.values())
-        if len(group_counts) < 2 or self.is_channel:
+        if len(group_counts) <= 1 or self.is_channel:
             return ()
 
         def votes(collective: str) -> tuple[int, int]:
@@ -156,7 +157,7 @@ class PendingCollective:
 
     def __str__(self) -> str:
         ((collective, _),) = Counter(self.inside.values()).most_common(1)
-        if self.is_channel and len(self.group.members) == 2:
+        if self.is_channel and len(self.group.members) == _CHANNEL_ENDS:
             source, destination = self.group.members
             return f"{collective} {self.sequence} from rank {source} to rank {destination}"
         if not self.group.known:

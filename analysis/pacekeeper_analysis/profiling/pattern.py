@@ -31,6 +31,8 @@ MAX_FUNCTION_NAME_LENGTH = 160
 MAX_PATTERN_STACKS = 512
 MAX_STACK_DEPTH = 64
 """Upper limit of frames of a stack. Of deeper stacks the innermost frames are kept."""
+MAX_SHARES_SUM = 1.01
+"""Greatest sum of the functions' shares of a window. Rounding makes it greater than 1."""
 NOT_MEASURED = -1.0
 """Value of `use` and `spread` if they were not measured."""
 
@@ -178,7 +180,7 @@ class RankPattern(_PatternHead):
         for name, column, low in zip(_COLUMNS, statistics, _LOWEST, strict=True):
             if not ((column >= low) & (column <= 1.0)).all():  # rejects NaN, too
                 raise InputError(f"{path}.{name}: must be from {low:g} to 1")
-        if statistics[0].sum() > 1.01:
+        if statistics[0].sum() > MAX_SHARES_SUM:
             raise InputError(f"{path}.share: {statistics[0].sum():.3f} in total is more than the whole window")
         return cls(
             **{name: getattr(head, name) for name in _PatternHead.__dataclass_fields__},
@@ -298,7 +300,7 @@ def _read_column(data: object, path: str, length: int) -> NDArray[np.float64]:
 def _read_stacks(data: object, path: str, name_count: int) -> tuple[tuple[int, ...], ...]:
     def stack(value: object, stack_path: str) -> tuple[int, ...]:
         numbers = read_tuple(_read_whole_number, value, stack_path, MAX_STACK_DEPTH + 1)
-        if len(numbers) < 2 or numbers[0] < 1 or max(numbers[1:]) >= name_count:
+        if len(numbers) <= 1 or numbers[0] < 1 or max(numbers[1:]) >= name_count:
             raise InputError(f"{stack_path}: must be a number of samples, followed by positions in the names")
         return numbers
 

@@ -32,6 +32,8 @@ from .pattern import (
 MAX_FUNCTION_BYTES = MAX_RANK_PATTERN_BYTES * 5 // 8
 """Upper limit of a pattern before its stacks, which get the rest."""
 
+MIN_KEPT_FUNCTIONS = 8
+"""Number of functions that a pattern keeps, however long their names are."""
 MIN_FUNCTION_SHARE = 0.001
 """Share of the window below which functions are combined as `OTHER_FUNCTIONS`."""
 OTHER_FUNCTIONS = "(others)"
@@ -107,7 +109,8 @@ def reduce_window(window: WindowRecording) -> RankPattern:
     )
     max_functions = MAX_PATTERN_FUNCTIONS - len(TimeOwner)
     while (
-        _measure_size(pattern := _add_functions(head, rows, max_functions)) > MAX_FUNCTION_BYTES and max_functions > 8
+        _measure_size(pattern := _add_functions(head, rows, max_functions)) > MAX_FUNCTION_BYTES
+        and max_functions > MIN_KEPT_FUNCTIONS
     ):
         max_functions = max_functions * 3 // 4
     return _add_stacks(pattern, window.stack_samples)
@@ -217,7 +220,7 @@ def _weigh_samples(samples: StackSamples) -> tuple[NDArray[np.float64], NDArray[
 
     NaN means not known.
     """
-    if len(samples.taken_ns) < 2:
+    if len(samples.taken_ns) <= 1:
         return np.ones(len(samples.taken_ns)), np.full(len(samples.taken_ns), np.nan)
     gaps = np.diff(samples.taken_ns).astype(np.float64)
     gaps = np.append(gaps, np.median(gaps))

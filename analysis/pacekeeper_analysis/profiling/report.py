@@ -27,6 +27,8 @@ OWNER_LABELS = {
     TimeOwner.GC: "garbage",
     TimeOwner.PYTHON: "Python",
 }
+MIN_BOUND_SLOPE = 1e-9
+"""Slope below which a line has no bound: it is 0, apart from rounding."""
 PLOTTED_USES = np.linspace(0.0, 1.0, 41)
 """Values of use at which the usual range of a plot is drawn."""
 WHOLE_STEP = "(a whole step)"
@@ -241,7 +243,7 @@ def compute_usual_range(shares: np.ndarray[Any, Any], busy: np.ndarray[Any, Any]
             (limit + a * median_share + b * median_busy) / (a + b * use)
             for a in (1, -1)
             for b in (1, -1)
-            if abs(a + b * use) > 1e-9
+            if abs(a + b * use) > MIN_BOUND_SLOPE
         ]
         inside = [
             bound

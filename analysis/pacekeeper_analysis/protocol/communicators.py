@@ -19,6 +19,11 @@ MAX_COMMUNICATORS = 256
 """Upper limit of communicators of one rank, or of one worker in one message."""
 MAX_MEMBERS_CHARACTERS = 32_000
 """Upper limit of characters of all members in one message. Reading them takes 10 µs per run."""
+MAX_RANK_DIGITS = 7
+MAX_GROUP_IDENTITY_DIGITS = 8
+"""Hexadecimal ones."""
+MAX_SEQUENCE_DIGITS = 19
+"""Those of a signed integer of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
         if stride > 0:
             while end + 1 < len(ranks) and ranks[end + 1] - ranks[end] == stride:
                 end += 1
-        if stride <= 0 or (end - position < 2 and stride != 1):
+        if stride <= 0 or (end - position <= 1 and stride != 1):
             pieces.append(str(ranks[position]))
             position += 1
             continue
@@ -110,7 +115,10 @@ def _parse_runs(text: str) -> list[range]:
     for piece in text.split(",") if text else ():
         span, _, stride_text = piece.partition(":")
         low, dash, high = span.partition("-")
-        if not all(part.isdecimal() and len(part) < 8 for part in (low, high if dash else low, stride_text or "1")):
+        if not all(
+            part.isdecimal() and len(part) <= MAX_RANK_DIGITS
+            for part in (low, high if dash else low, stride_text or "1")
+        ):
             raise InputError(f"{piece[:40]!r} is not a run of ranks: give them as 0-7, 0-12:4 or 5")
         first, last, stride = int(low), int(high if dash else low), int(stride_text or 1)
         if last < first or stride < 1:
@@ -144,8 +152,8 @@ def parse_entered(text: str) -> dict[int, int]:
     sequences = {}
     for piece in text.split(",") if text else ():
         identity, _, sequence = piece.partition(":")
-        is_identity = 0 < len(identity) <= 8 and set(identity) <= _HEXADECIMAL
-        if not (is_identity and sequence.isdecimal() and len(sequence) < 20):
+        is_identity = 0 < len(identity) <= MAX_GROUP_IDENTITY_DIGITS and set(identity) <= _HEXADECIMAL
+        if not (is_identity and sequence.isdecimal() and len(sequence) <= MAX_SEQUENCE_DIGITS):
             raise InputError(f"{piece[:40]!r} is not a rank's progress in a group: give it as 1f:12")
         sequences[int(identity, 16)] = int(sequence)
     return sequences

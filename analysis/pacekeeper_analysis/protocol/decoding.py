@@ -23,6 +23,10 @@ _Reader = Callable[[object, str], Any]
 """Reads a value, given the value and its path in the data."""
 
 
+MAX_QUOTED_CHARACTERS = 60
+"""Upper limit of characters of a value in a message."""
+
+
 @dataclass(frozen=True)
 class Within:
     """A number from `low` to `high`."""
@@ -222,4 +226,4 @@ def abbreviate_value(value: object) -> str:
         text = ascii(value)
     except (ValueError, RecursionError):
         return f"this {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}…"
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else f"{text[: MAX_QUOTED_CHARACTERS - 3]}…"

@@ -179,7 +179,8 @@ POLLED_DEVICE_FIELDS = ("device", "device_collective", "device_group", "device_s
 RING_MAGIC = 0x504B_5249_4E47_0001
 """Identifies this layout. Fields appended to the state, with 0 for "not known", do not change it."""
 RING_HEADER_BYTES = 4096
-assert RING_RECORD.itemsize == 64
+RING_RECORD_BYTES = 64
+assert RING_RECORD.itemsize == RING_RECORD_BYTES
 assert RING_STATE.itemsize <= RING_HEADER_BYTES
 
 

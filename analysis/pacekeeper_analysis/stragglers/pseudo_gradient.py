@@ -21,6 +21,8 @@ from ..errors import InputError
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
+_NORM_DIMENSIONS = 2
+"""Units and replicas."""
 GROWTH_EXPONENTS = np.array([0.5, 1.0])
 """A healthy norm grows with the steps done as steps^p: p = ½ if the gradients are noise, 1 if all agree."""
 
@@ -139,7 +141,11 @@ class NormStatistics:
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"not statistics of pseudo-gradients: {error!r}") from error
         counts, norms = statistics.count.shape, statistics.mean.shape
-        if len(counts) != 2 or norms != (len(GROWTH_EXPONENTS), *counts) or statistics.variance.shape != norms:
+        if (
+            len(counts) != _NORM_DIMENSIONS
+            or norms != (len(GROWTH_EXPONENTS), *counts)
+            or statistics.variance.shape != norms
+        ):
             raise InputError(f"not statistics of pseudo-gradients: shapes {norms} and {counts} do not fit")
         return statistics
 
@@ -279,7 +285,7 @@ def _count_strikes(statistics: NormStatistics, anomalous: Flags, finite: Flags, 
 
 
 def _check_inputs(norms: Floats, steps: Floats, samples: Floats, statistics: NormStatistics) -> None:
-    if norms.ndim != 2 or norms.shape[1] < 1:
+    if norms.ndim != _NORM_DIMENSIONS or norms.shape[1] < 1:
         raise InputError(f"norms: shape {norms.shape} must be [units, replicas]")
     if steps.shape != norms.shape[1:] or samples.shape != norms.shape[1:]:
         raise InputError(f"steps {steps.shape}, samples {samples.shape}: one for each of {norms.shape[1]} replicas")

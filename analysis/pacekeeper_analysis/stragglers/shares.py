@@ -54,6 +54,9 @@ CHANCE_STANDARD_ERRORS, REPEATED_CHANCE_STANDARD_ERRORS = 2.0, 4.0
 _BOOTSTRAP_DRAWS = 512
 """Number of steps composed from the ranks' own, and of draws of them that shares are fitted to."""
 
+_SHARE_WINDOW_DIMENSIONS = 2
+"""Steps and ranks."""
+
 _MAX_MOVE_CANDIDATES = 8
 """Number of possible givers, and of possible takers, of which all pairs are tried for each move."""
 
@@ -86,6 +89,25 @@ class ShareCosts:
 
 
 @dataclass(frozen=True)
+class ShareLimits:
+    """The limits of each rank's share, in samples. Each share is a multiple of `granularity`."""
+
+    minimum: int = 1
+    maximum: int | None = None  # the rank's memory; None: no limit
+    granularity: int = 1
+
+    def count_granules(self) -> ShareLimits:
+        """Return the limits in units of `granularity` samples."""
+        return ShareLimits(
+            minimum=-(-self.minimum // self.granularity),
+            maximum=None if self.maximum is None else self.maximum // self.granularity,
+        )
+
+
+NO_SHARE_LIMITS = ShareLimits()
+
+
+@dataclass(frozen=True)
 class ShareBalance:
     """Shares in rank order, and the expected step times (seconds) of the present shares and of these.
 
@@ -113,18 +135,15 @@ def rebalance_shares(
     samples: npt.ArrayLike,
     *,
     costs: ShareCosts | None = None,
-    minimum: int = 1,
-    maximum: int | None = None,
-    granularity: int = 1,
+    limits: ShareLimits = NO_SHARE_LIMITS,
     known_relative_times: Mapping[int, float] | None = None,
 ) -> ShareBalance:
     """Compute the best shares from windows of own work. The present shares are those of the last step.
 
     `compute_seconds` and `samples` have the shape (steps, ranks), oldest first. `costs` are the known costs. None means
     those that `fit_costs` finds in these steps. Rare long steps (garbage collection, other pauses) are left out,
-    because shares cannot help against them. `minimum` and `maximum` limit each rank's share (memory). Shares are
-    multiples of `granularity`. `known_relative_times` are ranks whose time per sample, relative to the median rank, is
-    known from many more steps. Raises InputError if the input does not fit.
+    because shares cannot help against them. `known_relative_times` are ranks whose time per sample, relative to the
+    median rank, is known from many more steps. Raises InputError if the input does not fit.
     """
     seconds, amounts = _check_window(compute_seconds, samples)
     if known_relative_times and not {*known_relative_times} <= {*range(amounts.shape[1])}:
@@ -146,9 +165,7 @@ def rebalance_shares(
             current,
             fixed=costs.fixed,
             rank_classes=rank_classes,
-            minimum=minimum,
-            maximum=maximum,
-            granularity=granularity,
+            limits=limits,
             draws=draws,
         )
 
@@ -161,7 +178,7 @@ def rebalance_shares(
             balance.shares, balance.seconds_now, balance.seconds_now * (1.0 - win), min_win=MIN_KNOWN_RANKS_WIN
         )
     halves = per_sample[0::2], per_sample[1::2]
-    if balance.shares == current or len(halves[1]) < 2:
+    if balance.shares == current or len(halves[1]) <= 1:
         return balance
     # Shares fitted to these steps look better on them than they are. So the gain is what each half's shares gain on the
     # other half.
@@ -226,9 +243,7 @@ def optimize_shares(
     *,
     fixed: Seconds | None = None,
     rank_classes: RankClasses | None = None,
-    minimum: int = 1,
-    maximum: int | None = None,
-    granularity: int = 1,
+    limits: ShareLimits = NO_SHARE_LIMITS,
     draws: int = _BOOTSTRAP_DRAWS,
     seed: int = 0,
 ) -> ShareBalance:
@@ -236,25 +251,23 @@ def optimize_shares(
 
     `cost_per_sample` is in seconds per sample, shape (observed steps, ranks). `fixed` is in seconds per step at any
     share, shape (ranks,). `rank_classes` (ranks,) has the same number for ranks that differ only by chance, so that
-    their shares must not differ. None means no such ranks. `minimum` and `maximum` limit each share, and each is a
-    multiple of `granularity`. The expectation is over `draws` bootstrapped steps, each rank drawn separately, the same
-    ones for every candidate.
+    their shares must not differ. None means no such ranks. The expectation is over `draws` bootstrapped steps, each
+    rank drawn separately, the same ones for every candidate.
     """
-    if granularity > 1:  # count in units of `granularity` samples
+    if (granularity := limits.granularity) > 1:  # count in units of `granularity` samples
         units = optimize_shares(
             cost_per_sample * granularity,
             _count_granules(current, granularity),
             fixed=fixed,
             rank_classes=rank_classes,
-            minimum=-(-minimum // granularity),
-            maximum=None if maximum is None else maximum // granularity,
+            limits=limits.count_granules(),
             draws=draws,
             seed=seed,
         )
         return replace(units, shares=tuple(granularity * count for count in units.shares))
     steps, ranks = cost_per_sample.shape
-    total = sum(current)
-    ceiling = total if maximum is None else maximum
+    total, minimum = sum(current), limits.minimum
+    ceiling = total if limits.maximum is None else limits.maximum
     _check_bounds(cost_per_sample, current, minimum, ceiling)
     offset = np.zeros(ranks) if fixed is None else np.asarray(fixed, dtype=np.float64)
     classes = (
@@ -528,7 +541,7 @@ def _pick_rank_per_class(cost: Seconds, shares: Shares, classes: RankClasses) ->
 
 def _check_window(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> tuple[Seconds, Seconds]:
     seconds, amounts = np.asarray(compute_seconds, dtype=np.float64), np.asarray(samples, dtype=np.float64)
-    if seconds.ndim != 2 or seconds.shape != amounts.shape or 0 in seconds.shape:
+    if seconds.ndim != _SHARE_WINDOW_DIMENSIONS or seconds.shape != amounts.shape or 0 in seconds.shape:
         raise InputError(
             f"compute_seconds {seconds.shape} and samples {amounts.shape} must both be [steps, ranks], with one of each"
         )

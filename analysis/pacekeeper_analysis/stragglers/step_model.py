@@ -274,7 +274,7 @@ def find_transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
     counts: earlier ones may be minutes old, and show the former state of the links. A rank that is one ahead changes
     little.
     """
-    if min((len(window.transfers) for window in windows), default=0) < 2:
+    if min((len(window.transfers) for window in windows), default=0) <= 1:
         return None
     return min(window.transfers[-1] for window in windows)
 

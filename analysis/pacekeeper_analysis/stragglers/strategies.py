@@ -66,6 +66,8 @@ MAX_SECONDS_BETWEEN_SYNCS = 15.0
 
 Ranks end, suspend and checkpoint only at a synchronization, and a pod has 30 s to end unless its template says more.
 """
+MAX_NAMED_VALUES = 16
+"""Upper limit of values of a list that a sentence names."""
 MIN_STEPS_BETWEEN_SYNCS = 4
 """Smallest number of steps of the slowest rank between two synchronizations."""
 MAX_ALIKE_RANKS_RATIO = 1.05
@@ -626,9 +628,7 @@ def _propose_rebalance(
             balance_lengths(model.window, model.window.samples),
             model.window.samples,
             costs=model.window.costs,
-            minimum=smallest_share,
-            maximum=largest_share,
-            granularity=model.window.share_granularity,
+            limits=shares.ShareLimits(smallest_share, largest_share, model.window.share_granularity),
             known_relative_times=known_relative_times,
         )
     except InputError as error:
@@ -861,7 +861,7 @@ def _sort_strategies(strategies: Sequence[Strategy], slowdown: float, threshold:
 
 
 def _format_values(values: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, values[:16]))}{', …' if len(values) > 16 else ''}]"
+    return f"[{', '.join(map(str, values[:MAX_NAMED_VALUES]))}{', …' if len(values) > MAX_NAMED_VALUES else ''}]"
 
 
 def _format_milliseconds(seconds: float) -> str:

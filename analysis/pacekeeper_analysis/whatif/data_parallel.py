@@ -46,6 +46,10 @@ SAMPLE_WORK_TYPES = (COMPUTE, FORWARD, BACKWARD)
 COLLECTIVE_TYPES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 """Types that wait for other ranks."""
 
+_STEPS_AND_RANKS_DIMENSIONS = 2
+_PROGRAM_TABLE_DIMENSIONS = 3
+"""Instructions, ranks, and steps."""
+
 
 @dataclass(frozen=True)
 class RunWork:
@@ -92,7 +96,7 @@ def analyze_compute_seconds(
     each step [step]. Raises ValueError if a value is negative or not a number.
     """
     compute = np.asarray(compute_seconds, dtype=np.float64)
-    if compute.ndim != 2 or 0 in compute.shape:
+    if compute.ndim != _STEPS_AND_RANKS_DIMENSIONS or 0 in compute.shape:
         raise ValueError(
             f"compute_seconds has shape {compute.shape}; it must be [step, rank], with at least one of each"
         )
@@ -215,7 +219,7 @@ def build_window(
     """
     timed = [instruction for instruction in program if not isinstance(instruction, WaitForCollective)]
     table: Array = np.asarray(seconds, dtype=np.float64)
-    if table.ndim < 3 or table.shape[0] != len(timed):
+    if table.ndim < _PROGRAM_TABLE_DIMENSIONS or table.shape[0] != len(timed):
         raise ValueError(f"seconds has shape {table.shape}; the program needs [{len(timed)}, rank, step]")
     invalid = np.argwhere(~(np.isfinite(table) & (table >= 0)))
     if invalid.size:

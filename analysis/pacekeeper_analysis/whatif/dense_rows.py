@@ -21,6 +21,8 @@ Numbers = NDArray[np.int64]
 Rows = NDArray[np.intp] | slice
 """Some rows of a trace. All rows are a slice, so that a valid trace of ten million rows needs no copies."""
 ALL_ROWS = slice(None)
+MAX_OUT_OF_RANGE_ROWS_SHARE = 0.05
+"""Share of the rows beyond a size in the metadata above which the metadata is of another trace."""
 
 
 class DenseRows:
@@ -232,7 +234,7 @@ def _check_metadata(trace: JobTrace) -> None:
                 "give the metadata of this trace"
             )
         too_high = column >= size if len(in_range) < len(column) else np.zeros(1, dtype=bool)
-        if too_high.mean() > 0.05:
+        if too_high.mean() > MAX_OUT_OF_RANGE_ROWS_SHARE:
             raise TraceError(
                 f"the metadata has {key} {size}, but {int(too_high.sum())} rows are of a higher {name}; "
                 "give the metadata of this trace"

@@ -254,7 +254,7 @@ class _PipelineGraphBuilder:
         """Launch the first backward transfers after the last computation but one before the first backward."""
         computes = self._list_computations(stage)
         first = next(index for index, node in enumerate(computes) if self._operations[node].type == BACKWARD)
-        if first >= 2:
+        if first > 1:
             for name in (BACKWARD_RECV, BACKWARD_SEND):
                 for transfer in self._of[name, stage][:1]:
                     self._graph.add_wait(transfer, on=computes[first - 2])

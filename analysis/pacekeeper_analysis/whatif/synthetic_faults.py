@@ -24,6 +24,10 @@ from pacekeeper_analysis.whatif.trace import (
 
 FaultModel = Callable[[Sequence[Operation], Array, float, np.random.Generator], Array]
 """(operations, seconds [operation, dp_rank, step], strength 0 to 1, random numbers) -> seconds with the fault."""
+GC_PAUSE_PROBABILITY = 0.015
+"""Probability that a forward is interrupted by a garbage collection."""
+FLAPPING_STEP_PROBABILITY = 0.4
+"""Probability that a flapping link is slow in a step."""
 
 
 def inject_stage_imbalance(
@@ -59,7 +63,7 @@ def inject_garbage_collection(
     changed = seconds.copy()
     forwards = np.array([operation.type == FORWARD for operation in operations])
     pause = (2.0 + 8.0 * strength) * float(seconds[forwards].mean())
-    is_paused = rng.random(changed[forwards].shape) < 0.015
+    is_paused = rng.random(changed[forwards].shape) < GC_PAUSE_PROBABILITY
     changed[forwards] += is_paused * pause * rng.uniform(0.8, 1.2, is_paused.shape)
     return changed
 
@@ -79,12 +83,12 @@ def inject_slow_worker(
 def inject_slow_communication(
     operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator
 ) -> Array:
-    """Make a link flap: in every third step the transfers of one worker take 20 to 100 times as long."""
+    """Make a link flap: in two of five steps the transfers of one worker take 20 to 100 times as long."""
     replica = int(rng.integers(seconds.shape[1]))
     stage = int(rng.integers(max(operation.stage for operation in operations) + 1))
     kinds = (FORWARD_SEND, FORWARD_RECV, BACKWARD_SEND, BACKWARD_RECV, REDUCE_SCATTER)
     slow = np.array([operation.type in kinds and operation.stage == stage for operation in operations])
-    steps = np.flatnonzero(rng.random(seconds.shape[2]) < 0.4)
+    steps = np.flatnonzero(rng.random(seconds.shape[2]) < FLAPPING_STEP_PROBABILITY)
     steps = steps if steps.size else np.array([0])
     changed = seconds.copy()
     changed[np.ix_(np.flatnonzero(slow), np.array([replica]), steps)] *= 20.0 + 80.0 * strength

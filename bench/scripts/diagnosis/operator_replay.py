@@ -233,15 +233,14 @@ class _Operator:
         self._due = now + (0.05 if self._job.wake.is_set() else pause)
 
     def _observe(self, now: float) -> Observation:
-        metrics = gather.collect_metrics(self._job, NO_PROMETHEUS, now)
-        self._job.metrics = metrics
+        self._job.metrics = gather.collect_metrics(self._job, NO_PROMETHEUS, now)
         desired = self._job.desired
         assert desired is not None
         pods = [
             PodView(record.name, record.uid, "Running", record.node, f"10.214.0.{record.ordinal + 1}", owner=JOB.uid)
             for record in desired.state.placement.workers
         ]
-        return gather.build_observation(self._memory.started_at, self._job, pods, metrics, ClusterView(), now)
+        return gather.build_observation(self._memory.started_at, self._job, pods, ClusterView(), now)
 
     def _deliver_answers(self, now: float) -> None:
         """Patterns and probes that would be there by now."""

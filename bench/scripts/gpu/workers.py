@@ -51,11 +51,9 @@ def run_workers(
     Raises RuntimeError with the last words of ranks that failed, or that did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as path:
-        folder, port = Path(path), str(_find_free_port())
-        started = [
-            _start_rank(function, rank, ranks, port, folder, watched, environment or {}, arguments)
-            for rank in range(ranks)
-        ]
+        folder = Path(path)
+        job_variables = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(_find_free_port()), **(environment or {})}
+        started = [_start_rank(function, rank, folder, watched, job_variables, arguments) for rank in range(ranks)]
         try:
             deadline = time.monotonic() + timeout
             for process in started:
@@ -75,27 +73,23 @@ def run_workers(
 def _start_rank(
     function: str,
     rank: int,
-    ranks: int,
-    port: str,
     folder: Path,
     watched: bool,
-    environment: Mapping[str, str],
+    job_variables: Mapping[str, str],
     arguments: Mapping[str, Any],
 ) -> subprocess.Popen[bytes]:
     runtime = RuntimeFolder(folder / f"worker-{rank}").create()
     variables = {
         **os.environ,
         "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PACEKEEPER_ROUND": "1",
         **build_host_environment(rank),
-        **environment,
+        **job_variables,
     }
     if watched:
         create_ring(runtime.ring(0), rank, round_=1)

@@ -136,6 +136,10 @@ class QuarantineCondition(StrEnum):
     QUARANTINED = "Quarantined"  # the node is tainted and cordoned; the reason is a QuarantineVerdict
 
 
+CONDITION_TIMES = ("last_transition_time",)
+"""Fields of a condition that are times."""
+
+
 @dataclass(frozen=True)
 class ConditionStatus:
     """A metav1.Condition; lists of them are keyed by `type`."""

@@ -12,8 +12,8 @@ from pacekeeper_analysis.fabric.view import FabricLink as FabricLink
 from pacekeeper_analysis.fabric.view import LinkState as LinkState
 
 from .codec import from_json, to_json
-from .conditions import ConditionStatus
-from .formats import TIME_FORMATTERS, TIME_PARSERS, parse_ports, parse_rate, parse_time
+from .conditions import CONDITION_TIMES, ConditionStatus
+from .formats import format_time, parse_ports, parse_rate, parse_time
 
 
 class PathControl(StrEnum):
@@ -91,10 +91,10 @@ class FabricStatus:
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", TIME_PARSERS)
+        return from_json(cls, status, "status", dict.fromkeys(CONDITION_TIMES, parse_time))
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, TIME_FORMATTERS)
+        return to_json(self, dict.fromkeys(CONDITION_TIMES, format_time))
 
 
 @dataclass(frozen=True)

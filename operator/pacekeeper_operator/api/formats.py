@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.decoding import abbreviate_value
 
-from .codec import Converters
-
 _RATE_PATTERN = re.compile(r"([1-9]\d{0,5}(?:\.\d{1,3})?)([MGT])", re.ASCII)
 
 
@@ -25,6 +23,7 @@ def parse_rate(text: str) -> float:
     return float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
+MIN_UNPRIVILEGED_PORT, MAX_PORT = 1024, 65535
 _PORT_RANGE_PATTERN = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 
 
@@ -35,9 +34,10 @@ def parse_ports(text: str) -> tuple[int, int]:
     """
     match = _PORT_RANGE_PATTERN.fullmatch(text) if isinstance(text, str) else None
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1024 <= first < last <= 65535:
+    if not MIN_UNPRIVILEGED_PORT <= first < last <= MAX_PORT:
         raise InputError(
-            f"{abbreviate_value(text)} must be two ports from 1024 to 65535, the lower one first, like 20000-29999"
+            f"{abbreviate_value(text)} must be two ports from {MIN_UNPRIVILEGED_PORT} to {MAX_PORT}, the lower one "
+            "first, like 20000-29999"
         )
     return first, last
 
@@ -89,20 +89,3 @@ def round_for_json(value: float) -> float | None:
     Return None for what JSON cannot carry, like an infinite slowdown of a job that stands still.
     """
     return round(value, 3) if math.isfinite(value) else None
-
-
-_TIME_FIELDS = (
-    "last_transition_time",
-    "start_time",
-    "completion_time",
-    "first_sign",
-    "detected",
-    "decided",
-    "applied",
-    "recovered",
-    "cordoned_at",
-    "started",
-    "finished",
-)
-TIME_PARSERS: Converters = dict.fromkeys(_TIME_FIELDS, parse_time)
-TIME_FORMATTERS: Converters = dict.fromkeys(_TIME_FIELDS, format_time)

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pacekeeper_analysis.failures.finding import Finding
 
 from .codec import from_json, to_json, to_patch
-from .formats import TIME_FORMATTERS, TIME_PARSERS, round_for_json
+from .formats import format_time, parse_time, round_for_json
 from .training_job import RemediationMode
 
 MAX_EVIDENCE_ITEMS = 64
@@ -129,6 +129,9 @@ class Restart:
     longest: str | None = None  # the longest part and its rank, for people
 
 
+_INCIDENT_TIMES = ("first_sign", "detected", "decided", "applied", "recovered")
+
+
 @dataclass(frozen=True)
 class IncidentStatus:
     """The course of an Incident. Times are seconds since the epoch; durations count from `first_sign`."""
@@ -155,10 +158,13 @@ class IncidentStatus:
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", TIME_PARSERS)
+        return from_json(cls, status, "status", dict.fromkeys(_INCIDENT_TIMES, parse_time))
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, {**TIME_FORMATTERS, **dict.fromkeys(_ROUNDED_INCIDENT_FIELDS, round_for_json)})
+        return to_patch(
+            self,
+            {**dict.fromkeys(_INCIDENT_TIMES, format_time), **dict.fromkeys(_ROUNDED_INCIDENT_FIELDS, round_for_json)},
+        )
 
 
 def _shorten_evidence(evidence: tuple[str, ...]) -> list[str]:

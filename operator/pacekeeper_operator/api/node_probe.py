@@ -58,6 +58,10 @@ class ProbeMetrics:
         return to_json(self, PROBE_METRIC_FORMATTERS)
 
 
+PROBE_TIMES = ("started", "finished")
+"""Fields of a probe's result that are times."""
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """The result of one probe of a node by a pod that was pinned to it."""

@@ -8,10 +8,10 @@ from enum import StrEnum
 from typing import Any, Self
 
 from .codec import from_json, to_json, to_patch
-from .conditions import ConditionStatus
-from .formats import TIME_FORMATTERS, TIME_PARSERS, format_duration, format_time, parse_duration, parse_time
+from .conditions import CONDITION_TIMES, ConditionStatus
+from .formats import format_duration, format_time, parse_duration, parse_time
 from .incident import ObjectRef
-from .node_probe import PROBE_METRIC_FORMATTERS, ProbeResult
+from .node_probe import PROBE_METRIC_FORMATTERS, PROBE_TIMES, ProbeResult
 
 
 class QuarantinePhase(StrEnum):
@@ -102,6 +102,9 @@ class QuarantineSpec:
         return to_json(self, {"expires_after": format_duration, "at": format_time, "since": format_time})
 
 
+_QUARANTINE_TIMES = ("cordoned_at", *CONDITION_TIMES, *PROBE_TIMES)
+
+
 @dataclass(frozen=True)
 class QuarantineStatus:
     phase: QuarantinePhase | None = None
@@ -114,7 +117,7 @@ class QuarantineStatus:
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", TIME_PARSERS)
+        return from_json(cls, status, "status", dict.fromkeys(_QUARANTINE_TIMES, parse_time))
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, {**TIME_FORMATTERS, **PROBE_METRIC_FORMATTERS})
+        return to_patch(self, {**dict.fromkeys(_QUARANTINE_TIMES, format_time), **PROBE_METRIC_FORMATTERS})

@@ -12,8 +12,8 @@ from pacekeeper_analysis.protocol.plan import SourceNaming, SyncMode
 from pacekeeper_analysis.stragglers.defaults import DEFAULT_STRAGGLER_SLOWDOWN, DEFAULT_WINDOW_STEPS
 
 from .codec import Converters, from_json, to_patch
-from .conditions import ConditionStatus
-from .formats import TIME_FORMATTERS, TIME_PARSERS, parse_duration, parse_time, round_for_json
+from .conditions import CONDITION_TIMES, ConditionStatus
+from .formats import format_time, parse_duration, parse_time, round_for_json
 from .names import ANNOTATION_PROFILE, DEFAULT_MANAGER, LABEL_JOB, LABEL_PREBUILT, LABEL_PRIORITY, LABEL_QUEUE
 
 MAX_JOB_NAME = 40
@@ -242,6 +242,9 @@ class LeafCrossings:
     best: int  # the minimum over all orders of these workers
 
 
+_JOB_TIMES = ("start_time", "completion_time", *CONDITION_TIMES)
+
+
 @dataclass(frozen=True)
 class JobStatus:
     """The status of a job. `to_patch` returns a merge patch, in which a field that is None is removed."""
@@ -256,7 +259,7 @@ class JobStatus:
     round: int | None = None
     step: int | None = None
     last_checkpoint_step: int | None = None
-    checkpoint_sub_path: str | None = None  # folder of its claim; None: the claim itself, as older operators mounted it
+    checkpoint_sub_path: str | None = None  # folder of its claim that is mounted; "": its root
     total_steps: int | None = None  # as the script declares; None: it does not
     progress: str | None = None  # 24%
     remaining: str | None = None  # a duration, rounded; None: unknown
@@ -271,10 +274,12 @@ class JobStatus:
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", TIME_PARSERS)
+        return from_json(cls, status, "status", dict.fromkeys(_JOB_TIMES, parse_time))
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, {**TIME_FORMATTERS, "slowdown": round_for_json, "goodput": round_for_json})
+        return to_patch(
+            self, {**dict.fromkeys(_JOB_TIMES, format_time), "slowdown": round_for_json, "goodput": round_for_json}
+        )
 
 
 def _parse_hang_seconds(value: str | int) -> float | None:

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 TEXT_WIDTH = 100
+MAX_DECIMAL_SECONDS = 10
+"""Durations below it have a digit after the point."""
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 
 
@@ -57,7 +59,7 @@ def format_entries(pairs: Sequence[tuple[str, str]]) -> str:
 
 def format_elapsed(seconds: float) -> str:
     """Format a duration: `4.2 s`, `3 min`, `5.5 h`, `2 d`."""
-    if seconds < 10:
+    if seconds < MAX_DECIMAL_SECONDS:
         return f"{seconds:.1f} s"
     if seconds < 2 * _MINUTE:
         return f"{seconds:.0f} s"

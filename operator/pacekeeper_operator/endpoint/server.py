@@ -21,6 +21,7 @@ from aiohttp import web
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.profiling.pattern import MAX_PROFILE_ANSWER_BYTES
+from pacekeeper_analysis.protocol.communicators import MAX_RANK_DIGITS
 from pacekeeper_analysis.protocol.decoding import parse_json
 from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbeat
 
@@ -263,7 +264,7 @@ async def _handle_pattern(request: web.Request) -> web.StreamResponse:
     """Receive a rank's pattern as bytes. A separate thread decodes it when the profile window is localized."""
     caller = await _authenticate_caller(request)
     window, rank_text = request.match_info["window"], request.match_info["rank"]
-    if not rank_text.isdecimal() or len(rank_text) > 8:
+    if not rank_text.isdecimal() or len(rank_text) > MAX_RANK_DIGITS:
         raise InputError(f"rank: {rank_text[:40]!r} must be a whole number")
     if request.app[SIDECARS_KEY].needs_profile_answer(caller, window, int(rank_text)):
         data = await _receive_body(request, caller, MAX_PROFILE_ANSWER_BYTES, MAX_HEARTBEAT_TOKENS, _check_pattern_body)

@@ -40,6 +40,10 @@ TOKEN_REFUSALS_PER_SECOND = 2.0
 """Reviews of bad tokens per address. Reviews of good tokens do not count."""
 EXPIRY_LEEWAY_SECONDS = 12 * 3600.0
 """The API server decides about tokens that expired less than this ago: this machine's clock may be hours off."""
+_JSON_WEB_TOKEN_PARTS = 3
+"""Header, claims, and signature."""
+_SERVICE_ACCOUNT_USERNAME_PARTS = 4
+"""system:serviceaccount:<namespace>:<name>."""
 
 
 class Unauthenticated(Exception):
@@ -173,7 +177,7 @@ def find_token_flaw(token: str, now: float) -> str:
 
 def _parse_claims(token: str) -> dict[str, Any] | None:
     parts = token.split(".")
-    if len(parts) != 3 or not token.isascii():
+    if len(parts) != _JSON_WEB_TOKEN_PARTS or not token.isascii():
         return None
     try:
         claims = parse_json(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
@@ -190,6 +194,6 @@ def _parse_review(status: Mapping[str, Any]) -> ReviewResult:
     extra = user.get("extra", {})
     pod = extra.get("authentication.kubernetes.io/pod-name", [""])[0]
     uid = extra.get("authentication.kubernetes.io/pod-uid", [""])[0]
-    if len(parts) != 4 or parts[:2] != ["system", "serviceaccount"] or not pod or not uid:
+    if len(parts) != _SERVICE_ACCOUNT_USERNAME_PARTS or parts[:2] != ["system", "serviceaccount"] or not pod or not uid:
         return Forbidden(f"{user['username']} is not bound to a pod")
     return PodIdentity(parts[2], pod, uid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any, cast
 
 import aiohttp
@@ -77,13 +78,13 @@ class TrimmedResponse(BoundedResponse):
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         await super().start(connection)
-        if self.status < 300 and "watch" in self.url.query:
+        if self.status < HTTPStatus.MULTIPLE_CHOICES and "watch" in self.url.query:
             self.content = cast(aiohttp.StreamReader, _TrimmedLines(self.content))
         return self
 
     async def json(self, **options: Any) -> Any:
         """Return the trimmed body. Raises what aiohttp does."""
-        if self.status >= 300:
+        if self.status >= HTTPStatus.MULTIPLE_CHOICES:
             return await super().json(**options)
         body = parse_response(await self.read())
         if body.get("kind") == f"{_JOB_KIND}List":

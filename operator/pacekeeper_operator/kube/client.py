@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode
 from urllib.request import getproxies
@@ -331,7 +332,7 @@ class Cluster:
                 raise kopf.TemporaryError(message, delay=2) from error
         if answer.date:
             self.on_server_date(answer.date)
-        if answer.status < 300:
+        if answer.status < HTTPStatus.MULTIPLE_CHOICES:
             return answer.body
         raise _build_error(answer, method, path)
 
@@ -359,7 +360,7 @@ class HttpConnection:
         timeout = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=WATCH_IDLE_TIMEOUT_SECONDS)
         answer = await self._send_request("GET", path, query, None, JSON_CONTENT_TYPE, timeout)
         try:
-            if answer.status >= 300:
+            if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
                 yield {"type": "ERROR", "object": parse_response(await answer.read()) | {"code": answer.status}}
                 return
             async with aclosing(response_limits.read_lines(answer.response.content)) as lines:
@@ -445,7 +446,7 @@ def _parse_watch_event(event: Object, path: str) -> WatchEvent:
         status = int(body.get("code") or 500)
         raise (
             ResourceVersionExpired(body.get("message", ""))
-            if status == 410
+            if status == HTTPStatus.GONE
             else _build_error(ApiResponse(status, body), "WATCH", path)
         )
     return WatchEvent(None if kind == "BOOKMARK" else body, int(body["metadata"]["resourceVersion"]), kind == "DELETED")

@@ -15,7 +15,6 @@ from ..pods.manifests import compute_metrics_port
 from ..state.cluster_view import FRESH_WORKER_SECONDS, RECENT_POLL_SECONDS, ClusterView, PodView, WorkerView
 from ..state.desired_state import DesiredState, WorkerRecord
 from ..state.job_metrics import JobMetrics
-from ..state.network import NetworkState
 from ..state.observation import Observation
 from . import persistent_slowness, rank_metrics, reachability
 from .job_cache import JobCache, JobRegistry
@@ -65,7 +64,6 @@ def build_observation(
     operator_started_at: float,
     cache: JobCache,
     pods: Sequence[PodView],
-    metrics: JobMetrics,
     cluster_view: ClusterView,
     now: float,
     nonce: str = "",
@@ -74,7 +72,7 @@ def build_observation(
 ) -> Observation:
     """Build the Observation from what is known, without I/O.
 
-    `cache` must have the job and its desired state.
+    `cache` must have the job, its desired state, and its metrics as of now.
     """
     assert cache.job is not None
     assert cache.desired is not None
@@ -95,7 +93,7 @@ def build_observation(
         faults=faults,
         evidence=tuple(e for e in cache.evidence.values() if e.request == desired.plan.evidence_request),
         probes=tuple(e for e in cache.probes.values() if desired.plan.probe and e.request == desired.plan.probe.name),
-        metrics=metrics,
+        metrics=cache.metrics,
         cluster_view=cluster_view,
         template=cache.results.template,
         quarantine_decisions=cache.results.quarantine_decisions,
@@ -181,16 +179,10 @@ def collect_cluster_view(
     desired: DesiredState,
     nodes: NodeSnapshot,
     now: float,
-    levels: Sequence[str] = (),
-    network: NetworkState | None = None,
-    unreliable_nodes: tuple[str, ...] = (),
 ) -> ClusterView:
     """Return what other jobs and the nodes show that concerns this job."""
     return replace(
         jobs.build_cluster_view(job, desired, now),
         nodes=nodes.views,
         leaving_since=nodes.leaving_since,
-        levels=tuple(levels),
-        network=network,
-        unreliable_nodes=unreliable_nodes,
     )

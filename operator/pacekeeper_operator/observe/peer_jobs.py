@@ -338,7 +338,7 @@ def _build_folder_claim(job: TrainingJob, desired: DesiredState) -> FolderClaim 
     has_workers = bool(desired.state.placement.workers)
     if desired.state.lifecycle.is_over or (job.spec.suspend and not has_workers):
         return None
-    folder = identify_checkpoint_folder(job, desired.state.lifecycle.separate_folder)
+    folder = identify_checkpoint_folder(job)
     return FolderClaim(not has_workers, (job.created_at, job.uid), job.name, folder) if folder else None
 
 

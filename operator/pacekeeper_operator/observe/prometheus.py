@@ -81,6 +81,7 @@ _SAME_GPU = "on (node, UUID, gpu, GPU_I_ID)"
 
 log = logging.getLogger(__name__)
 
+MAX_OBJECT_NAME_CHARACTERS = 253
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
@@ -477,7 +478,7 @@ def _check_object_name(text: str) -> str:
 
     Raises ValueError if it is not valid.
     """
-    if len(text) > 253 or not _OBJECT_NAME.fullmatch(text):
+    if len(text) > MAX_OBJECT_NAME_CHARACTERS or not _OBJECT_NAME.fullmatch(text):
         raise ValueError(f"{text[:300]!r} is not a name of a Kubernetes object")
     return text
 

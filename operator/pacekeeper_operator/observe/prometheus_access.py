@@ -207,7 +207,7 @@ def _check_response(response: Response, **_: object) -> None:
             f"{SECRET_DESCRIPTION}, their permissions, and prometheus.headers"
         )
     if response.status_code in _TOO_LARGE_STATUSES or (
-        response.status_code == 422 and _LIMIT_PATTERN.search(response.text)
+        response.status_code == HTTPStatus.UNPROCESSABLE_ENTITY and _LIMIT_PATTERN.search(response.text)
     ):
         raise QueryTooLarge(
             f"rejects the query as too large (HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARACTERS]})"

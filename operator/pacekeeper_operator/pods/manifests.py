@@ -100,6 +100,20 @@ class NodeProbeTask:
     inbound_peers: int = 0
 
 
+@dataclass(frozen=True)
+class SchedulingConstraints:
+    """The nodes for a worker, in addition to what its template says."""
+
+    avoid_nodes: Sequence[str] = ()  # suspect nodes, tainted (a template may tolerate everything) or not (Recommend)
+    unreliable_nodes: Sequence[str] = ()  # used only if the scheduler finds no other node as good
+    node_labels: Mapping[str, str] = field(default_factory=dict)  # of the nodes that the job's queue assigned
+    tolerations: Sequence[Object] = ()  # of the taints of these nodes
+    pod_group: str = ""  # the PodGroup with which the worker is placed
+
+
+ANY_NODE = SchedulingConstraints()
+
+
 def build_worker_pod(
     job: TrainingJob,
     ordinal: int,
@@ -107,20 +121,11 @@ def build_worker_pod(
     installation: Installation,
     *,
     spare: bool = False,
-    avoid_nodes: Sequence[str] = (),
-    unreliable_nodes: Sequence[str] = (),
-    node_labels: Mapping[str, str] | None = None,
-    tolerations: Sequence[Object] = (),
-    pod_group: str = "",
-    separate_checkpoints: bool = True,
+    scheduling: SchedulingConstraints = ANY_NODE,
 ) -> Object:
     """Build a worker: the user's template, the sidecar, and the volumes and variables that both need.
 
-    `spare`: the worker is created as a spare, and kept off the nodes of the job's other workers. `avoid_nodes`: names
-    of suspect nodes, tainted (a template may tolerate everything) or not (mode Recommend). `unreliable_nodes`: used
-    only if the scheduler finds no other node as good. `node_labels`, `tolerations`: of the nodes that its queue
-    assigned. `pod_group`: the PodGroup with which it is placed. `separate_checkpoints`: as in
-    `choose_checkpoint_sub_path`.
+    `spare`: the worker is created as a spare, and kept off the nodes of the job's other workers.
 
     Raises InputError if the template is too large.
     """
@@ -145,22 +150,22 @@ def build_worker_pod(
     mounts: list[Object] = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
     for mount in mounts:
         if mount["name"] == _CHECKPOINT_VOLUME:
-            mount |= _build_checkpoint_mount(job, separate_checkpoints)
+            mount |= _build_checkpoint_mount(job)
     trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *mounts]
     # If a script fails before a launcher can give the reason, its last lines are the pod's message.
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), _build_token_volume()]
     spec["initContainers"] = [sidecar, *spec.get("initContainers", [])]
-    if node_labels:
-        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **node_labels}
-    if tolerations:
-        spec["tolerations"] = [*spec.get("tolerations", []), *tolerations]
-    if pod_group:
-        spec.setdefault("schedulingGroup", {"podGroupName": pod_group})
-    _add_affinity(job, spec, spare, avoid_nodes)
-    if unreliable_nodes:
-        _add_node_preference(spec, unreliable_nodes)
-    avoided = ",".join(avoid_nodes)
+    if scheduling.node_labels:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **scheduling.node_labels}
+    if scheduling.tolerations:
+        spec["tolerations"] = [*spec.get("tolerations", []), *scheduling.tolerations]
+    if scheduling.pod_group:
+        spec.setdefault("schedulingGroup", {"podGroupName": scheduling.pod_group})
+    _add_affinity(job, spec, spare, scheduling.avoid_nodes)
+    if scheduling.unreliable_nodes:
+        _add_node_preference(spec, scheduling.unreliable_nodes)
+    avoided = ",".join(scheduling.avoid_nodes)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -183,31 +188,29 @@ def build_worker_name(job: TrainingJob, ordinal: int, incarnation: int) -> str:
     return f"{job.name}-w{ordinal}-{incarnation}"
 
 
-def choose_checkpoint_sub_path(job: TrainingJob, separate: bool) -> str:
+def choose_checkpoint_sub_path(job: TrainingJob) -> str:
     """Return the folder of the claim that is mounted at `spec.checkpoint.path`; "": the claim itself.
 
-    Each job has its own folder, or that of the job whose checkpoints it adopts. `separate` is False for a job that an
-    operator without such folders started: its checkpoints lie in the claim itself.
+    Each job has its own folder, or that of the job whose checkpoints it adopts.
     """
     checkpoint = job.spec.checkpoint
     if checkpoint.sub_path is not None:
         return checkpoint.sub_path
     if checkpoint.adopt and not checkpoint.adopt.startswith("/"):  # otherwise it is a script, which has no such folder
         return checkpoint.adopt.rpartition("/")[2]
-    return job.name if separate else ""
+    return job.name
 
 
-def identify_checkpoint_folder(job: TrainingJob, separate: bool) -> str:
+def identify_checkpoint_folder(job: TrainingJob) -> str:
     """Return a key of the job's checkpoint folder, the same for all jobs of its namespace that use the folder.
 
     It is "" if the job writes no checkpoints, or if its template mounts what may be another folder in each pod.
-    `separate` is as in `choose_checkpoint_sub_path`.
     """
     checkpoint = job.spec.checkpoint
     if checkpoint.read_only:
         return ""
     if checkpoint.volume_claim_name:
-        return _join_folder(f"claim {checkpoint.volume_claim_name}", choose_checkpoint_sub_path(job, separate))
+        return _join_folder(f"claim {checkpoint.volume_claim_name}", choose_checkpoint_sub_path(job))
     try:
         return _identify_mounted_folder(job.spec.template["spec"], checkpoint.path)
     except (AttributeError, KeyError, StopIteration, TypeError):  # no pod template: `find_template_refusal` reports it
@@ -238,9 +241,9 @@ def _join_folder(volume: str, sub_path: str) -> str:
     return posixpath.normpath(f"{volume}/{sub_path}")
 
 
-def _build_checkpoint_mount(job: TrainingJob, separate: bool) -> Object:
+def _build_checkpoint_mount(job: TrainingJob) -> Object:
     """Return the fields of the claim's mount in addition to name and path."""
-    folder, read_only = choose_checkpoint_sub_path(job, separate), job.spec.checkpoint.read_only
+    folder, read_only = choose_checkpoint_sub_path(job), job.spec.checkpoint.read_only
     return {**({"subPath": folder} if folder else {}), **({"readOnly": True} if read_only else {})}
 
 

@@ -28,7 +28,7 @@ from ..kube.client import NETWORK_POLICIES, PODS, TRAINING_JOBS, Conflict, Denie
 from ..observe.views import view_pod
 from ..pods import network_policies
 from ..pods.gangs import Gang
-from ..pods.manifests import build_worker_pod, find_template_refusal, uses_gpus
+from ..pods.manifests import SchedulingConstraints, build_worker_pod, find_template_refusal, uses_gpus
 from ..pods.queues import QueueDecision, WorkloadProgress
 from ..pods.resources import explain_denial
 from ..services import events, gangs, incidents, preflight, quarantine, queues
@@ -122,13 +122,13 @@ async def _create_worker_pod(operator: Operator, context: JobContext, effect: Cr
         worker.incarnation,
         operator.installation,
         spare=effect.spare,
-        avoid_nodes=effect.avoid,
-        unreliable_nodes=effect.unreliable,
-        separate_checkpoints=context.cache.desired is not None
-        and context.cache.desired.state.lifecycle.separate_folder,
-        node_labels=placement.labels,
-        tolerations=placement.tolerations,
-        pod_group=pod_group,
+        scheduling=SchedulingConstraints(
+            avoid_nodes=effect.avoid,
+            unreliable_nodes=effect.unreliable,
+            node_labels=placement.labels,
+            tolerations=placement.tolerations,
+            pod_group=pod_group,
+        ),
     )
     try:
         async with operator.passes.creation_slots:

@@ -10,9 +10,8 @@ import kopf
 
 from pacekeeper_analysis.protocol.plan import Plan
 
-from .. import legacy
 from ..api.training_job import TrainingJob
-from ..kube.client import CONFIG_MAPS, TRAINING_JOB_STATES, TRAINING_JOBS, Cluster, Object
+from ..kube.client import TRAINING_JOB_STATES, TRAINING_JOBS, Cluster, Object
 from ..observe.job_cache import JobCache
 from ..pods.manifests import build_state_object
 from ..services import incidents
@@ -75,33 +74,23 @@ async def create_state(
     now: float,
     reported_round: int = 0,
     *,
-    separate_folder: bool = True,
     trained: bool = False,
 ) -> None:
     """Create the first TrainingJobState of a job.
 
-    The job is new, or its state was deleted by hand (then it adopts its pods), or an operator up to 0.1 stored it. The
-    ConfigMap of such an operator is read once, then deleted.
+    The job is new, or its state was deleted by hand: then it adopts its pods.
 
-    `reported_round`: the last round in the job's status. `separate_folder`: whether the job has its own folder on its
-    claim. `trained`: whether the job's status reports a completed step.
+    `reported_round`: the last round in the job's status. `trained`: whether the job's status reports a completed step.
     """
-    name = f"{job.name}-plan"
-    config_map = await cluster.find(CONFIG_MAPS, name, job.namespace)
-    legacy_map = config_map if config_map is not None and _belongs_to(config_map, job) else None
     if cache.desired is not None:
         await _require_same_job(cluster, job)  # else the state was deleted with its job
         desired = cache.desired.with_plan()  # the state was deleted while this operator runs
-    elif legacy_map is not None:
-        desired = legacy.convert_legacy_state(legacy_map.get("data", {}), job.name, now)
     else:
         desired = build_initial_state(job, pods, now, reported_round).with_lifecycle(
-            separate_folder=separate_folder, training_since=now if trained else 0.0
+            training_since=now if trained else 0.0
         )
     await incidents.supersede_unknown(cluster, job, desired.state.incidents.list_names())
     await write_state(cluster, job, cache, desired)
-    if legacy_map is not None:
-        await cluster.delete(CONFIG_MAPS, name, job.namespace, uid=legacy_map["metadata"]["uid"])
 
 
 def build_initial_state(job: TrainingJob, pods: Sequence[PodView], now: float, reported_round: int = 0) -> DesiredState:

@@ -200,19 +200,14 @@ async def _load_state(operator: Operator, context: JobContext) -> None:
     if await job_state.load_state(operator.cluster, context.job, context.cache, listed) is None:
         pods = gather.select_job_pods(operator.stores.pods, context.job)
         now, status = operator.runtime.now(), _get_status(context)
-        # If an earlier operator ran the job and its status names no folder, the checkpoints are in the claim's root:
-        # that operator supported no other place.
-        separate_folder = status.phase is None or status.checkpoint_sub_path is not None
-        reported_round, trained = status.round or 0, status.step is not None
         await job_state.create_state(
             operator.cluster,
             context.job,
             context.cache,
             pods,
             now,
-            reported_round,
-            separate_folder=separate_folder,
-            trained=trained,
+            status.round or 0,
+            trained=status.step is not None,
         )
 
 
@@ -224,21 +219,17 @@ async def _observe_job(operator: Operator, context: JobContext) -> Observation:
     cache.metrics = gather.collect_metrics(cache, operator.prometheus.get_metrics(job, now), now)
     with operator.passes.measure_compute():
         nodes = operator.stores.refresh_node_snapshot(now)
+        cluster_view = replace(
+            gather.collect_cluster_view(operator.jobs, job, cache.desired, nodes, now),
+            levels=tuple(operator.stores.levels),
+            network=operator.network,
+            unreliable_nodes=operator.node_histories.unreliable_nodes,
+        )
         observation = gather.build_observation(
             operator.jobs.started_at,
             cache,
             gather.select_job_pods(operator.stores.pods, job),
-            cache.metrics,
-            gather.collect_cluster_view(
-                operator.jobs,
-                job,
-                cache.desired,
-                nodes,
-                now,
-                operator.stores.levels,
-                operator.network,
-                operator.node_histories.unreliable_nodes,
-            ),
+            cluster_view,
             now,
             operator.runtime.create_identifier(),
             clock_agrees=operator.clock.agrees,

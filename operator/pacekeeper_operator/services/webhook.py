@@ -15,6 +15,7 @@ import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def _check_status(status: int) -> None:
 
     Wrong credentials and addresses may be corrected in time.
     """
-    if status < 300:
+    if status < HTTPStatus.MULTIPLE_CHOICES:
         return
     if status in (400, 413, 422):
         raise WebhookRefused(f"the receiver rejects it with status {status}")

@@ -71,9 +71,6 @@ class Lifecycle:
     failed_message: str = ""
     stopped_at: float = 0.0  # when the ranks were directed to leave (suspend, finish)
     misdated: bool = False  # the clock was wrong after the job had ended: `stopped_at` is set again once it is right
-    separate_folder: bool = (
-        False  # its checkpoints have their own folder on its claim; False: begun by an operator without these
-    )
 
     @cached_property
     def finished_names(self) -> frozenset[str]:

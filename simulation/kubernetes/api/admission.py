@@ -324,16 +324,6 @@ def _check_secret_write(new: Object | None, _: Object | None) -> str:
     return "the operator makes no tokens" if makes_token else ""
 
 
-def _check_plan_write(new: Object | None, old: Object | None) -> str:
-    if new is None and old is not None:
-        metadata = old["metadata"]
-        job = metadata.get("labels", {}).get("pacekeeper.dev/job", "")
-        owners = [owner["name"] for owner in metadata.get("ownerReferences", ()) if owner["kind"] == "TrainingJob"]
-        if job in owners and metadata["name"] == f"{job}-plan":
-            return ""
-    return "of all ConfigMaps the operator may delete only the plans of jobs from before there were TrainingJobStates"
-
-
 ADMISSION_POLICIES: Mapping[str, Mapping[str, Callable[[Object | None, Object | None], str]]] = {
     "pods": {"owned": _check_ownership},
     "networkpolicies": {"owned": _check_ownership},
@@ -341,7 +331,6 @@ ADMISSION_POLICIES: Mapping[str, Mapping[str, Callable[[Object | None, Object | 
     "nodes": {"nodes": _check_node_write},
     "trainingjobs": {"jobs": _check_job_write},
     "secrets": {"secrets": _check_secret_write},
-    "configmaps": {"plans": _check_plan_write},
 }
 """The chart's policies that apply to the operator, by kind, and by their names in the chart."""
 POLICIES_NOT_SIMULATED: Mapping[str, str] = {

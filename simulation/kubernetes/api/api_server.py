@@ -44,7 +44,7 @@ from .objects import (
 )
 from .quota import QuotaController
 from .tokens import PodTokens
-from .watch import WatchStream
+from .watch import WatchOptions, WatchStream
 
 _IDENTITY_FIELDS = ("apiVersion", "kind", "metadata")
 MERGE_PATCH, JSON_PATCH, APPLY_PATCH = (
@@ -79,6 +79,16 @@ class ApiServerWorld(Protocol):
     def create_random(self, purpose: str) -> random.Random: ...
     def wall_time(self, place: str = "") -> float: ...
     def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """A write to an existing object."""
+
+    verb: str  # update, patch, apply
+    actor: Actor
+    subresource: str
+    dry_run: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +219,7 @@ class ApiServer:
         seconds: float = 300.0,
     ) -> WatchStream:
         """Open a watch of changes after `version` ("": all objects first). The server ends it after `seconds`."""
-        return WatchStream(self, place, process, KINDS[plural], version, labels, namespace, seconds)
+        return WatchStream(self, place, process, KINDS[plural], WatchOptions(version, labels, namespace, seconds))
 
     def end_watches(self, place: str = "", plural: str = "", *, history_lost: bool = False) -> None:
         """End the watches of that place and kind ("": of all). `history_lost`: with 410, so that none can resume."""
@@ -337,9 +347,9 @@ class ApiServer:
         if uid != old["metadata"]["uid"]:
             raise build_conflict(kind, key[1], f"Precondition failed: UID in precondition: {uid}")
         body = {"apiVersion": kind.api_version, "kind": kind.name, **body, "metadata": metadata}
-        return self._replace_object(kind, old, body, actor, subresource, "update", version, dry_run=dry_run)
+        return self._replace_object(kind, old, body, WriteRequest("update", actor, subresource, dry_run), version)
 
-    def do_patch(
+    def do_patch(  # noqa: PLR0913  # the parameters of a PATCH request of the Kubernetes API
         self,
         kind: ServedKind,
         key: Key,
@@ -373,7 +383,7 @@ class ApiServer:
             cause = FieldError("metadata.uid", f'Invalid value: "{uid}": field is immutable')
             raise build_invalid(kind, key[1], [cause])
         version = metadata.get("resourceVersion", "") if metadata is not old["metadata"] else ""
-        return self._replace_object(kind, old, new, actor, subresource, "patch", version, dry_run=dry_run)
+        return self._replace_object(kind, old, new, WriteRequest("patch", actor, subresource, dry_run), version)
 
     def do_delete(
         self,
@@ -466,19 +476,15 @@ class ApiServer:
         kind: ServedKind,
         old: Object,
         new: Object,
-        actor: Actor,
-        subresource: str,
-        verb: str,
+        request: WriteRequest,
         version: str,
-        *,
-        dry_run: bool,
     ) -> Object:
         """Replace `old` by `new`, as far as this kind of write may change it."""
         name = old["metadata"]["name"]
-        admission.authorize_actor(kind, name, verb, actor)
+        admission.authorize_actor(kind, name, request.verb, request.actor)
         if version and version != old["metadata"]["resourceVersion"]:
             raise build_conflict(kind, name)
-        new = self._limit_to_subresource(kind, old, new, subresource)
+        new = self._limit_to_subresource(kind, old, new, request.subresource)
         drops_ownership = kind.tracks_managed_fields and new["metadata"].get("managedFields") in ([], [{}])
         new = admission.decode_body(kind, new, strict=False)
         new = _merge_metadata(new, old)
@@ -488,7 +494,7 @@ class ApiServer:
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
         if kind.tracks_managed_fields:
             field_manager = managed_fields.FieldManager(
-                actor.manager, "Update", "status" if subresource == "status" else ""
+                request.actor.manager, "Update", "status" if request.subresource == "status" else ""
             )
             _add_managed_fields(
                 new,
@@ -496,25 +502,23 @@ class ApiServer:
                 if drops_ownership
                 else managed_fields.update_managed_fields(old, new, field_manager, self._format_now()),
             )
-        return self._finish_write(kind, old, new, actor, subresource, verb, dry_run=dry_run)
+        return self._finish_write(kind, old, new, request)
 
-    def _finish_write(
-        self, kind: ServedKind, old: Object, new: Object, actor: Actor, subresource: str, verb: str, *, dry_run: bool
-    ) -> Object:
-        if subresource not in ("status", "binding"):
-            admission.enforce_policies(kind, new, old, actor)
-        if subresource != "binding":
+    def _finish_write(self, kind: ServedKind, old: Object, new: Object, request: WriteRequest) -> Object:
+        if request.subresource not in ("status", "binding"):
+            admission.enforce_policies(kind, new, old, request.actor)
+        if request.subresource != "binding":
             admission.validate_object(kind, new, old)
-        if dry_run:
+        if request.dry_run:
             return new
         metadata = new["metadata"]
         if "deletionTimestamp" in metadata and not metadata.get("finalizers"):
             namespaced = kind.plural == "namespaces" and new["spec"].get("finalizers")
             graceful = kind.plural == "pods" and metadata["deletionGracePeriodSeconds"]
             if not namespaced and not graceful:
-                self._remove_object(kind, old, actor)
+                self._remove_object(kind, old, request.actor)
                 return new
-        return self._store_object("MODIFIED", kind, new, old, actor, verb)
+        return self._store_object("MODIFIED", kind, new, old, request.actor, request.verb)
 
     def _limit_to_subresource(self, kind: ServedKind, old: Object, new: Object, subresource: str) -> Object:
         match subresource:
@@ -597,7 +601,7 @@ class ApiServer:
         if kind.has_generation and _select_generation_fields(kind, new) != _select_generation_fields(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
         _add_managed_fields(new, owners)
-        return self._finish_write(kind, old, new, actor, subresource, "apply", dry_run=dry_run)
+        return self._finish_write(kind, old, new, WriteRequest("apply", actor, subresource, dry_run))
 
     def _mark_deleting(self, old: Object, seconds: int, finalizers: list[str]) -> Object:
         """Return the object with a deletion grace period; `old` itself if it already has one as short."""

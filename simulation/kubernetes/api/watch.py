@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from ...loop import Process
@@ -26,30 +27,31 @@ MAX_RESEND_SECONDS = 60.0
 """After a pause of this length between two attempts to send, the server gives the client up."""
 
 
+@dataclass(frozen=True)
+class WatchOptions:
+    """The options of a watch request. `version`: changes after it are sent; "": all objects first."""
+
+    version: str
+    labels: str
+    namespace: str
+    seconds: float
+    """The server ends the watch after this time."""
+
+
 class WatchStream:
     """An iterator of events, until the server ends the stream.
 
     Raises WatchExpired if the client must list again, and OSError if the connection breaks.
     """
 
-    def __init__(
-        self,
-        api: ApiServer,
-        place: str,
-        process: Process,
-        kind: ServedKind,
-        version: str,
-        labels: str,
-        namespace: str,
-        seconds: float,
-    ) -> None:
+    def __init__(self, api: ApiServer, place: str, process: Process, kind: ServedKind, options: WatchOptions) -> None:
         self.place = place
         self.kind = kind
         self._api = api
-        self._matches = parse_label_selector(labels) if labels else None
-        self._namespace = namespace
-        self._from = version
-        self._seconds = seconds
+        self._matches = parse_label_selector(options.labels) if options.labels else None
+        self._namespace = options.namespace
+        self._from = options.version
+        self._seconds = options.seconds
         self._waiting: deque[tuple[float, Event | Exception | None]] = deque()  # (due time, event); None: the end
         self._arrived: deque[Event | Exception | None] = deque()
         self._reader: asyncio.Future[None] | None = None

@@ -1,5 +1,4 @@
-"""Plan and bookkeeping: what an operator before this one has written, or a person has edited; and what launchers and
-ranks read of the plan."""
+"""Plan and bookkeeping: what another operator or a person has written; and what launchers and ranks read of it."""
 
 from __future__ import annotations
 
@@ -25,13 +24,12 @@ from pacekeeper_analysis.protocol.plan import (
     ProbeTarget,
     ProfileRequest,
 )
-from pacekeeper_operator import legacy
 from pacekeeper_operator.decide.evaluate import evaluate_job
 from pacekeeper_operator.state import state_codec
-from testing.operators.observations import NOW, build_policy, build_stalls, build_training
+from testing.operators.observations import build_policy, build_stalls, build_training
 
 from ..border import Border, Enter, call_directly
-from ..mutations import mutate_document, mutate_one_part, mutate_text, to_bytes
+from ..mutations import mutate_document, mutate_text, to_bytes
 from .manifests import Refused, parse_admitted
 
 W0 = "j-w0-0"
@@ -60,19 +58,6 @@ def build_bookkeeping() -> dict[str, Any]:
     desired = replace(decided, plan=replace(build_plan(), version=decided.plan.version))
     content: dict[str, Any] = json.loads(json.dumps(state_codec.encode_state(desired, "j")))
     return content
-
-
-def build_legacy_state() -> dict[str, Any]:
-    state = {"workers": [{"name": W0, "ordinal": 0, "incarnation": 0}], "incarnations": {"0": 0}, "restartsTotal": 1}
-    return {"plan.json": build_plan().to_json(), "state.json": state}
-
-
-def convert_legacy(data: dict[str, Any]) -> object:
-    """`data`: as JSON's bytes, or what becomes of them."""
-    texts = {name: to_bytes(document) for name, document in data.items()}
-    return legacy.convert_legacy_state(
-        {name: document.decode(errors="replace") for name, document in texts.items()}, "j", NOW
-    )
 
 
 def check_round_trip(content: Any) -> object:
@@ -113,8 +98,6 @@ def build_worker_plan() -> dict[str, Any]:
     return build_plan().build_worker_plan(W0).to_json()
 
 
-TEXT_PARTS = {"plan.json": mutate_text, "state.json": mutate_text}
-
 BORDERS = [
     Border("plans", lambda: [build_plan().to_json()], mutate_document, call_directly(Plan.from_json), cases=400),
     Border(
@@ -123,13 +106,6 @@ BORDERS = [
         mutate_document,
         call_directly(parse_admitted("trainingjobstates", check_round_trip)),
         (InputError, Refused),
-        cases=300,
-    ),
-    Border(
-        "bookkeeping of older operators",
-        lambda: [build_legacy_state()],
-        lambda rng, valid: mutate_one_part(rng, valid, TEXT_PARTS),
-        call_directly(convert_legacy),
         cases=300,
     ),
     Border(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from lint.prose import MAX_WORDS, check_module, check_page
 from lint.violation import Violation
 
 ROOT = Path(__file__).parents[3]
+MAX_ARGUMENTS: int = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["pylint"]["max-args"]
 
 
 def names(**sources: str) -> list[str]:
@@ -57,6 +60,36 @@ class TestNames:
             X = Y = 1
         """
         assert not names(a=_dedent(source), b="def estimate_slowdown(): ...\nX = 2")
+
+
+class TestRuff:
+    """Planted in a file of that name: which rules hold depends on the folder."""
+
+    def rules(self, path: str, source: str) -> set[str]:
+        command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=json", "-"]
+        found = subprocess.run(
+            [*command, "--stdin-filename", path], input=source, capture_output=True, check=False, cwd=ROOT, text=True
+        )
+        return {violation["code"] for violation in json.loads(found.stdout)}
+
+    @pytest.mark.parametrize("folder", ["analysis/pacekeeper_analysis", "trainer/pacekeeper", "simulation", "tests"])
+    def test_a_function_of_too_many_arguments_is_found(self, folder: str) -> None:
+        names = [f"a{number}" for number in range(MAX_ARGUMENTS + 1)]
+        sources = [
+            f"def count_all({', '.join(some)}):\n    return [{', '.join(some)}]\n" for some in (names, names[1:])
+        ]
+        assert [self.rules(f"{folder}/planted.py", source) for source in sources] == [{"PLR0913"}, set()]
+
+    @pytest.mark.parametrize("folder", ["analysis/pacekeeper_analysis", "operator/pacekeeper_operator/decide"])
+    def test_a_number_without_a_name_in_a_decision_is_found(self, folder: str) -> None:
+        assert self.rules(f"{folder}/planted.py", "def is_slow(ratio):\n    return ratio > 1.3\n") == {"PLR2004"}
+        assert not self.rules(
+            f"{folder}/planted.py", "MAX_RATIO = 1.3\n\n\ndef is_slow(ratio):\n    return ratio > MAX_RATIO\n"
+        )
+
+    @pytest.mark.parametrize("folder", ["trainer/pacekeeper", "simulation", "tests/unit", "bench"])
+    def test_elsewhere_numbers_need_no_name(self, folder: str) -> None:
+        assert not self.rules(f"{folder}/planted.py", "def is_slow(ratio):\n    return ratio > 1.3\n")
 
 
 class TestLayout:

@@ -44,7 +44,7 @@ WELL = JobMetrics(
 )
 
 
-def windows(
+def windows(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     request: str,
     *,
     own: Sequence[float] = (OWN,) * 4,

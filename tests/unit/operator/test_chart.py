@@ -225,17 +225,11 @@ def test_rights_that_reach_far_are_few() -> None:
     assert rules(objects, "ClusterRole")["", "nodes", ""] == {"get", "list", "watch", "patch"}
     jobs = rules(objects, "ClusterRole", f"{RELEASE}-jobs")
     assert "patch" not in jobs["", "pods", ""]
-    assert jobs["", "configmaps", ""] == {"get", "delete"}
+    assert ("", "configmaps", "") not in jobs
     assert "create" not in jobs["pacekeeper.dev", "trainingjobs", ""]
     everywhere = rules(objects, "ClusterRole")
     assert everywhere["pacekeeper.dev", "fabrics", ""] == READ, "what the network is, the platform team says"
     assert everywhere["pacekeeper.dev", "fabrics/status", ""] == {"patch"}
-
-
-def test_rights_on_config_maps_end_with_the_migration() -> None:
-    rendered = render_chart("--set", "migration.enabled=false")
-    assert ("", "configmaps", "") not in rules(rendered, "ClusterRole", f"{RELEASE}-jobs")
-    assert rules(rendered, "Role")["", "configmaps", "pacekeeper-pause"] == {"get"}
 
 
 def test_rights_in_its_own_namespace(objects: list[dict[str, Any]]) -> None:
@@ -420,8 +414,6 @@ def test_policies_follow_the_values() -> None:
     assert [rule["expression"] for rule in network if "admissionPolicy.hostNetwork" in rule["message"]] == [
         "!object.spec.?hostNetwork.orValue(false)"
     ]
-    assert "plans" in policies(render_chart())
-    assert "plans" not in policies(render_chart("--set", "migration.enabled=false"))
     assert policies(render_chart("--set", "admissionPolicy.enabled=false")) == {}
 
 
@@ -627,7 +619,7 @@ def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -
         ("networkPolicy.nodeCIDRs={10.0.0.0}", "networkPolicy.nodeCIDRs"),
         ("networkPolicy.egress.apiServerPorts={http}", "networkPolicy.egress.apiServerPorts"),
         ("dcgm.namespace=a/b", "dcgm.namespace"),
-        ("migration.enable=true", "enable"),
+        ("serviceMonitor.enable=true", "enable"),
     ],
 )
 def test_misspelt_values_are_refused_by_name(change: str, message: str) -> None:

@@ -25,7 +25,7 @@ ENV = f"{DEPLOYMENT}{CONTAINER}env."
 IMAGE, SIDECAR = "pacekeeper.dev/operator", "sidecar:0.1.0"
 ISSUER: dict[str, Any] = {"tls.certManager.enabled": True, "tls.certManager.issuerRef.name": "ours"}
 EXPORTER: dict[str, Any] = {"dcgm.podMonitor.enabled": True, "dcgm.namespace": "gpu"}
-POLICIES = ("owned", "pods", "nodes", "jobs", "secrets", "plans", "states")
+POLICIES = ("owned", "pods", "nodes", "jobs", "secrets", "states")
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,6 @@ SWITCHES: dict[str, Switch] = {
         )
     ),
     "dcgm.podMonitor.enabled": switch("PodMonitor-dcgm", given={"dcgm.namespace": "gpu"}),
-    "migration.enabled": switch(*admission("plans"), touches=("ClusterRole-jobs",)),
     "monitoring.dashboards": switch("ConfigMap-dashboard-job", "ConfigMap-dashboard-platform"),
     "networkPolicy.enabled": switch("NetworkPolicy", "NetworkPolicy-probes"),
     "podDisruptionBudget.enabled": switch("PodDisruptionBudget"),

@@ -19,7 +19,6 @@ from pacekeeper_operator.observe.waiters import Waiters
 from pacekeeper_operator.pods.node_health import NodeHealthRules
 from pacekeeper_operator.state.cluster_view import ClusterView
 from pacekeeper_operator.state.desired_state import DesiredState, Placement, State
-from pacekeeper_operator.state.job_metrics import JobMetrics
 from testing.operators.observations import NOW, build_crash, build_job, build_training
 
 
@@ -148,11 +147,11 @@ def test_of_a_nodes_labels_those_that_say_where_it_is() -> None:
 def test_silence_counts_from_the_operators_own_start() -> None:
     world = build_training()
     memory = JobCache(world.job, world.desired)
-    seen = build_observation(NOW - 4, memory, (), JobMetrics(), ClusterView(), NOW)
+    seen = build_observation(NOW - 4, memory, (), ClusterView(), NOW)
     assert {view.silent_seconds for view in seen.workers} == {4.0}
     memory.contacts["j-w0-0"] = WorkerContact(Heartbeat(worker="j-w0-0"), NOW - 3)
     memory.contacts["j-w1-0"] = WorkerContact(Heartbeat(worker="j-w1-0"), NOW - 30, open_polls=1)
-    seen = build_observation(NOW - 60, memory, (), JobMetrics(), ClusterView(), NOW)
+    seen = build_observation(NOW - 60, memory, (), ClusterView(), NOW)
     assert [view.silent_seconds for view in seen.workers[:3]] == [3.0, 0.0, 60.0]
 
 

@@ -35,7 +35,6 @@ from pacekeeper_operator.state.desired_state import (
     State,
 )
 from pacekeeper_operator.state.effect_results import QuarantineDecision
-from pacekeeper_operator.state.job_metrics import JobMetrics
 from testing.operators.observations import NOW, build_crash, build_job, build_training
 
 MINE = replace(build_job(), uid="mine", name="mine", created_at=NOW)
@@ -214,7 +213,7 @@ class TestMemory:
 
 class TestObserved:
     def world(self, memory: JobCache, *pods: PodView) -> Any:
-        return build_observation(NOW - 60, memory, pods, JobMetrics(), ClusterView(), NOW)
+        return build_observation(NOW - 60, memory, pods, ClusterView(), NOW)
 
     def test_what_is_settled_or_was_not_asked_is_not_seen(self) -> None:
         world = build_training()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.observe.views import view_pod
+from pacekeeper_operator.pods.manifests import SchedulingConstraints
 from simulation.kubernetes.placement import (
     NodeOffer,
     PodNeeds,
@@ -167,7 +168,10 @@ def test_a_worker_is_not_put_beside_a_spare() -> None:
 
 def test_suspects_are_avoided() -> None:
     machines = MachinesHarness(nodes=3)
-    names = [machines.create_worker_pod(ordinal, avoid_nodes=["node-0", "node-2"]) for ordinal in range(3)]
+    names = [
+        machines.create_worker_pod(ordinal, scheduling=SchedulingConstraints(avoid_nodes=["node-0", "node-2"]))
+        for ordinal in range(3)
+    ]
     for name in names:
         machines.is_running(name)
     assert [machines.get_node_name(name) for name in names] == ["node-1"] * 3

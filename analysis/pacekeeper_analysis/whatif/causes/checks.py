@@ -31,6 +31,12 @@ MIN_SLOW_WORKER_RATIO = 1.05
 MIN_NAMED_LOSS_SHARE = 0.25
 """Share of the slowest worker's loss from which on a slow worker is named."""
 
+MAX_SLOW_WORKERS_SHARE = 0.5
+"""Share of the workers above which being slow is the rule, and no cause."""
+
+MAX_PAUSED_FORWARDS_SHARE = 0.1
+"""Share of the forwards above which pauses are too frequent for garbage collections."""
+
 
 class SlowdownCause(StrEnum):
     """Why a job is slower than it could be."""
@@ -96,7 +102,7 @@ def run_all_checks(whatif: WhatIf) -> list[CauseFinding]:
 
 def check_stage_imbalance(whatif: WhatIf, model: DurationModel | None) -> CauseFinding | None:
     """Check whether one stage is slow on every data-parallel rank: usually the last one, which computes the loss."""
-    if model is None or len(set(model.forward.stages)) < 2:
+    if model is None or len(set(model.forward.stages)) <= 1:
         return None
     balanced = [
         (direction, (direction.usual.mean() / _clip_above_zero(direction.usual))[:, None, None, None])
@@ -130,7 +136,7 @@ def check_slow_worker(whatif: WhatIf, model: DurationModel | None) -> CauseFindi
     )
     factor = 1.0 + excess / np.maximum(np.sum(usual, axis=0), 1e-12)
     is_slow = (factor > MIN_SLOW_WORKER_RATIO) & (excess >= MIN_NAMED_LOSS_SHARE * excess.max())
-    if not is_slow.any() or is_slow.mean() > 0.5:
+    if not is_slow.any() or is_slow.mean() > MAX_SLOW_WORKERS_SHARE:
         return None
     places, replicas = np.nonzero(is_slow)
     order = np.argsort(-excess[is_slow], kind="stable")
@@ -180,7 +186,7 @@ def check_garbage_collection(whatif: WhatIf, model: DurationModel | None) -> Cau
     count, longest, by_worker = 0, 0.0, np.zeros(window.replicas)
     if model is not None:
         pauses = find_pauses(model.forward, model.microbatch)
-        if (pauses > 0).mean() > 0.1:
+        if (pauses > 0).mean() > MAX_PAUSED_FORWARDS_SHARE:
             return None
         seconds[model.forward.nodes] -= pauses
         count, longest = int((pauses > 0).sum()), float(pauses.max())

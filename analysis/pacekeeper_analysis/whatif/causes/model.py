@@ -19,6 +19,9 @@ from pacekeeper_analysis.whatif.window import RecordedWindow
 MAD_TO_SIGMA = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
 
+MIN_CORRELATED_VALUES = 3
+"""Smallest number of values for a correlation: two always have one of 1 or -1."""
+
 
 @dataclass(frozen=True)
 class Computations:
@@ -111,7 +114,7 @@ def find_pauses(computations: Computations, microbatch: Array) -> Array:
 
 def _compute_rank_correlation(first: Array, second: Array) -> float:
     """Return Spearman's correlation, which is robust against a few extreme values."""
-    if len(first) < 3:
+    if len(first) < MIN_CORRELATED_VALUES:
         return 0.0
     ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (first, second)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -54,6 +54,7 @@ Group = tuple[int, ...]
 """Global ranks of a process group. () if the trace does not contain the group."""
 
 MAX_GROUPS_NAMED = 6
+MAX_NUMBERS_NAMED = 5
 
 Spans = NDArray[np.float64]
 """Begin and end of time spans, [span, 2], in seconds."""
@@ -320,7 +321,7 @@ def align_clocks(ranks: Sequence[RankTrace]) -> tuple[list[RankTrace], list[str]
 
 
 def _describe_groups(groups: set[Group], groups_known: bool) -> list[str]:
-    if len(groups) < 2:
+    if len(groups) <= 1:
         return []
     named = "; ".join(" ".join(map(str, group)) for group in sorted(groups)[:MAX_GROUPS_NAMED])
     remainder = f" and {len(groups) - MAX_GROUPS_NAMED} more" if len(groups) > MAX_GROUPS_NAMED else ""
@@ -387,8 +388,8 @@ def _compute_differences(ends: NDArray[np.float64], other_ends: NDArray[np.float
 
 
 def _format_list(noun: str, numbers: Sequence[int]) -> str:
-    listed = ", ".join(map(str, numbers[:5]))
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {listed}{' …' if len(numbers) > 5 else ''}"
+    listed = ", ".join(map(str, numbers[:MAX_NUMBERS_NAMED]))
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {listed}{' …' if len(numbers) > MAX_NUMBERS_NAMED else ''}"
 
 
 def _build_step_rows(ranks: Sequence[RankTrace], step: int) -> list[tuple[int, int, str, float, float]]:

@@ -86,7 +86,7 @@ def check_gpu_errors(observation: Observation, policy: Policy) -> Decision | Non
     nodes = {fault.node for fault in similar} | _find_recent_error_nodes(observation, _ORIGIN_CLASSES[first.origin])
     return (
         _decide_gpu_fault(observation, policy, first)
-        if len(nodes) < 2 or not similar
+        if len(nodes) <= 1 or not similar
         else _decide_shared_fault(observation, similar, nodes)
     )
 

@@ -37,6 +37,8 @@ TO_DO_AFTER_FAILURE = (
     "newest checkpoint, if it has one"
 )
 """What the user can do about a failed job. A change of its template has no effect any more."""
+MAX_NAMED_ACTIONS = 3
+_MINUTE_SECONDS = 60
 MAX_JOB_MESSAGE_CHARACTERS = 4000
 """Characters of a condition's message."""
 
@@ -88,7 +90,7 @@ def build_job_status(observation: Observation, policy: Policy, before: JobStatus
         last_checkpoint_step=observation.progress.checkpoint_step
         if observation.progress.checkpoint_step >= 0
         else before.last_checkpoint_step,
-        checkpoint_sub_path=choose_checkpoint_sub_path(job, separate=True) if state.lifecycle.separate_folder else None,
+        checkpoint_sub_path=choose_checkpoint_sub_path(job),
         workers=WorkerCounts.from_counts(
             job.spec.replicas, ready if members else 0, _count_running_spares(observation) if members else 0
         ),
@@ -275,8 +277,8 @@ def _build_recovering_condition(observation: Observation, policy: Policy, phase:
 def _build_blocked_condition(observation: Observation) -> _JobConditionState:
     """Report actions that failed so far. The operator retries them, and a user may have to help."""
     blocked = observation.blocked_actions
-    message = "; ".join(f"{problem.action}: {problem.reason}" for problem in blocked[:3])
-    more = f"; and {len(blocked) - 3} more" if len(blocked) > 3 else ""
+    message = "; ".join(f"{problem.action}: {problem.reason}" for problem in blocked[:MAX_NAMED_ACTIONS])
+    more = f"; and {len(blocked) - MAX_NAMED_ACTIONS} more" if len(blocked) > MAX_NAMED_ACTIONS else ""
     reason = (
         Reason.POD_DENIED
         if any(action.is_pod_creation for action in blocked)
@@ -377,7 +379,7 @@ def _explain_waiting(observation: Observation) -> _JobConditionState:
     """Return why a job has not started."""
     state, cluster_view = observation.state, observation.cluster_view
     if holder := workforce.find_folder_holder(observation):
-        folder = identify_checkpoint_folder(observation.job, state.lifecycle.separate_folder)
+        folder = identify_checkpoint_folder(observation.job)
         message = (
             f"job {holder} writes its checkpoints to the same folder ({folder}), so no worker is created: give this "
             "job its own folder (spec.checkpoint.path, or spec.checkpoint.subPath of a claim), or wait until the other "
@@ -554,7 +556,7 @@ def _find_checkpoint_failure(observation: Observation) -> _JobConditionState | N
 
 def _format_age(seconds: float) -> str:
     """Return the age in minutes. A message that changes each second would be written each second."""
-    return f"{seconds / 60:.0f} min" if seconds >= 60 else "less than a minute"
+    return f"{seconds / _MINUTE_SECONDS:.0f} min" if seconds >= _MINUTE_SECONDS else "less than a minute"
 
 
 def _find_unreachable_workers(observation: Observation) -> _JobConditionState | None:

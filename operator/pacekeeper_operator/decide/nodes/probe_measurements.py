@@ -32,6 +32,8 @@ MIN_COMPARED_NODES = 2
 """Least number of other nodes to compare with. Between two nodes, a comparison does not show which one is slow."""
 MAX_TERMINATION_MESSAGE_CHARACTERS = 4096
 """Length at which the kubelet truncates a termination message."""
+MIN_REPORTED_HELD_BACK_SHARE = 0.1
+"""Least share of the time for which a probe was held back, for messages to name it."""
 _MIN_MEASURED_VALUE = 1e-9
 
 
@@ -54,7 +56,7 @@ def describe_slowness(node: str, measurements: Mapping[str, ProbeMetrics]) -> st
         _describe_lower_rate("it receives", _find_best_receive_rates(measurements), node, SLOW_NETWORK_RATIO),
         _describe_lower_rate("its memory takes", memory, node, SLOW_MEMORY_RATIO),
     )
-    is_held_back = own_metrics.held_back > 0.1
+    is_held_back = own_metrics.held_back > MIN_REPORTED_HELD_BACK_SHARE
     detail = (
         f" (held back for {own_metrics.held_back:.0%} of the time, not by other work)"
         if descriptions[0] and is_held_back

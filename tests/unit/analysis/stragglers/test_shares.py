@@ -15,6 +15,7 @@ from pacekeeper_analysis.stragglers.shares import ASSUMED_FIXED_COST_SHARE as SU
 from pacekeeper_analysis.stragglers.shares import (
     CHANCE_STANDARD_ERRORS,
     ShareCosts,
+    ShareLimits,
     _pool_deviations,
     _shrink_costs,
     divide_equally,
@@ -55,7 +56,7 @@ def test_under_noise_the_expected_maximum_decides_not_the_mean() -> None:
 
 
 def test_bounds_are_kept() -> None:
-    found = optimize_shares(np.tile([1.0, 1.0, 9.0], (4, 1)), (8, 8, 8), minimum=2, maximum=11)
+    found = optimize_shares(np.tile([1.0, 1.0, 9.0], (4, 1)), (8, 8, 8), limits=ShareLimits(2, 11))
     assert found.shares == (11, 11, 2)
 
 
@@ -146,9 +147,7 @@ def test_no_shares_of_whole_microbatches_are_better(seed: int) -> None:
     cost, fixed = random.uniform(0.5, 3.0, ranks) * noise, random.uniform(0.0, 2.0, ranks)
     least, most = 1 + grain * (seed % 3 == 0 and units >= 2 * ranks), grain * units - 1
     current = divide_equally(units * grain, ranks, grain)
-    found = optimize_shares(
-        cost, current, fixed=fixed, minimum=least, maximum=most, granularity=grain, draws=64, seed=5
-    )
+    found = optimize_shares(cost, current, fixed=fixed, limits=ShareLimits(least, most, grain), draws=64, seed=5)
     drawn = cost[np.random.default_rng(5).integers(0, 16, size=(64, ranks)), np.arange(ranks)]
     best = min(
         float((fixed + drawn * np.array(shares)).max(axis=1).mean())
@@ -162,13 +161,13 @@ def test_no_shares_of_whole_microbatches_are_better(seed: int) -> None:
 
 def test_present_shares_that_are_no_whole_microbatches_are_refused() -> None:
     with pytest.raises(InputError, match=r"\[10, 6\] samples must all be multiples of the shares' granularity, 4"):
-        rebalance_shares(np.ones((8, 2)), np.tile([10, 6], (8, 1)), granularity=4)
+        rebalance_shares(np.ones((8, 2)), np.tile([10, 6], (8, 1)), limits=ShareLimits(granularity=4))
 
 
 def test_many_ranks_with_large_batches_keep_sum_and_bounds() -> None:
     random = np.random.default_rng(0)
     cost = random.uniform(0.5, 2.0, 200) * (1 + 0.05 * random.standard_normal((16, 200)))
-    found = optimize_shares(cost, (100,) * 200, minimum=60, maximum=160, draws=64)
+    found = optimize_shares(cost, (100,) * 200, limits=ShareLimits(60, 160), draws=64)
     assert sum(found.shares) == 100 * 200
     assert 60 <= min(found.shares) < max(found.shares) <= 160
     slowest, fastest = int(cost.mean(axis=0).argmax()), int(cost.mean(axis=0).argmin())
@@ -344,7 +343,7 @@ def test_what_only_luck_tells_apart_is_shared_alike() -> None:
     by_draws, by_kind = optimize_shares(cost, (32,) * 3), optimize_shares(cost, (32,) * 3, rank_classes=alike)
     assert by_draws.shares[1] > by_draws.shares[2] + 2
     assert abs(by_kind.shares[1] - by_kind.shares[2]) <= 1
-    coarse = optimize_shares(cost, (32,) * 3, rank_classes=alike, granularity=4)
+    coarse = optimize_shares(cost, (32,) * 3, rank_classes=alike, limits=ShareLimits(granularity=4))
     assert abs(coarse.shares[1] - coarse.shares[2]) <= 4
 
 

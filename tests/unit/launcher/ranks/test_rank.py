@@ -73,7 +73,7 @@ class Runner:
     def fork(self, script: str, ring: Path | None = None) -> None:
         self.fork_with(script, ring=ring)
 
-    def fork_with(
+    def fork_with(  # noqa: PLR0913  # options of a harness: each caller names what it varies
         self,
         script: str,
         arguments: Sequence[str] = (),

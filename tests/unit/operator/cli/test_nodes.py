@@ -337,7 +337,7 @@ async def test_when_a_worker_was_heard_to_complete_a_step() -> None:
     assert known.contacts["j-w0-0"].stepped_at == 0.0, "when it was completed is not known"
     for clock.passed in (3.0, 6.0):
         await sidecars.poll(caller, Heartbeat(worker="j-w0-0", step=8), after=-1, wait=0.0)
-    (view,) = gather.build_observation(0.0, known, (), JobMetrics(), ClusterView(), NOW + 10).workers
+    (view,) = gather.build_observation(0.0, known, (), ClusterView(), NOW + 10).workers
     assert view.seconds_since_step == 7.0
 
 

@@ -21,7 +21,6 @@ from pacekeeper_operator.state.cluster_view import RECENT_POLL_SECONDS, ClusterV
 from pacekeeper_operator.state.desired_state import (
     DesiredState,
     Incident,
-    Lifecycle,
     PastIncident,
     Placement,
     State,
@@ -219,7 +218,7 @@ class TestFolders:
     def put(self, memory: JobRegistry, name: str, age: float, workers: bool = False, **changes: Any) -> TrainingJob:
         checkpoint = CheckpointSpec(volume_claim_name="claim", **changes)
         its = replace(build_job(checkpoint=checkpoint), name=name, uid=f"uid-{name}", created_at=NOW - age)
-        known, draft = memory.get_or_create(its), DesiredState(Plan(), State(lifecycle=Lifecycle(separate_folder=True)))
+        known, draft = memory.get_or_create(its), DesiredState(Plan(), State())
         known.update(desired=draft.with_placement(workers=(WorkerRecord("w", 0, 0),)) if workers else draft)
         return its
 
@@ -252,14 +251,14 @@ class TestFolders:
         known.update(job=other, desired=known.desired.with_lifecycle(completed_at=NOW))
         assert self.holder(memory, mine) == ""
 
-    def test_of_a_claim_each_job_has_its_own_but_those_from_before(self) -> None:
+    def test_of_a_claim_each_job_has_its_own_unless_both_use_its_root(self) -> None:
         memory = JobRegistry(0.0)
-        mine, other = self.put(memory, "mine", 1), self.put(memory, "other", 9, workers=True)
+        mine, _ = self.put(memory, "mine", 1), self.put(memory, "other", 9, workers=True)
         assert self.holder(memory, mine) == ""
-        for its in (mine, other):
-            known = memory.get_or_create(its)
-            assert known.desired is not None
-            known.update(desired=known.desired.with_lifecycle(separate_folder=False))
+        mine, _ = (
+            self.put(memory, "mine", 1, sub_path=""),
+            self.put(memory, "other", 9, workers=True, sub_path=""),
+        )
         assert self.holder(memory, mine) == "other"
 
 

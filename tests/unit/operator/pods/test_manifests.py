@@ -15,6 +15,7 @@ from pacekeeper_operator.pods.manifests import (
     Installation,
     NodeProbeTask,
     ProbeImage,
+    SchedulingConstraints,
     build_probe_pod,
     build_worker_name,
     build_worker_pod,
@@ -96,14 +97,16 @@ def lost(wanted: Any, found: Any, path: str = "") -> list[str]:
 
 
 def test_nothing_of_the_template_is_lost() -> None:
-    body = build_worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
+    body = build_worker_pod(
+        job(), 2, 7, INSTALLATION, spare=True, scheduling=SchedulingConstraints(avoid_nodes=["node-1"])
+    )
     assert lost(TEMPLATE, body) == []
     assert body["kind"] == "Pod"
 
 
 def test_the_template_itself_stays_as_it_is() -> None:
     before = copy.deepcopy(TEMPLATE)
-    build_worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
+    build_worker_pod(job(), 2, 7, INSTALLATION, spare=True, scheduling=SchedulingConstraints(avoid_nodes=["node-1"]))
     assert before == TEMPLATE
 
 
@@ -386,37 +389,34 @@ def test_the_claim_is_mounted_where_checkpoints_go() -> None:
     assert "/checkpoints" not in mounts(pod(), "trainer"), "without a claim the place is the user's to fill"
 
 
-def checkpoint_mount(apart: bool = True, **checkpoint: Any) -> tuple[str | None, bool]:
+def checkpoint_mount(**checkpoint: Any) -> tuple[str | None, bool]:
     """Folder of the claim that is mounted, and whether it is to be read only."""
     its = job(checkpoint=CheckpointSpec(volume_claim_name="claim", **checkpoint))
-    trainer = container(build_worker_pod(its, 2, 7, INSTALLATION, separate_checkpoints=apart), "trainer")
+    trainer = container(build_worker_pod(its, 2, 7, INSTALLATION), "trainer")
     mount = next(found for found in trainer["volumeMounts"] if found["mountPath"] == "/checkpoints")
     return mount.get("subPath"), mount.get("readOnly", False)
 
 
 def test_each_job_has_a_folder_of_its_own_on_a_claim() -> None:
     assert checkpoint_mount() == ("gpt", False)
-    assert checkpoint_mount(apart=False) == (None, False), "its checkpoints lie in the claim itself"
     assert checkpoint_mount(sub_path="") == (None, False)
     assert checkpoint_mount(sub_path="sweeps/3", adopt="other") == ("sweeps/3", False)
     assert checkpoint_mount(adopt="other") == checkpoint_mount(adopt="team-b/other") == ("other", False)
     assert checkpoint_mount(adopt="/home/train.py") == ("gpt", False), "a script has none"
-    assert checkpoint_mount(adopt="other", apart=False, read_only=True) == ("other", True)
+    assert checkpoint_mount(adopt="other", read_only=True) == ("other", True)
 
 
 def folder_of(volume: dict[str, Any], mount: dict[str, Any], path: str = "/data/checkpoints") -> str:
     trainer = TEMPLATE["spec"]["containers"][1] | {"volumeMounts": [{"name": "root", "mountPath": "/"} | mount]}
     volumes = [{"name": "root", "emptyDir": {}}, {"name": "v", **volume}]
     return identify_checkpoint_folder(
-        job(template(containers=[trainer], volumes=volumes), checkpoint=CheckpointSpec(path)), True
+        job(template(containers=[trainer], volumes=volumes), checkpoint=CheckpointSpec(path))
     )
 
 
 def test_jobs_that_write_to_one_folder_name_it_alike() -> None:
     def on_claim(**checkpoint: Any) -> str:
-        return identify_checkpoint_folder(
-            job(checkpoint=CheckpointSpec(volume_claim_name="c", **checkpoint)), separate=True
-        )
+        return identify_checkpoint_folder(job(checkpoint=CheckpointSpec(volume_claim_name="c", **checkpoint)))
 
     assert on_claim() == on_claim(path="/elsewhere") == "claim c/gpt"
     assert on_claim(sub_path="") == "claim c"
@@ -429,7 +429,7 @@ def test_jobs_that_write_to_one_folder_name_it_alike() -> None:
     assert folder_of({"emptyDir": {}}, at) == folder_of({"hostPath": {"path": "/mnt"}}, at) == ""
     assert folder_of(claim, at | {"subPathExpr": "$(NODE)"}) == ""
     assert folder_of(claim, at, path="/database") == "", "it lies beside the mount"
-    assert identify_checkpoint_folder(job({"spec": {"containers": 3}}), separate=True) == ""
+    assert identify_checkpoint_folder(job({"spec": {"containers": 3}})) == ""
 
 
 def terms(body: dict[str, Any], kind: str, strength: str) -> list[Any]:
@@ -459,7 +459,13 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
     mine = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]} for zone in ("a", "b")]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": mine}}
     for affinity in ({}, {"nodeAffinity": required}):
-        body = build_worker_pod(job(template(affinity=affinity)), 2, 8, INSTALLATION, avoid_nodes=["node-1", "node-2"])
+        body = build_worker_pod(
+            job(template(affinity=affinity)),
+            2,
+            8,
+            INSTALLATION,
+            scheduling=SchedulingConstraints(avoid_nodes=["node-1", "node-2"]),
+        )
         found = body["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         for term in found["nodeSelectorTerms"]:
             avoided = [item["values"] for item in term["matchFields"]]
@@ -479,7 +485,9 @@ THEIRS = [{"weight": 5, "preference": {"matchExpressions": [{"key": "zone", "ope
 )
 def test_unreliable_nodes_are_a_preference_of_the_least_weight_and_no_more(affinity: Any, before: Any) -> None:
     wanted = job(template(affinity=affinity))
-    body = build_worker_pod(wanted, 2, 8, INSTALLATION, spare=True, unreliable_nodes=["node-1", "node-2"])
+    body = build_worker_pod(
+        wanted, 2, 8, INSTALLATION, spare=True, scheduling=SchedulingConstraints(unreliable_nodes=["node-1", "node-2"])
+    )
     of_nodes = body["spec"]["affinity"]["nodeAffinity"]
     assert of_nodes.keys() == {PREFERRED}, "nothing is required"
     names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("node-1", "node-2")]

@@ -64,18 +64,11 @@ def cluster() -> FakeCluster:
 
 
 @pytest.mark.parametrize(
-    ("status", "folder"),
-    [
-        ({}, "j"),
-        ({"observedGeneration": -1}, "j"),
-        ({"phase": "Running", "round": 3}, None),
-        ({"phase": "Running", "round": 3, "checkpointSubPath": "j"}, "j"),
-    ],
-    ids=["a new job", "by the API server", "from before", "whose bookkeeping is lost"],
+    "status",
+    [{}, {"observedGeneration": -1}, {"phase": "Running", "round": 3, "checkpointSubPath": "j"}],
+    ids=["a new job", "by the API server", "whose bookkeeping is lost"],
 )
-async def test_where_a_jobs_checkpoints_lie_on_its_claim_is_settled_when_it_begins(
-    status: dict[str, Any], folder: str | None, cluster: FakeCluster
-) -> None:
+async def test_a_jobs_checkpoints_lie_in_its_folder_on_its_claim(status: dict[str, Any], cluster: FakeCluster) -> None:
     its = build_job(1, 0, checkpoint=CheckpointSpec(volume_claim_name="claim"))
     operator, _ = await at_work(cluster, build_fresh(job=its))
     await cluster.delete(TRAINING_JOB_STATES, "j", "ns")
@@ -85,8 +78,8 @@ async def test_where_a_jobs_checkpoints_lie_on_its_claim_is_settled_when_it_begi
         await desk.effect_runner.wait_until_idle()
     pod = next(body for key, body in cluster.objects.items() if key[0] == "pods")
     mounts = next(its for its in pod["spec"]["containers"] if its["name"] == "trainer")["volumeMounts"]
-    assert next(mount for mount in mounts if mount["mountPath"] == "/checkpoints").get("subPath") == folder
-    assert cluster.objects["trainingjobs", "ns", "j"]["status"].get("checkpointSubPath") == folder
+    assert next(mount for mount in mounts if mount["mountPath"] == "/checkpoints").get("subPath") == "j"
+    assert cluster.objects["trainingjobs", "ns", "j"]["status"].get("checkpointSubPath") == "j"
 
 
 async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import Hop, Member, Paths, Plan, PlannedPath
-from pacekeeper_operator import legacy
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass, IncidentOutcome
 from pacekeeper_operator.decide.evaluate import evaluate_job
 from pacekeeper_operator.decide.network.paths import MAX_PATHS_PER_JOB
@@ -183,46 +182,6 @@ class TestOtherVersions:
         place[path[-1]] = rubbish
         with pytest.raises(InputError, match=r"TrainingJobState j cannot be read .* delete it"):
             state_codec.decode_state(content, "j")
-
-
-class TestLegacy:
-    """The ConfigMap of operators before: the job goes on, but nothing in it reaches a node."""
-
-    def written(self, **changes: Any) -> dict[str, str]:
-        plan = Plan(version=7, membership=3, round=4, members=(Member("j-w0-1", "10.0.0.1", (0,)),)).to_json()
-        state = {
-            "workers": [{"name": "j-w0-1", "ordinal": 0, "incarnation": 1, "uid": "u", "node": "n"}],
-            "incarnations": {"0": 1},
-            "templateAccepted": 2,
-            "restarts": [NOW],
-            "restartsTotal": 5,
-            "membershipRestarts": 1,
-            "startTime": 1.5,
-            "quarantineRequests": [{"node": "n", "uid": "nu", "reason": "forged", "incident": "i"}],
-            "past": [{"cause": "node-lost", "at": NOW, "seconds": 1.0, "node": "n", "class": "Infrastructure"}],
-            "incidents": [],
-        }
-        return {"plan.json": json.dumps(plan), "state.json": json.dumps({**state, **changes})}
-
-    def test_is_adopted(self) -> None:
-        draft = legacy.convert_legacy_state(self.written(), "j", NOW)
-        assert (draft.plan.membership, draft.plan.round, draft.plan.members[0].worker) == (3, 4, "j-w0-1")
-        assert draft.plan.version > 7
-        assert draft.state.placement.workers == (WorkerRecord("j-w0-1", 0, 1),), "the pods say UID and node themselves"
-        assert (draft.state.budget.total_restarts, draft.state.budget.membership_restarts) == (5, 1)
-
-    def test_words_about_nodes_are_not_believed(self) -> None:
-        incidents = legacy.convert_legacy_state(self.written(), "j", NOW).state.incidents
-        assert (incidents.quarantine_requests, incidents.past, incidents.current) == ((), (), ())
-
-    def test_rubbish_is_named_with_its_remedy(self) -> None:
-        with pytest.raises(InputError, match=r"ConfigMap j-plan .* delete it"):
-            legacy.convert_legacy_state({"plan.json": "{}", "state.json": "["}, "j", NOW)
-
-    @pytest.mark.parametrize("state", ["5", "null", '{"workers": [{"name": "x", "ordinal": 0, "incarnation": 0}]}'])
-    def test_so_is_what_only_looks_like_it(self, state: str) -> None:
-        with pytest.raises(InputError, match="delete it"):
-            legacy.convert_legacy_state({**self.written(), "state.json": state}, "j", NOW)
 
 
 class TestBounds:

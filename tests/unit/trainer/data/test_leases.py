@@ -25,7 +25,7 @@ NUMBERS: Any = torch.arange(200)
 class Job:
     """The ranks' loaders, and a script's part: steps, meetings, switches and restarts."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # options of a harness: each caller names what it varies
         self,
         rng: random.Random,
         size: int,

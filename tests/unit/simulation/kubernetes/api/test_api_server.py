@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from pacekeeper_operator.kube.client import (
-    CONFIG_MAPS,
     NODE_OBJECTS,
     PODS,
     SECRETS,
@@ -143,15 +142,6 @@ def test_the_operator_changes_no_jobs_and_makes_no_tokens(world: ApiServerOnlyWo
     secret = {"metadata": {"name": "s", "namespace": NAMESPACE}, "type": "kubernetes.io/service-account-token"}
     with pytest.raises(ObjectRejected, match="makes no tokens"):
         run(world, operator.create(SECRETS, secret))
-
-
-def test_of_config_maps_the_operator_deletes_old_plans_alone(world: ApiServerOnlyWorld, operator: Cluster) -> None:
-    world.api.create("configmaps", in_team(build_config_map("a")))
-    world.api.create("configmaps", owned(world, build_config_map("owner-plan", labels={"pacekeeper.dev/job": "owner"})))
-    with pytest.raises(ObjectRejected, match="only the plans"):
-        run(world, operator.delete(CONFIG_MAPS, "a", NAMESPACE))
-    run(world, operator.delete(CONFIG_MAPS, "owner-plan", NAMESPACE))
-    assert world.api.get("configmaps", "owner-plan", NAMESPACE) is None
 
 
 def test_tenants_write_neither_nodes_nor_the_operators_books(world: ApiServerOnlyWorld) -> None:
