@@ -102,7 +102,7 @@ def test_what_the_recorder_cannot_know_is_not_taken_for_knowledge() -> None:
     assert find_oldest_collective(record(in_a_batch)).device is Device.RUNNING
     begun = entry(8, "started", is_p2p=True, profiling_name="nccl:recv 0<-1", p2p_seq_id=4)
     found = find_oldest_collective(record(in_a_batch, begun))
-    assert (found.device, found.collective, found.group) == (Device.STARTED, Collective.RECV, 0)
+    assert (found.device, found.collective, found.group) == (Device.STARTED, Collective.RECV, None)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,10 @@ def test_it_is_asked_before_the_launcher_takes_the_silence_for_a_stall(rank: Ran
         rank.step(3.0)
     assert rank.look(14.0) is Device.RUNNING
     assert rank.look(1.5) is Device.IDLE
-    for steps, seconds in ((0, 0.0), (3, 0.1), (5, 0.1), (5, 30.0)):
-        stalled_after = compute_stall_deadline(Phase.TRAIN, steps, seconds, SETTINGS, earlier_step_seconds=seconds)
+    for steps, seconds in ((0, None), (3, 0.1), (5, 0.1), (5, 30.0)):
+        stalled_after = compute_stall_deadline(
+            Phase.TRAIN, steps, seconds, SETTINGS, earlier_step_seconds=seconds or None
+        )
         assert compute_query_delay(steps, seconds) + 2 * FLIGHT_POLL_INTERVAL_SECONDS <= stalled_after
 
 
