@@ -40,8 +40,8 @@ class RestoredState:
     step: int
     samples: int
     """This rank's samples since the job's beginning."""
-    checkpoint_step: int
-    """Step of the newest checkpoint on the volume, by its manifest; -1: none."""
+    checkpoint_step: int | None
+    """Step of the newest checkpoint on the volume, by its manifest; None: none."""
     origin: StateOrigin
     """Where this rank's state came from."""
 
@@ -114,7 +114,8 @@ class StateStore:
             for other_source in self._sources:
                 other_source.check_unchanged()
         self._claim_folder()
-        checkpoint_step = newest[self._checkpoint_source].step
+        checkpoint = newest[self._checkpoint_source]
+        checkpoint_step = None if checkpoint == NO_STATE_VERSION else checkpoint.step
         self._reporter.report_found(checkpoint_step)
         return None if samples is None else RestoredState(version.step, samples, checkpoint_step, source.origin)
 
@@ -177,13 +178,13 @@ class StateStore:
         self._state.equalize_buffers()
         self._snapshot_writer.write(step, samples, wait=leaving)
 
-    def settle(self, wait: bool = False) -> int:
-        """Make the newest snapshot valid once all rank states have arrived. Returns its step, -1 without one.
+    def settle(self, wait: bool = False) -> int | None:
+        """Make the newest snapshot valid once all rank states have arrived. Returns its step, None without one.
 
         `wait`: as for `SnapshotWriter.settle`.
         """
         step = self._snapshot_writer.settle(wait)
-        if step >= 0:
+        if step is not None:
             self._peer_replication.send(StateVersion(step, self._environment.round))
         return step
 

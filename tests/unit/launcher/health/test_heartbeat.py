@@ -133,7 +133,7 @@ def test_what_has_come_of_the_checkpoints_is_told_by_the_worker_of_rank_0() -> N
     elsewhere = build_next_heartbeat(beat, running, None, [rank(9, rank=1)], 101.0, 91.0, "", news)
     assert (elsewhere.checkpoint_failed_rank, elsewhere.checkpoint_error) == (-1, "")
     assert elsewhere.checkpoint_age_seconds == -1.0
-    none = replace(news, step=-1)
+    none = replace(news, step=None)
     assert (
         build_next_heartbeat(beat, running, None, [rank(9, rank=0)], 101.0, 91.0, "", none).checkpoint_age_seconds
         == -1.0
