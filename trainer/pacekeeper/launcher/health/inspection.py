@@ -46,7 +46,7 @@ class Inspector:
         settings: LauncherSettings,
         ranks: LocalRanks,
         notify: Callable[[FaultReport], None],
-        earlier_step_seconds: float = 0.0,
+        earlier_step_seconds: float | None = None,
     ) -> None:
         """`earlier_step_seconds`: as in `StallDetector`."""
         self._settings = settings
@@ -89,8 +89,8 @@ class Inspector:
             if task is not None:
                 task.cancel()
 
-    def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
-        """Return the step time for the next round's detector."""
+    def step_seconds(self, ranks: Mapping[int, np.void]) -> float | None:
+        """Return the step time for the next round's detector; None: unknown."""
         return self._stall_detector.step_seconds(ranks)
 
     def _query_ras(self, ranks: Mapping[int, np.void]) -> None:
