@@ -61,7 +61,7 @@ class _RecordedStep:
     number: int = 0
     phase: Phase = Phase.START
     mode: int = 0
-    samples: int | None = None
+    samples: int = 0
     lengths: tuple[float, float | None] | None = None
 
     @property
@@ -131,10 +131,10 @@ class Recorder:
         """Mark of that entry, or of the computed gradients if that is later; None: during a backward pass."""
         self._begin()
 
-    def end_step(self, samples: int | None = None, lengths: tuple[float, float | None] | None = None) -> None:
+    def end_step(self, samples: int = 0, lengths: tuple[float, float | None] | None = None) -> None:
         """Complete the present step after the optimizer has stepped.
 
-        `samples`: samples of this rank (None: unknown). `lengths`: sums of their lengths and of the squares; both, or
+        `samples`: samples of this rank (0: unknown). `lengths`: sums of their lengths and of the squares; both, or
         only the latter, may be unknown (None). Waits until the device is at most MAX_STEPS_AHEAD steps behind.
         """
         step = self._step
@@ -347,9 +347,8 @@ class Recorder:
         if step.lengths is not None:
             tokens, squares = step.lengths
             write(_LENGTHS, start, end, step.number, step.phase, tokens, nbytes=round(squares or 0.0))
-        samples = step.samples or 0  # in the ring, 0 means unknown
-        write(_STEP, start, end, step.number, step.phase, samples, flags=step.mode)
-        write(_COMPUTE, start, start + own_ns, step.number, step.phase, samples)
+        write(_STEP, start, end, step.number, step.phase, step.samples, flags=step.mode)
+        write(_COMPUTE, start, start + own_ns, step.number, step.phase, step.samples)
 
 
 def build_open_step(start_ns: int, waits_ns: int) -> _RecordedStep:
