@@ -11,8 +11,13 @@ import numpy as np
 
 from pacekeeper.launcher.health.fault_formatting import describe_fault
 from pacekeeper.launcher.health.gpu_monitor import GpuEvent, NvmlTiming
-from pacekeeper.launcher.health.heartbeat import build_next_heartbeat
-from pacekeeper.launcher.health.stall_detector import PROCESS_SAMPLE_INTERVAL_SECONDS, ProcessSample, StallDetector
+from pacekeeper.launcher.health.heartbeat import RankZeroNotes, build_next_heartbeat
+from pacekeeper.launcher.health.stall_detector import (
+    PROCESS_SAMPLE_INTERVAL_SECONDS,
+    ProcessSample,
+    RankInspection,
+    StallDetector,
+)
 from pacekeeper.launcher.launcher import build_gpu_fault
 from pacekeeper.launcher.rendezvous.rounds import (
     ExitLauncher,
@@ -351,8 +356,9 @@ class SimulatedLauncher(Process):
         """Write the heartbeat, and return the ranks' states that it contains."""
         folder, wall = self._folder, self._world.wall_time(self._worker.node)
         states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
+        notes = RankZeroNotes(folder.refusal, folder.checkpoints)
         folder.heartbeat = build_next_heartbeat(
-            folder.heartbeat, self.state, folder.plan, states.values(), wall, now, folder.refusal, folder.checkpoints
+            folder.heartbeat, self.state, folder.plan, states.values(), wall, now, notes
         )
         self._worker.sidecar.check_heartbeat()
         return states
@@ -385,11 +391,8 @@ class SimulatedLauncher(Process):
         if inspection == self._inspection:
             self._inspecting = False
             now, wall = self._world.now(), self._world.wall_time(self._worker.node)
-            self._notify_fault(
-                detector.build_fault(
-                    state, states, (first_samples, self._inspect_ranks(now)), unreachable, (), now, wall
-                )
-            )
+            found = RankInspection(first_samples, self._inspect_ranks(now), unreachable)
+            self._notify_fault(detector.build_fault(state, states, found, now, wall))
 
     def _stop_stall_detector(self) -> None:
         self._inspection += 1

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from pacekeeper.checkpointing import state_sources, state_store
 from pacekeeper.checkpointing.snapshots import peer_replication, snapshot_slots
-from pacekeeper.checkpointing.snapshots.snapshot_slots import check_slot
+from pacekeeper.checkpointing.snapshots.snapshot_slots import SlotMemory, check_slot
 from pacekeeper.checkpointing.state_sources import CheckpointSource, send_slot
 from pacekeeper.checkpointing.state_store import StateStore
 from pacekeeper.checkpointing.storage.checkpoint_folder import CheckpointFolder
@@ -491,7 +491,7 @@ def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Pa
         snapshots, checkpoints = writer.store._snapshot_writer._snapshots, writer.store._checkpoint_writer
         assert snapshots is not None
         assert checkpoints is not None
-        snapshots._read_memory_left = left
+        snapshots._memory = SlotMemory(left, snapshots._memory.free)
         snapshots._slots = [None, None]  # as when the state has grown
         writer.step(4)
         dist.barrier()

@@ -19,7 +19,7 @@ from .rank_state import compute_fingerprint
 from .snapshots.peer_replication import PeerReplication
 from .snapshots.shard_names import format_shard_name
 from .snapshots.snapshot_copies import SlotCopies, create_slot_copies
-from .snapshots.snapshot_slots import Snapshots
+from .snapshots.snapshot_slots import SlotMemory, Snapshots
 from .snapshots.snapshot_writer import SnapshotWriter
 from .state_sources import CheckpointSource, SnapshotSource, StateSource
 from .storage.checkpoint_folder import SHARED_VOLUME_REMEDY, CheckpointFolder
@@ -244,7 +244,7 @@ def _open_snapshots(
         world_size=environment.world_size,
         fingerprint=compute_fingerprint(state.model_description),
         copies=copies,
-        free_memory=free_memory,
+        memory=SlotMemory(free=free_memory),
     )
 
 

@@ -27,7 +27,7 @@ from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultKind, Fa
 
 from .health.fault_formatting import describe_fault
 from .health.gpu_monitor import GpuEvent, open_gpu_monitor
-from .health.heartbeat import HeartbeatFile, LivenessFile, WriteFailures, build_next_heartbeat
+from .health.heartbeat import HeartbeatFile, LivenessFile, RankZeroNotes, WriteFailures, build_next_heartbeat
 from .health.inspection import Inspector
 from .network.interfaces import bind_socket, find_interface
 from .network.link_probes import LinkProber, LinkProbeServer
@@ -298,11 +298,9 @@ class Launcher:
     def _publish_state(self, plan: WorkerPlan | None, now: float) -> None:
         """Publish the heartbeat, the socket table, stalls, and GPU errors."""
         states = self._ranks.states()
-        checkpoints = read_checkpoint_status(self._runtime.checkpoints)
+        notes = RankZeroNotes(self._read_refusal(), read_checkpoint_status(self._runtime.checkpoints))
         last, ranks = self._heartbeat.last, states.values()
-        heartbeat = build_next_heartbeat(
-            last, self._state, plan, ranks, time.time(), now, self._read_refusal(), checkpoints
-        )
+        heartbeat = build_next_heartbeat(last, self._state, plan, ranks, time.time(), now, notes)
         ports = {"rendezvous_port": self._rendezvous_port, "probe_port": self._probe_listener.getsockname()[1]}
         with self._write_failures.suppress_errors("the heartbeat"):
             self._heartbeat.write(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +107,17 @@ def _select_rare_fields(heartbeat: Heartbeat) -> tuple[Heartbeat, object]:
     return replace(heartbeat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0, gpus=()), heartbeat.gpu_signs
 
 
+@dataclass(frozen=True)
+class RankZeroNotes:
+    """What rank 0 last wrote in the runtime folder."""
+
+    refused: str = ""  # why it does not follow the plan; "": it does
+    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS
+
+
+_NO_NOTES = RankZeroNotes()
+
+
 def build_next_heartbeat(
     previous: Heartbeat,
     state: RoundState,
@@ -114,14 +125,13 @@ def build_next_heartbeat(
     ranks: Collection[np.void],
     wall: float,
     monotonic: float,
-    refused: str = "",
-    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS,
+    notes: RankZeroNotes = _NO_NOTES,
 ) -> Heartbeat:
     """Build the heartbeat after `previous`.
 
-    `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds. `refused`, `checkpoints`: what rank 0 last
-    wrote here, on why it does not follow the plan and on checkpoints. Values that a new round does not have yet (step,
-    checkpoints) stay as the previous round left them.
+    `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds. `notes`: what rank 0 last wrote here; they
+    count while it runs here. Values that a new round does not have yet (step, checkpoints) stay as the previous round
+    left them.
     """
     heartbeat = replace(
         previous,
@@ -154,8 +164,9 @@ def build_next_heartbeat(
         )
     step = int(slowest["step"])
     rank_0_is_here = any(rank["rank"] == 0 for rank in ranks)
-    status = checkpoints if rank_0_is_here else NO_CHECKPOINT_STATUS
-    checkpoint_age = status.compute_age(monotonic)
+    if not rank_0_is_here:
+        notes = _NO_NOTES
+    checkpoint_age = notes.checkpoints.compute_age(monotonic)
     bad_loss_ranks = [rank for rank in ranks if rank["bad_loss_step"] >= 0]
     first_bad = min(bad_loss_ranks, key=lambda rank: int(rank["bad_loss_step"]), default=None)
     return replace(
@@ -171,9 +182,9 @@ def build_next_heartbeat(
         global_batch=int(slowest["global_batch"]),
         replica_ranks=max(0, int(slowest["replica_ranks"])),
         managed=bool(slowest["global_batch"] > 0),
-        refused=refused if rank_0_is_here else "",
-        checkpoint_failed_rank=-1 if status.failed_rank is None else status.failed_rank,
-        checkpoint_error=status.error,
+        refused=notes.refused,
+        checkpoint_failed_rank=-1 if notes.checkpoints.failed_rank is None else notes.checkpoints.failed_rank,
+        checkpoint_error=notes.checkpoints.error,
         checkpoint_age_seconds=-1.0 if checkpoint_age is None else checkpoint_age,
         sync_mode=_read_sync_mode(int(slowest["sync_mode"])),
         bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),

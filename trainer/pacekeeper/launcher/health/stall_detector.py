@@ -80,6 +80,20 @@ class ProcessSample:
     waits_for: str = ""  # what it waits for outside of the ranks (`wait_reasons.describe_wait`); "": nothing
 
 
+@dataclass(frozen=True)
+class RankInspection:
+    """What an inspection of the ranks here has found."""
+
+    first: Mapping[int, ProcessSample]  # by local rank
+    second: Mapping[int, ProcessSample]  # PROCESS_SAMPLE_INTERVAL_SECONDS later
+    unreachable: Collection[str] = ()  # peers that did not answer
+    communicators: Collection[Communicator] = ()  # those that the ranks know
+
+    def get_samples(self, local_rank: int) -> tuple[ProcessSample, ProcessSample]:
+        """Return both samples of a rank's process."""
+        return self.first.get(local_rank, ProcessSample()), self.second.get(local_rank, ProcessSample())
+
+
 @dataclass
 class _Progress:
     """A rank's state at its last change, and the time of that change (seconds, monotonic)."""
@@ -133,26 +147,21 @@ class StallDetector:
         self,
         state: RoundState,
         ranks: Mapping[int, np.void],
-        samples: tuple[Mapping[int, ProcessSample], Mapping[int, ProcessSample]],
-        unreachable: Collection[str],
-        communicators: Collection[Communicator],
+        found: RankInspection,
         now: float,
         wall: float,
         ended: Collection[int] = (),
     ) -> FaultReport:
         """Build the fault of the stall for which `begin_report` was last called.
 
-        `samples`: two of each rank's process, PROCESS_SAMPLE_INTERVAL_SECONDS apart; `unreachable`: peers that did not
-        answer; `communicators`: those that the ranks know, of which the fault contains those in use now; `wall`:
-        seconds since the epoch; `ended`: as in `check`.
+        The fault contains those of the communicators that are in use now. `wall`: seconds since the epoch; `ended`: as
+        in `check`.
         """
-        first, second = samples
         patience = OUTSIDE_COLLECTIVES_SECONDS if self.settings.hang_deadline is None else self.settings.hang_deadline
         states = tuple(
             build_rank_state(
                 rank,
-                first.get(local, ProcessSample()),
-                second.get(local, ProcessSample()),
+                found.get_samples(local),
                 self._progress[local].changed_at,
                 now,
                 overdue=now - self._progress[local].changed_at >= self._compute_deadline(local, rank),
@@ -171,8 +180,8 @@ class StallDetector:
             step=min(rank.step for rank in states),
             completed_step=any(int(rank["steps_in_round"]) > 0 for rank in ranks.values()),
             ranks=states,
-            unreachable=tuple(unreachable),
-            communicators=_select_named_communicators(communicators, states),
+            unreachable=tuple(found.unreachable),
+            communicators=_select_named_communicators(found.communicators, states),
         )
 
     def step_seconds(self, ranks: Mapping[int, np.void]) -> float | None:
@@ -217,8 +226,7 @@ class StallDetector:
 
 def build_rank_state(
     rank: np.void,
-    first: ProcessSample,
-    second: ProcessSample,
+    samples: tuple[ProcessSample, ProcessSample],
     since: float,
     now: float,
     *,
@@ -228,8 +236,10 @@ def build_rank_state(
 ) -> RankState:
     """Build the report on one rank. `since`: its last progress; both times are seconds, monotonic.
 
-    `ended`: it has exited with code 0. `patience`: seconds for which it may wait for something outside of the ranks.
+    `samples`: of its process, PROCESS_SAMPLE_INTERVAL_SECONDS apart. `ended`: it has exited with code 0. `patience`:
+    seconds for which it may wait for something outside of the ranks.
     """
+    first, second = samples
     device = Device(int(rank["device"]))
     # CUDA spins while it waits: a busy processor proves progress only for a limited time.
     may_work = device is Device.NONE or (device is Device.IDLE and now - since < MAX_HOST_WORK_SECONDS)
