@@ -84,7 +84,8 @@ def test_matching_microbatches_of_ranks_cost_alike() -> None:
     """Sharded ranks meet in each microbatch: the sum over microbatches of the dearest rank is what a step costs."""
     lengths = lognormal_lengths(3)
     late = []
-    for options in ({}, {"lengths": lengths, "cost": COST}):
+    balanced: dict[str, Any] = {"lengths": lengths, "cost": COST}
+    for options in ({}, balanced):
         loaders = loaders_of(None, ranks=4, batch=64, replica_size=4, **options)
         costs = np.array(
             [[COST.compute_seconds(lengths[batch]).sum() for batch in microbatches(loader)] for loader in loaders]

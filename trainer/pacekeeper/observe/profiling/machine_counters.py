@@ -31,7 +31,9 @@ class MachineCounters:
 
 def read_machine_counters(thread: int) -> MachineCounters:
     """Read the counters. `thread`: identity of the training thread."""
-    return MachineCounters(time.monotonic_ns(), *_read_schedule_times(thread), *cgroup.read_throttling())
+    at_ns = time.monotonic_ns()
+    ran_ns, delayed_ns = _read_schedule_times(thread)
+    return MachineCounters(at_ns, ran_ns, delayed_ns, *cgroup.read_throttling())
 
 
 def build_setup(before: MachineCounters, after: MachineCounters) -> ProcessSetup:

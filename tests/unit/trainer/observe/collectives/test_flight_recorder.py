@@ -89,9 +89,10 @@ def test_the_oldest_that_is_not_complete_counts() -> None:
 
 
 def test_a_group_has_the_same_number_on_its_ranks_and_another_than_other_groups() -> None:
-    def group(ranks: str) -> int:
+    def group(ranks: str) -> int | None:
         return find_oldest_collective(record(entry(7, "started"), pg_config={"0": {"ranks": ranks}})).group
 
+    assert group("[0, 1]") is not None
     assert group("[0, 1]") == group("[0, 1]") != group("[2, 3]")
 
 
