@@ -11,8 +11,13 @@ import numpy as np
 
 from pacekeeper.launcher.health.fault_formatting import describe_fault
 from pacekeeper.launcher.health.gpu_monitor import GpuEvent, NvmlTiming
-from pacekeeper.launcher.health.heartbeat import build_next_heartbeat
-from pacekeeper.launcher.health.stall_detector import PROCESS_SAMPLE_INTERVAL_SECONDS, ProcessSample, StallDetector
+from pacekeeper.launcher.health.heartbeat import RankZeroNotes, build_next_heartbeat
+from pacekeeper.launcher.health.stall_detector import (
+    PROCESS_SAMPLE_INTERVAL_SECONDS,
+    ProcessSample,
+    RankInspection,
+    StallDetector,
+)
 from pacekeeper.launcher.launcher import build_gpu_fault
 from pacekeeper.launcher.rendezvous.rounds import (
     ExitLauncher,
@@ -222,11 +227,11 @@ class SimulatedLauncher(Process):
             times.append(now + STALLED_POLL_SECONDS)
         if state.failure is not None:
             times.append(state.failed_at + settings.settle_timeout)
-        if state.running and state.leaving_since is not None:
+        if state.running is not None and state.leaving_since is not None:
             times.append(state.leaving_since + settings.grace)
-        if state.running and state.ending_since is not None:
+        if state.running is not None and state.ending_since is not None:
             times.append(state.kill_at if state.killed_at is None else state.killed_at + settings.kill_timeout + 0.01)
-        if state.running or state.stage is LauncherState.LOST:
+        if state.running is not None or state.stage is LauncherState.LOST:
             last_contact_at = max(self._folder.operator_contact_at, self._get_last_peer_report_time(self._folder.plan))
             times.append(last_contact_at + settings.contact_timeout + 0.01)
         return times
@@ -260,7 +265,7 @@ class SimulatedLauncher(Process):
     def _start_round(self, command: StartRound) -> None:
         plan, now = command.plan, self._world.now()
         states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
-        earlier_seconds = plan.step_seconds
+        earlier_seconds = plan.step_seconds or None
         if self._stall_detector is not None:
             earlier_seconds = self._stall_detector.step_seconds(states) or earlier_seconds
         self._stop_stall_detector()
@@ -351,15 +356,16 @@ class SimulatedLauncher(Process):
         """Write the heartbeat, and return the ranks' states that it contains."""
         folder, wall = self._folder, self._world.wall_time(self._worker.node)
         states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
+        notes = RankZeroNotes(folder.refusal, folder.checkpoints)
         folder.heartbeat = build_next_heartbeat(
-            folder.heartbeat, self.state, folder.plan, states.values(), wall, now, folder.refusal, folder.checkpoints
+            folder.heartbeat, self.state, folder.plan, states.values(), wall, now, notes
         )
         self._worker.sidecar.check_heartbeat()
         return states
 
     def _check_for_stalls(self, states: dict[int, np.void], now: float) -> None:
         detector = self._stall_detector
-        if detector is None or not self.state.running or self.state.ending_since is not None:
+        if detector is None or self.state.running is None or self.state.ending_since is not None:
             return
         if detector.check(states, now) and not self._inspecting:
             detector.begin_report(now)
@@ -385,11 +391,8 @@ class SimulatedLauncher(Process):
         if inspection == self._inspection:
             self._inspecting = False
             now, wall = self._world.now(), self._world.wall_time(self._worker.node)
-            self._notify_fault(
-                detector.build_fault(
-                    state, states, (first_samples, self._inspect_ranks(now)), unreachable, (), now, wall
-                )
-            )
+            found = RankInspection(first_samples, self._inspect_ranks(now), unreachable)
+            self._notify_fault(detector.build_fault(state, states, found, now, wall))
 
     def _stop_stall_detector(self) -> None:
         self._inspection += 1
@@ -402,10 +405,10 @@ class SimulatedLauncher(Process):
         node = self._world.network.addresses.get(address)
         return node is not None and self._world.network.can_reach(self._worker.node, node)
 
-    def _measure_step_seconds(self, local: int) -> float:
+    def _measure_step_seconds(self, local: int) -> float | None:
         window = self.ranks[local].history.build_window(self.ranks[local].number)
         return max(
-            (median(durations) for durations in (window.step_seconds, window.transfers) if durations), default=0.0
+            (median(durations) for durations in (window.step_seconds, window.transfers) if durations), default=None
         )
 
     def _is_stopped(self, local: int) -> bool:

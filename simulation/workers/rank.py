@@ -165,7 +165,7 @@ class SimulatedRank:
             out_of_memory=self.out_of_memory,
             completed_step=self.steps_in_round > 0,
             monitored=self.training_round is not None,
-            step=self.step,
+            step=None if self.step < 0 else self.step,
             error=self.error,
             lost_peer=self.exit_code is not None and is_peer_loss(self.exit_code, self.error),
         )

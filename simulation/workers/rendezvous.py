@@ -132,7 +132,7 @@ class SimulatedRendezvousServer:
         if self.process.dead:
             return False
         rendezvous = advance_rendezvous(session.rendezvous, session.reports)
-        if rendezvous.stage is RendezvousStage.RUNNING and rendezvous.port == 0:
+        if rendezvous.stage is RendezvousStage.RUNNING and rendezvous.port is None:
             rendezvous = replace(rendezvous, port=self._open_store())
         changed = rendezvous != session.rendezvous
         session.rendezvous = rendezvous

@@ -319,7 +319,7 @@ class SimulatedSidecar(Process):
 
 
 def _measure_rank(rank: SimulatedRank) -> CurrentRankMetrics:
-    return measure_rank(rank.number, rank.history, 0 if rank.segment is None else rank.segment.share)
+    return measure_rank(rank.number, rank.history, None if rank.segment is None else rank.segment.share)
 
 
 class _SimulatedBackoff:

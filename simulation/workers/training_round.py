@@ -246,7 +246,7 @@ class TrainingRound:
         self._checkpointed_step = self._saved_step = max(0, newest_step)
         if restored is not None:
             self.checkpoint_step = newest_step
-        self._find_rank_zero_checkpoint(newest_step)
+        self._find_rank_zero_checkpoint(None if newest is None else newest.step)
         self._stamp_phases("joined_ns", "restoring_ns")
         origin = StateOrigin.MEMORY if restored is snapshot else StateOrigin.CHECKPOINT
         self.stamps["origin"] = StateOrigin.NOTHING if restored is None else origin
@@ -534,11 +534,12 @@ class TrainingRound:
             self._world.log.record_for_digest("kept", self.training.uid, saved.step)
         self._wake_launchers()
 
-    def _find_rank_zero_checkpoint(self, step: int) -> None:
+    def _find_rank_zero_checkpoint(self, step: int | None) -> None:
         """Publish the newest checkpoint on the volume to rank 0's launcher."""
         folder = self.ranks[0].worker.folder
         if step != folder.checkpoints.step:
-            folder.checkpoints = CheckpointStatus(step, int(1e9 * self._world.now()))
+            found_ns = None if step is None else int(1e9 * self._world.now())
+            folder.checkpoints = CheckpointStatus(step, found_ns)
 
     # The end.
 

@@ -168,7 +168,7 @@ def test_a_state_that_grows_is_shared_anew(tmp_path: Path) -> None:
 
 
 def test_a_restart_from_a_snapshot_reads_no_checkpoint(tmp_path: Path) -> None:
-    def main(rank: int) -> tuple[int, int, int]:
+    def main(rank: int) -> tuple[int, int | None, int]:
         its = a_rank(rank, tmp_path)
         its.train()
         for step in (1, 2):

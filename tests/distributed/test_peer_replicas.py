@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from pacekeeper.checkpointing import state_sources, state_store
 from pacekeeper.checkpointing.snapshots import peer_replication, snapshot_slots
-from pacekeeper.checkpointing.snapshots.snapshot_slots import check_slot
+from pacekeeper.checkpointing.snapshots.snapshot_slots import SlotMemory, check_slot
 from pacekeeper.checkpointing.state_sources import CheckpointSource, send_slot
 from pacekeeper.checkpointing.state_store import StateStore
 from pacekeeper.checkpointing.storage.checkpoint_folder import CheckpointFolder
@@ -338,7 +338,7 @@ def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
 def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
     """Otherwise the others would soon have nothing that is as old as what the neighbors have."""
 
-    def rank_main(rank: int) -> tuple[list[int], bool, list[str]]:
+    def rank_main(rank: int) -> tuple[list[int | None], bool, list[str]]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path)
         heard = Heard()
@@ -360,7 +360,7 @@ def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
         return taken, writer.store.settle() == 60, heard.warnings
 
     found = run_ranks(rank_main, RANKS, runtime=tmp_path)
-    assert [its[:2] for its in found] == [([-1] * (2 * peer_replication.SKIPPED_SNAPSHOTS_WARNING), True)] * RANKS
+    assert [its[:2] for its in found] == [([None] * (2 * peer_replication.SKIPPED_SNAPSHOTS_WARNING), True)] * RANKS
     first, *others = [its[2] for its in found]
     assert others == [[]] * (RANKS - 1)
     (warning,) = first
@@ -384,7 +384,7 @@ def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
 ) -> None:
     """A last snapshot would be written over the one that the neighbors have, while the next is on its way."""
 
-    def rank_main(rank: int) -> tuple[int, int | None]:
+    def rank_main(rank: int) -> tuple[int | None, int | None]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path)
         for step in (1, 2, 3):
@@ -413,7 +413,7 @@ def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
         found = Rank(rank, tmp_path, "ac").store.restore()
         return last, None if found is None else found.step
 
-    last = 5 if arrives else -1
+    last = 5 if arrives else None
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(last, restored)] * RANKS
 
 
@@ -491,7 +491,7 @@ def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Pa
         snapshots, checkpoints = writer.store._snapshot_writer._snapshots, writer.store._checkpoint_writer
         assert snapshots is not None
         assert checkpoints is not None
-        snapshots._read_memory_left = left
+        snapshots._memory = SlotMemory(left, snapshots._memory.free)
         snapshots._slots = [None, None]  # as when the state has grown
         writer.step(4)
         dist.barrier()

@@ -106,7 +106,7 @@ def test_a_copy_that_is_torn_on_one_rank_is_void_on_all(tmp_path: Path) -> None:
             if rank == 1:
                 patch.setattr(Snapshots, "finish_copy", torn)
             writer.store.snapshot(3, samples=3)
-            assert writer.store.settle() == -1
+            assert writer.store.settle() is None
         writer.store.snapshot(4, samples=4)  # killed before it is whole
         dist.barrier()
         found = _Rank(rank, tmp_path).store.restore()
@@ -129,12 +129,12 @@ def test_beside_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_trai
             writer.step()
             for step in (1, 2):
                 writer.store.snapshot(step, samples=step)  # left out: there is no memory for it yet
-                assert writer.store.settle(wait=True) == -1
+                assert writer.store.settle(wait=True) is None
             hold.end()
             newest = max(_snapshot(writer, 3), _snapshot(writer, 20))  # both slots
             hold = _Hold(patch, "publish")
             writer.store.snapshot(newest + 1, samples=0)
-            assert writer.store.settle() == -1, "the training goes on"
+            assert writer.store.settle() is None, "the training goes on"
             hold.end()
             assert writer.store.settle(wait=True) == newest + 1
         restored = _Rank(rank, tmp_path)
@@ -159,7 +159,7 @@ def test_no_copy_is_written_over_before_all_ranks_have_the_next_one(tmp_path: Pa
                 assert writer.store.settle(wait=True) == step
             hold = _Hold(patch, "publish") if rank == 1 else None
             writer.store.snapshot(3, samples=3)
-            assert writer.store.settle(wait=rank == 0) == (3 if rank == 0 else -1)
+            assert writer.store.settle(wait=rank == 0) == (3 if rank == 0 else None)
             if hold is not None:
 
                 def look_then_go_on() -> None:

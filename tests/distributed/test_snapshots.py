@@ -42,7 +42,7 @@ class Worker:
         environment = Environment(rank, ranks, local_rank=rank % local, round=1, runtime=runtime)
         self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, None)
 
-    def snapshot(self, step: int, wait: bool = False) -> int:
+    def snapshot(self, step: int, wait: bool = False) -> int | None:
         """Of a state that `step` tells; what `settle` says. wait: for what is done beside the training."""
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -74,7 +74,7 @@ class Memory:
 def test_where_a_shard_has_no_room_all_ranks_wait_before_they_try_again(tmp_path: Path) -> None:
     """The others' shards help nobody alone: their memory goes back to the training."""
 
-    def rank_main(rank: int) -> tuple[list[int], int, list[str], int]:
+    def rank_main(rank: int) -> tuple[list[int | None], int, list[str], int]:
         dist.init_process_group("gloo")
         memory = Memory(enough=rank != 1)
         worker = Worker(rank, tmp_path, ranks=2, local=2, sharded=True)
@@ -83,14 +83,14 @@ def test_where_a_shard_has_no_room_all_ranks_wait_before_they_try_again(tmp_path
         asked, slots = memory.asked, worker.slots
         memory.enough = True
         dist.barrier()
-        return settled, asked, slots, max(worker.snapshot(step) for step in range(11, 20))
+        return settled, asked, slots, max(worker.snapshot(step) or 0 for step in range(11, 20))
 
     # Tried at 1, 3, 6 and then at 11.
-    assert run_ranks(rank_main, 2, runtime=tmp_path) == [([-1] * 10, 3, [], 19)] * 2
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [([None] * 10, 3, [], 19)] * 2
 
 
 def test_a_worker_without_room_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
-    def rank_main(rank: int) -> tuple[list[int], bool]:
+    def rank_main(rank: int) -> tuple[list[int | None], bool]:
         dist.init_process_group("gloo")
         memory = Memory(enough=rank != 1)
         worker = Worker(rank, tmp_path, ranks=2, local=1)
@@ -101,7 +101,7 @@ def test_a_worker_without_room_does_not_keep_the_others_from_theirs(tmp_path: Pa
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [
         ([1, 2, 3, 4, 5, 6, 7], True),
-        ([-1, -1, -1, -1, -1, 6, 7], True),
+        ([None, None, None, None, None, 6, 7], True),
     ]
 
 

@@ -59,7 +59,7 @@ class Rank:
         for step in kept.snapshots:
             self.weight.data.fill_(IN_MEMORY)
             self.store.snapshot(step, samples=100 * step + self.environment.rank)
-            assert self.store.settle() == (step if self.environment.rank == 0 else -1)
+            assert self.store.settle() == (step if self.environment.rank == 0 else None)
         for step in kept.checkpoints:
             self.weight.data.fill_(ON_VOLUME)
             self.store.checkpoint(step, 100 * step + self.environment.rank, lambda _: None)
@@ -108,11 +108,11 @@ def a_rank(rank: int, folder: Path) -> Rank:
         (Kept(snapshots=(6,), checkpoints=(2, 4)), 6, 4, IN_MEMORY),
         (Kept(snapshots=(5,), checkpoints=(5,)), 5, 5, IN_MEMORY),
         (Kept(snapshots=(4,), checkpoints=(5, 6), torn=(6,)), 5, 5, ON_VOLUME),
-        (Kept(snapshots=(4,), checkpoints=(6,), torn=(6,)), 4, -1, IN_MEMORY),
-        (Kept(snapshots=(4,), half_taken=6), 4, -1, IN_MEMORY),
+        (Kept(snapshots=(4,), checkpoints=(6,), torn=(6,)), 4, None, IN_MEMORY),
+        (Kept(snapshots=(4,), half_taken=6), 4, None, IN_MEMORY),
         (Kept(snapshots=(3, 6), checkpoints=(2,), flipped=(6,)), 3, 2, IN_MEMORY),
         (Kept(snapshots=(3, 6), checkpoints=(2,), flipped=(3, 6)), 2, 2, ON_VOLUME),
-        (Kept(snapshots=(4,), grown=6), 4, -1, IN_MEMORY),
+        (Kept(snapshots=(4,), grown=6), 4, None, IN_MEMORY),
     ],
     ids=[
         "the volume",
@@ -127,7 +127,7 @@ def a_rank(rank: int, folder: Path) -> Rank:
     ],
 )
 def test_the_newest_that_all_ranks_can_have_comes_back(
-    kept: Kept, step: int, checkpoint_step: int, weight: float, tmp_path: Path
+    kept: Kept, step: int, checkpoint_step: int | None, weight: float, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[RestoredState | None, float]:
         dist.init_process_group("gloo")

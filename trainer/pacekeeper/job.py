@@ -31,7 +31,7 @@ from .checkpointing.state_store import StateStore
 from .checkpointing.storage.checkpoint_folder import CheckpointFolder
 from .checkpointing.training_state import TrainingState
 from .data.lengths import Lengths
-from .data.loader import BatchSizes, Loader, RankTopology, Weight
+from .data.loader import BatchSizes, Loader, RankTopology, SampleOrder, Weight
 from .device import select_device
 from .environment import Environment
 from .job_settings import Checkpoints, JobSettings, count_replica_ranks, resolve_mesh_shape, validate_training_config
@@ -63,7 +63,7 @@ _PROGRESS_NAME = "job"
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
 
 
-def init(
+def init(  # noqa: PLR0913  # the public entry, with keywords alone, as torch's init_process_group
     *,
     mesh: Mapping[str, int] | None = None,
     seed: int = 0,
@@ -259,7 +259,7 @@ class Job:
         self._schedules.append((schedule, factor))
         return schedule
 
-    def dataloader(
+    def dataloader(  # noqa: PLR0913  # public, and like torch's DataLoader
         self,
         dataset: torch.utils.data.Dataset[Any] | Iterable[Any],
         global_batch_size: int,
@@ -291,12 +291,9 @@ class Job:
             dataset,
             BatchSizes(global_batch_size, max_microbatch, static_shapes),
             RankTopology(self.rank, self.world_size, self._replication.shape["shard"]),
+            SampleOrder(self._settings.seed, shuffle, lengths, cost),
             weight=weight,
             device=self.device,
-            seed=self._settings.seed,
-            shuffle=shuffle,
-            lengths=lengths,
-            cost=cost,
             **options,
         )
 

@@ -186,7 +186,8 @@ class TouchedFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._modified_ns: int | None = None
-        self._touched_at = -math.inf
+        self._touched_at: float | None = None
+        """None: at an unknown time, infinitely long ago."""
 
     def age(self, now: float, wall: float) -> float:
         """Return the age in seconds; infinity without such a file. Call it often.
@@ -201,11 +202,11 @@ class TouchedFile:
             return math.inf
         if self._modified_ns is None:
             initial_age = wall - modified_ns * 1e-9
-            self._touched_at = now - initial_age if initial_age >= 0.0 else -math.inf
+            self._touched_at = now - initial_age if initial_age >= 0.0 else None
         elif modified_ns != self._modified_ns:
             self._touched_at = now
         self._modified_ns = modified_ns
-        return now - self._touched_at
+        return math.inf if self._touched_at is None else now - self._touched_at
 
 
 def read_boot_clock() -> float:

@@ -50,8 +50,8 @@ class Step:
         """Samples of this rank."""
         self.weight = float(batch.samples) if batch.weight is None else batch.weight
         """Weight of this rank's samples; the number of samples if the loader has no `weight`."""
-        self.lengths = batch.lengths or (None if batch.weight is None else (batch.weight, 0.0))
-        """Sums of lengths of this rank's samples and of their squares (0: only `weight` is known); None: unknown."""
+        self.lengths = batch.lengths or (None if batch.weight is None else (batch.weight, None))
+        """Sums of lengths of this rank's samples and of their squares (None: only `weight` is known); None: unknown."""
         self._peers = peers
         self._draw = batch
         self._used = self._passed = 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pacekeeper.data.device_transfer import CudaBatchCopies, create_batch_mover
-from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, SampleOrder
 
 SAMPLES: Any = torch.arange(64.0)
 
@@ -58,7 +58,13 @@ def check_loader_batches(workers: int) -> None:
         return float(batch.sum())
 
     loader = Loader(
-        SAMPLES, BatchSizes(8, 4), RankTopology(), shuffle=False, weight=weight, device=device, num_workers=workers
+        SAMPLES,
+        BatchSizes(8, 4),
+        RankTopology(),
+        SampleOrder(shuffle=False),
+        weight=weight,
+        device=device,
+        num_workers=workers,
     )
     step = loader.next_step()
     assert step is not None

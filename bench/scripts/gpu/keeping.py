@@ -103,16 +103,16 @@ def measure_snapshots(nbytes: int, step_seconds: float, runtime: str, count: int
     while len(timings["with"]) < MAKE_SLOTS + count and number < MAX_STEPS:
         number, digest = number + 1, compute_digest(rank.net, rank.optimizer)
         first_seconds = rank.step(number, partial(store.snapshot, number, number))
-        settle_seconds, settled_step, steps = 0.0, -1, [0.0]
+        settle_seconds, settled_step, steps = 0.0, None, [0.0]
         for _ in range(SETTLE_STEPS):
             start = time.perf_counter()
             settled_step = store.settle()
             settle_seconds += time.perf_counter() - start
-            if settled_step >= 0:
+            if settled_step is not None:
                 break
             number += 1
             steps.append(rank.step(number))
-        if settled_step < 0:  # there is no memory for it yet
+        if settled_step is None:  # there is no memory for it yet
             longest_making = max(longest_making, first_seconds, *steps)
             continue
         kept_digest = digest

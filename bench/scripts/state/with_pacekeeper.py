@@ -130,7 +130,7 @@ def measure_snapshots(rank: int, layers: int, runtime: str, count: int) -> dict[
         if len(held_seconds) >= MAKE_SLOTS:
             copying_seconds.append(seconds)
         settle_seconds, settled_step = _time_call(store.settle)
-        if settled_step >= 0:
+        if settled_step is not None:
             held_seconds.append(begun_seconds + settle_seconds)
         begun_seconds, _ = _time_call(partial(store.snapshot, step, step))
     while store.settle() != step:  # what was begun last may have been left out

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from pacekeeper import object_collectives
 from pacekeeper.checkpointing.rank_state import capture_rank_state, restore_rank_state
-from pacekeeper.checkpointing.snapshots.snapshot_slots import Snapshots, unpack_slot
+from pacekeeper.checkpointing.snapshots.snapshot_slots import SlotMemory, Snapshots, unpack_slot
 from pacekeeper.checkpointing.storage.checkpoint_folder import CheckpointFolder
 from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
 from pacekeeper.checkpointing.storage.distributed_checkpoint import (
@@ -137,7 +137,7 @@ def check_whole_or_none(result: Any, valid: Any) -> str:
 def build_slot() -> bytes:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        snapshots = Snapshots(folder, "replica", round_=1, world_size=2, fingerprint=7, read_memory_left=lambda: 1e12)
+        snapshots = Snapshots(folder, "replica", round_=1, world_size=2, fingerprint=7, memory=SlotMemory(lambda: 1e12))
         snapshots.write(5, {"model": build_state(3.0)}, fingerprint=7)
         snapshots.publish(torch.frombuffer(bytearray(capture_rank_state(9) * 2), dtype=torch.uint8))
         return (folder / "replica.0").read_bytes()
@@ -150,7 +150,9 @@ def open_shared_memory() -> Iterator[Enter]:
 
         def enter(data: bytes) -> object:
             (folder / "replica.0").write_bytes(data)
-            reader = Snapshots(folder, "replica", round_=2, world_size=2, fingerprint=7, read_memory_left=lambda: 1e12)
+            reader = Snapshots(
+                folder, "replica", round_=2, world_size=2, fingerprint=7, memory=SlotMemory(lambda: 1e12)
+            )
             for version, _ in reader.list_versions():
                 slot = None if version == NO_STATE_VERSION else reader.read(version)
                 if slot is not None:

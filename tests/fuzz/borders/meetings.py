@@ -21,7 +21,7 @@ from pacekeeper.checkpointing.rank_state import RANK_STATE_BYTES
 from pacekeeper.checkpointing.snapshots import peer_replication
 from pacekeeper.checkpointing.snapshots.peer_link import PeerLink, close_connection
 from pacekeeper.checkpointing.snapshots.peer_replication import MembershipSecret, ReplicaReceiver
-from pacekeeper.checkpointing.snapshots.snapshot_slots import SLOT_HEADER_BYTES, Snapshots
+from pacekeeper.checkpointing.snapshots.snapshot_slots import SLOT_HEADER_BYTES, SlotMemory, Snapshots
 from pacekeeper.checkpointing.versions import NO_STATE_VERSION
 from pacekeeper.launcher.network.interfaces import bind_socket
 from pacekeeper.launcher.rendezvous.rendezvous import (
@@ -169,7 +169,7 @@ VIEW = RendezvousView(1, RendezvousStage.RUNNING, 3, 777, 1, True, "b", RanksEnd
 
 
 def open_shard(folder: Path) -> Snapshots:
-    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, read_memory_left=lambda: 1e12)
+    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, memory=SlotMemory(lambda: 1e12))
 
 
 @contextmanager

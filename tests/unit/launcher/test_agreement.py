@@ -111,7 +111,7 @@ class World:
         self.now += TICK
         for name, worker in self.workers.items():
             worker.tick(self.now)
-            if worker.state.membership >= 0:
+            if worker.state.membership is not None:
                 said = build_participant_report(worker.state, worker.plan.build_worker_plan(name), worker.settings())
                 if not self.to_host[name] or self.to_host[name][-1] != said:
                     self.to_host[name].append(said)
@@ -137,7 +137,7 @@ class World:
         here = {name: one for name, one in self.reports.items() if one.membership == membership}
         before = self.halls.get(membership, Rendezvous(membership))
         meeting = advance_rendezvous(before, here)
-        if meeting.stage is RendezvousStage.RUNNING and meeting.port == 0:
+        if meeting.stage is RendezvousStage.RUNNING and meeting.port is None:
             meeting = replace(meeting, port=PORT)
         self.halls[membership] = meeting
         for name, one in here.items() if meeting != before else [(said.worker, said)]:

@@ -209,7 +209,7 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     first, _ = build_rank_starts(
         StartRound(3, 4711, plan), Script("s.py", False, ()), settings, RuntimeFolder(tmp_path)
     )
-    assert first.threads == 0
+    assert first.threads is None
     assert "OMP_NUM_THREADS" not in first.environment
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
 

@@ -88,7 +88,7 @@ async def client(authority: Authority, port: int, tmp_path: Path) -> AsyncIterat
 
 
 async def poll(client: OperatorClient) -> None:
-    await client.fetch_plan(Heartbeat(worker="j-w0-0"), -1, 0)
+    await client.fetch_plan(Heartbeat(worker="j-w0-0"), None, 0)
 
 
 async def test_it_calls_whom_one_that_does_not_lead_names_and_stays_with_it(

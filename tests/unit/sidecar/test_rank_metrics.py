@@ -66,7 +66,7 @@ def test_they_are_of_steps_with_the_present_share_only() -> None:
     rank.history.append(StepTimes(5, 0.3, 0.2, 4, 0.0), mode=0)
     told = measure_rank(3, rank.history, 4).metrics
     assert (told.steps, told.compute_seconds, told.share) == (1, 0.2, 4)
-    assert measure_rank(3, rank.history, 0).metrics.steps == 6, "of an unknown share"
+    assert measure_rank(3, rank.history, None).metrics.steps == 6, "of an unknown share"
     none = measure_rank(3, rank.history, 6).metrics
     assert (none.steps, none.share) == (0, 6), "none so far"
     assert none.compute_seconds == pytest.approx(2.2 / 6, abs=1e-5), "what is known is of other shares"

@@ -19,7 +19,7 @@ from .rank_state import compute_fingerprint
 from .snapshots.peer_replication import PeerReplication
 from .snapshots.shard_names import format_shard_name
 from .snapshots.snapshot_copies import SlotCopies, create_slot_copies
-from .snapshots.snapshot_slots import Snapshots
+from .snapshots.snapshot_slots import SlotMemory, Snapshots
 from .snapshots.snapshot_writer import SnapshotWriter
 from .state_sources import CheckpointSource, SnapshotSource, StateSource
 from .storage.checkpoint_folder import SHARED_VOLUME_REMEDY, CheckpointFolder
@@ -40,8 +40,8 @@ class RestoredState:
     step: int
     samples: int
     """This rank's samples since the job's beginning."""
-    checkpoint_step: int
-    """Step of the newest checkpoint on the volume, by its manifest; -1: none."""
+    checkpoint_step: int | None
+    """Step of the newest checkpoint on the volume, by its manifest; None: none."""
     origin: StateOrigin
     """Where this rank's state came from."""
 
@@ -114,7 +114,8 @@ class StateStore:
             for other_source in self._sources:
                 other_source.check_unchanged()
         self._claim_folder()
-        checkpoint_step = newest[self._checkpoint_source].step
+        checkpoint = newest[self._checkpoint_source]
+        checkpoint_step = None if checkpoint == NO_STATE_VERSION else checkpoint.step
         self._reporter.report_found(checkpoint_step)
         return None if samples is None else RestoredState(version.step, samples, checkpoint_step, source.origin)
 
@@ -177,13 +178,13 @@ class StateStore:
         self._state.equalize_buffers()
         self._snapshot_writer.write(step, samples, wait=leaving)
 
-    def settle(self, wait: bool = False) -> int:
-        """Make the newest snapshot valid once all rank states have arrived. Returns its step, -1 without one.
+    def settle(self, wait: bool = False) -> int | None:
+        """Make the newest snapshot valid once all rank states have arrived. Returns its step, None without one.
 
         `wait`: as for `SnapshotWriter.settle`.
         """
         step = self._snapshot_writer.settle(wait)
-        if step >= 0:
+        if step is not None:
             self._peer_replication.send(StateVersion(step, self._environment.round))
         return step
 
@@ -243,7 +244,7 @@ def _open_snapshots(
         world_size=environment.world_size,
         fingerprint=compute_fingerprint(state.model_description),
         copies=copies,
-        free_memory=free_memory,
+        memory=SlotMemory(free=free_memory),
     )
 
 

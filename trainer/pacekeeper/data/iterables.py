@@ -45,7 +45,8 @@ class IterableAdapter(Dataset[Any]):
         self.size = size
         self._iterable = iterable
         self._samples: Iterator[Any] = iter(())
-        self._epoch = -1
+        self._epoch: int | None = None
+        """None: none has begun."""
         self._offset = 0
         self._skipped_samples = 0
 

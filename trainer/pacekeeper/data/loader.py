@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,27 @@ from .sample_stream import IndexedStream, IterableStream, SampleStream
 from .sampler import MicrobatchSampler, SampleAllotment, SharingTerms, StepBatch
 from .shares import BatchSizes, RankTopology
 
-__all__ = ["BatchSizes", "Loader", "RankTopology", "StepBatch", "Weight"]
+__all__ = ["BatchSizes", "Loader", "RankTopology", "SampleOrder", "StepBatch", "Weight"]
 
 Weight = Callable[[Any], Any]
 """Function from a batch to the divisor of its loss sum, for example its number of valid tokens."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """In which order samples are used, and how those of a global batch are assigned to the ranks."""
+
+    seed: int = 0
+    shuffle: bool = True
+    """Whether each epoch has a different order. It is ignored for an iterable, which has its own order."""
+    lengths: Lengths | None = None
+    """Lengths of the samples by index. Each global batch is then assigned so that each rank's part costs as much as its
+    share, and its microbatches cost alike. None: samples are assigned in order."""
+    cost: SequenceCost | None = None
+    """Cost of a sequence by its length, until a plan changes it; None: proportional to the length."""
+
+
+_DEFAULT_ORDER = SampleOrder()
 
 
 class Loader:
@@ -42,13 +59,10 @@ class Loader:
         dataset: Any,
         sizes: BatchSizes,
         topology: RankTopology,
+        order: SampleOrder = _DEFAULT_ORDER,
         *,
         weight: Weight | None = None,
         device: torch.device | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        lengths: Lengths | None = None,
-        cost: SequenceCost | None = None,
         **options: Any,
     ) -> None:
         """Create the loader; `options` go to torch's DataLoader.
@@ -56,12 +70,8 @@ class Loader:
         Raises InputError that names the argument and the remedy.
 
         `dataset`: a data set with a length and an index, or an iterable (see iterables.py).
-        `shuffle`: ignored for an iterable, which has its own order.
         `weight`: weight of a batch on the host.
         `device`: device that batches are moved to (see device_transfer.py); None: they stay.
-        `lengths`: lengths of the samples by index. Each global batch is then assigned so that each rank's part costs as
-        much as its share, and its microbatches cost alike. None: samples are assigned in order.
-        `cost`: cost of a sequence by its length, until a plan changes it; None: proportional to the length.
         """
         reserved = {"batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order"} & options.keys()
         if reserved:
@@ -80,16 +90,16 @@ class Loader:
             dataset = self._iterable
             options["collate_fn"] = SizedCollate(dataset, options.get("collate_fn"))
         elif size:
-            self._stream = IndexedStream(size, seed, shuffle)
+            self._stream = IndexedStream(size, order.seed, order.shuffle)
         else:
             raise InputError("dataset: it has no length or no samples; give it a __len__, or an iterable")
         self._dataset_size = size
-        self._sequences = self._make_sequences(lengths, cost)
-        self._cost = self._script_cost = cost or SequenceCost()
+        self._sequences = self._make_sequences(order)
+        self._cost = self._script_cost = order.cost or SequenceCost()
         self._sampler = MicrobatchSampler(self._stream, sizes, self._sequences)
         # iter(DataLoader) draws its workers' seeds; a separate generator keeps the script's unchanged.
         self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(seed), **options
+            dataset, batch_sampler=self._sampler, generator=torch.Generator().manual_seed(order.seed), **options
         )
         self.lookahead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
         """Steps until a change of shares or cost takes effect, on all ranks alike: what workers may have prefetched."""
@@ -320,15 +330,15 @@ class Loader:
     def _terms(self) -> SharingTerms:
         return SharingTerms(self._shares, self._cost)
 
-    def _make_sequences(self, lengths: Lengths | None, cost: SequenceCost | None) -> SequenceBalancer | None:
-        if lengths is None:
-            if cost is not None:
+    def _make_sequences(self, order: SampleOrder) -> SequenceBalancer | None:
+        if order.lengths is None:
+            if order.cost is not None:
                 raise InputError("cost: it is of sequences by their length; give lengths too, or leave it out")
             return None
         if self._iterable is not None:
             raise InputError("lengths: an iterable data set is read in its order; give a data set with an index")
         assert self._dataset_size is not None
-        return SequenceBalancer(lengths, self._dataset_size)
+        return SequenceBalancer(order.lengths, self._dataset_size)
 
     def _set_source(self, source: LeaseDistributor | None) -> None:
         """Use another source of samples; what the old one has assigned ahead is discarded."""

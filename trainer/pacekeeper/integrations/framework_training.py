@@ -63,7 +63,7 @@ class FrameworkTraining:
         recorder.managed = True  # the framework's callbacks report when a step is complete
         recorder.restart_clock(self._steps_before + step + 1)
         recorder.ring.state.restored_step = self._steps_before + step
-        open_checkpoint_reporter(self._environment).report_found(self._steps_before + step or -1)
+        open_checkpoint_reporter(self._environment).report_found(self._steps_before + step or None)
         if step:
             recorder.ring.state.checkpoint_step = self._steps_before + step
         self._peers = self._peers or _PeerExchange(recorder, self._environment)

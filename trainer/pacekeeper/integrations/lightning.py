@@ -29,8 +29,8 @@ class LightningCallback(lightning.Callback):
 
     def __init__(self) -> None:
         self._training = get_framework_training()
-        self._steps = -1
-        """Batches after which an optimizer has stepped; -1: unknown. (Lightning counts each optimizer's steps.)"""
+        self._steps: int | None = None
+        """Batches after which an optimizer has stepped; None: unknown. (Lightning counts each optimizer's steps.)"""
         self._last_global_step = 0
         """Lightning's count after the last batch."""
         self._saving = False
@@ -43,15 +43,15 @@ class LightningCallback(lightning.Callback):
                 'ModelCheckpoint(folder, save_last=True), and call fit(…, ckpt_path="last")'
             )
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | None]:
         return {"steps": self._steps}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int | None]) -> None:
         self._steps = state_dict["steps"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._last_global_step = trainer.global_step
-        if self._steps < 0:
+        if self._steps is None:
             self._steps = trainer.global_step
         self._training.begin(self._steps)  # its SIGTERM handler replaces Lightning's until the end
 
@@ -77,6 +77,7 @@ class LightningCallback(lightning.Callback):
         if trainer.global_step == self._last_global_step:
             return  # its gradient is accumulated into a later batch's step
         self._last_global_step = trainer.global_step
+        assert self._steps is not None, "on_train_start comes first"
         self._steps += 1
         directives = self._training.end_step()
         log_interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a part of the Trainer

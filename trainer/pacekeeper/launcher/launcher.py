@@ -27,7 +27,7 @@ from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultKind, Fa
 
 from .health.fault_formatting import describe_fault
 from .health.gpu_monitor import GpuEvent, open_gpu_monitor
-from .health.heartbeat import HeartbeatFile, LivenessFile, WriteFailures, build_next_heartbeat
+from .health.heartbeat import HeartbeatFile, LivenessFile, RankZeroNotes, WriteFailures, build_next_heartbeat
 from .health.inspection import Inspector
 from .network.interfaces import bind_socket, find_interface
 from .network.link_probes import LinkProber, LinkProbeServer
@@ -115,9 +115,9 @@ class Launcher:
         self._settings = settings
         self._runtime = runtime
         self._warm = warm
-        self._stdin = StandardInput(0 if sys.__stdin__ is not None else -1)
-        self._stdout = OutputWriter(1 if sys.stdout is not None else -1, "standard output")
-        self._stderr = OutputWriter(2 if sys.stderr is not None else -1, "standard error")
+        self._stdin = StandardInput(0 if sys.__stdin__ is not None else None)
+        self._stdout = OutputWriter(1 if sys.stdout is not None else None, "standard output")
+        self._stderr = OutputWriter(2 if sys.stderr is not None else None, "standard error")
         self._logged_outputs: list[OutputWriter] = []  # those whose reader has exited
         self._ranks = RankProcesses(
             warm, runtime, RankOutput(script.options, (self._stdout, self._stderr)), self._stdin.open
@@ -280,7 +280,7 @@ class Launcher:
                 self._log_processes(
                     f"may run for {self._settings.linger:g} s more: the ranks have started them", remaining
                 )
-        if previous.running and not self._state.running:
+        if previous.running is not None and self._state.running is None:
             self._log_processes(
                 f"outlive round {previous.running}", processes.list_adopted_processes(except_for=self._warm.pid)
             )
@@ -298,11 +298,9 @@ class Launcher:
     def _publish_state(self, plan: WorkerPlan | None, now: float) -> None:
         """Publish the heartbeat, the socket table, stalls, and GPU errors."""
         states = self._ranks.states()
-        checkpoints = read_checkpoint_status(self._runtime.checkpoints)
+        notes = RankZeroNotes(self._read_refusal(), read_checkpoint_status(self._runtime.checkpoints))
         last, ranks = self._heartbeat.last, states.values()
-        heartbeat = build_next_heartbeat(
-            last, self._state, plan, ranks, time.time(), now, self._read_refusal(), checkpoints
-        )
+        heartbeat = build_next_heartbeat(last, self._state, plan, ranks, time.time(), now, notes)
         ports = {"rendezvous_port": self._rendezvous_port, "probe_port": self._probe_listener.getsockname()[1]}
         with self._write_failures.suppress_errors("the heartbeat"):
             self._heartbeat.write(
@@ -310,7 +308,7 @@ class Launcher:
             )
         with self._write_failures.suppress_errors("which rank has which socket"):
             self._sockets.refresh(self._ranks.pids_by_rank(), now)
-        if self._state.running and self._state.ending_since is None:
+        if self._state.running is not None and self._state.ending_since is None:
             peers = plan.peer_addresses if plan is not None else ()
             pids = self._ranks.pids()
             self._paths.check_connections(now)
@@ -346,8 +344,10 @@ class Launcher:
         if plan is None or plan.workers <= 1:
             return 0.0
         if self._rendezvous_server is not None and plan.serves_store:
-            return read_boot_clock() - self._rendezvous_server.get_last_peer_report_time(self._settings.worker)
-        return read_boot_clock() - self._rendezvous_client.view_received_at
+            contact_at = self._rendezvous_server.get_last_peer_report_time(self._settings.worker)
+        else:
+            contact_at = self._rendezvous_client.view_received_at
+        return math.inf if contact_at is None else read_boot_clock() - contact_at
 
     def _execute(self, command: LauncherCommand) -> None:
         match command:
@@ -457,7 +457,7 @@ class Launcher:
         )
         self._inspector.stop()
         # What was measured here is newer. A worker that joins has no step time but the plan's.
-        step_seconds = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
+        step_seconds = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds or None
         exit_codes = self._ranks.exit_codes()
         self._nccl_plugin = choose_next_plugin(self._nccl_plugin, exit_codes)
         if self._native_recording and has_native_crash(exit_codes):
@@ -493,7 +493,7 @@ def build_gpu_fault(event: GpuEvent, state: RoundState, settings: LauncherSettin
         kind=FaultKind.GPU_ERROR,
         worker=settings.worker,
         round=state.round,
-        membership=max(state.membership, 0),
+        membership=0 if state.membership is None else state.membership,
         noticed_at=wall,
         error=event.text,
         xid=event.xid,
@@ -538,7 +538,7 @@ def build_rank_starts(
     if not native:
         environment["PACEKEEPER_NATIVE"] = "0"
     threads = _choose_thread_count(len(plan.ranks))
-    if threads:
+    if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return [
         RankStart(
@@ -584,14 +584,14 @@ def _build_flight_recorder_env(environment: Mapping[str, str]) -> dict[str, str]
     return {name: value for name, value in variables.items() if name not in environment}
 
 
-def _choose_thread_count(ranks: int) -> int:
-    """Return the threads for a rank; 0: torch's default. Ranks that share a worker get 1, as in torchrun."""
+def _choose_thread_count(ranks: int) -> int | None:
+    """Return the threads for a rank; None: torch's default. Ranks that share a worker get 1, as in torchrun."""
     if "OMP_NUM_THREADS" in os.environ:
-        return 0
+        return None
     limit = cgroup.read_cpu_limit()
     if ranks > 1 or limit < 2:
         return 1
-    return 0 if math.isinf(limit) else int(limit)
+    return None if math.isinf(limit) else int(limit)
 
 
 def _split_address(address: str) -> tuple[str, int]:

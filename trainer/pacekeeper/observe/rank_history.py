@@ -40,8 +40,8 @@ class StepTimes:
     samples: int
     gc_seconds: float
     """Part of it in Python garbage collections."""
-    lengths: tuple[float, float] | None = None
-    """Sums of its samples' lengths and of their squares (0: unknown); None: unknown."""
+    lengths: tuple[float, float | None] | None = None
+    """Sums of its samples' lengths and of their squares; None: unknown."""
 
 
 class RankHistory:
@@ -58,7 +58,7 @@ class RankHistory:
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
         self._garbage = 0.0  # seconds of gc since the last step
-        self._lengths: tuple[float, float] | None = None  # of the step whose record comes next
+        self._lengths: tuple[float, float | None] | None = None  # of the step whose record comes next
         self._is_whole = True  # whether the present step was recorded completely so far
         self._skipped = 0
         self._early: list[StepTimes] = []  # steps of the window that may become the baseline
@@ -93,7 +93,7 @@ class RankHistory:
             elif record["kind"] == RecordKind.SYNCHRONIZATION:
                 self._transfers.append(float(record["value"]))
             elif record["kind"] == RecordKind.LENGTHS:
-                self._lengths = float(record["value"]), float(record["bytes"])
+                self._lengths = float(record["value"]), float(record["bytes"]) or None
             else:
                 gc_seconds, self._garbage = self._garbage, 0.0
                 lengths, self._lengths = self._lengths, None
@@ -131,7 +131,7 @@ class RankHistory:
         steps = [*self._earlier, *self._steps]
         known_lengths = [step.lengths for step in steps if step.lengths is not None]
         lengths = tuple(total for total, _ in known_lengths) if len(known_lengths) == len(steps) else ()
-        squares = tuple(total for _, total in known_lengths)
+        squares = tuple(total for _, total in known_lengths if total is not None)
         return RankWindow(
             rank=rank,
             steps=tuple(step.step for step in steps),
@@ -140,7 +140,7 @@ class RankHistory:
             samples=tuple(step.samples for step in steps),
             gc_seconds=tuple(step.gc_seconds for step in steps),
             lengths=lengths,
-            squares=squares if lengths and min(squares) > 0 else (),
+            squares=squares if len(squares) == len(lengths) else (),
             sync_mode=SYNC_MODES[self._mode] if managed else "",
             transfers=tuple(self._transfers),
             baseline_seconds=self.first_steps_seconds or 0.0,

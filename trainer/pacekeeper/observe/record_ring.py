@@ -75,7 +75,7 @@ class RingWriter:
         _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         self._map[:RING_HEADER_BYTES] = header
 
-    def write(
+    def write(  # noqa: PLR0913  # the fields of a record, as the same method in C has them (native/recording.c)
         self,
         kind: RecordKind | int,
         start_ns: int,

@@ -62,7 +62,7 @@ class _RecordedStep:
     phase: Phase = Phase.START
     mode: int = 0
     samples: int = 0
-    lengths: tuple[float, float] | None = None
+    lengths: tuple[float, float | None] | None = None
 
     @property
     def reached(self) -> bool:
@@ -131,11 +131,11 @@ class Recorder:
         """Mark of that entry, or of the computed gradients if that is later; None: during a backward pass."""
         self._begin()
 
-    def end_step(self, samples: int = 0, lengths: tuple[float, float] | None = None) -> None:
+    def end_step(self, samples: int = 0, lengths: tuple[float, float | None] | None = None) -> None:
         """Complete the present step after the optimizer has stepped.
 
-        `samples`: samples of this rank (0: unknown). `lengths`: sums of their lengths and of the squares (None, or
-        squares of 0: unknown). Waits until the device is at most MAX_STEPS_AHEAD steps behind.
+        `samples`: samples of this rank (0: unknown). `lengths`: sums of their lengths and of the squares; both, or
+        only the latter, may be unknown (None). Waits until the device is at most MAX_STEPS_AHEAD steps behind.
         """
         step = self._step
         step.end = end = self.clock.mark()
@@ -346,7 +346,7 @@ class Recorder:
             write(_GARBAGE, gc_start.ns, gc_end.ns, step.number, step.phase)
         if step.lengths is not None:
             tokens, squares = step.lengths
-            write(_LENGTHS, start, end, step.number, step.phase, tokens, nbytes=round(squares))
+            write(_LENGTHS, start, end, step.number, step.phase, tokens, nbytes=round(squares or 0.0))
         write(_STEP, start, end, step.number, step.phase, step.samples, flags=step.mode)
         write(_COMPUTE, start, start + own_ns, step.number, step.phase, step.samples)
 

@@ -187,13 +187,14 @@ class ConnectionSampler:
         blocked = []
         for name, (inode, info) in ends:
             seconds = self._blocked_seconds(name, info, now)
-            if seconds > 0.0:
+            if seconds is not None:
                 blocked.append(BlockedConnection(ranks[inode], _parse_addresses(name)[1], round(seconds, 3)))
         return tuple(sorted(blocked, key=lambda end: -end.seconds)[:MAX_BLOCKED_CONNECTIONS])
 
-    def _blocked_seconds(self, name: bytes, info: bytes, now: float) -> float:
-        """Return the age of the oldest sample since which nothing has been acknowledged; 0: not blocked."""
-        newest, blocked_seconds = _parse_counters(info), 0.0
+    def _blocked_seconds(self, name: bytes, info: bytes, now: float) -> float | None:
+        """Return the age of the oldest sample since which nothing has been acknowledged; None: not blocked."""
+        newest = _parse_counters(info)
+        blocked_seconds: float | None = None
         for sample in reversed(self._samples):
             end = sample.ends.get(name)
             counters = None if end is None else _parse_counters(end[1])

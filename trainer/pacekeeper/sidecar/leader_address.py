@@ -7,7 +7,6 @@ operator's own certificate, and the address is given up at once if it does not a
 from __future__ import annotations
 
 import ipaddress
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,12 @@ class LeaderAddress:
     address: str = ""
     """address:port; "": call the Service."""
     _avoided: str = ""
-    _avoided_until: float = -math.inf
+    _avoided_until: float | None = None
+    """None: no address is avoided."""
 
     def update(self, leader: str, now: float) -> None:
         """Set the address that an operator without the lead has named; "": it has found no leader."""
-        avoided = leader == self._avoided and now < self._avoided_until
+        avoided = leader == self._avoided and self._avoided_until is not None and now < self._avoided_until
         self.address = "" if avoided else leader
 
     def mark_unreachable(self, address: str, now: float) -> None:

@@ -50,13 +50,17 @@ class OperatorClient:
         self._leader = LeaderAddress()
         self._name = urlsplit(settings.operator).hostname
 
-    async def fetch_plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
-        """Return this worker's part of the first plan with a version above `after`.
+    async def fetch_plan(
+        self, heartbeat: Heartbeat, after: int | None, wait: float, hold: float = 0.0
+    ) -> WorkerPlan | None:
+        """Return this worker's part of the first plan with a version above `after`; None: with any version.
 
         None: no plan came within `wait` seconds, or within up to `hold` seconds if the operator has very many workers.
         Raises OperatorUnavailable or RequestRejected.
         """
-        query = {"after": str(after), "wait": f"{wait:g}", "hold": f"{hold:g}"}
+        query = {"wait": f"{wait:g}", "hold": f"{hold:g}"}
+        if after is not None:
+            query["after"] = str(after)
         stamped = replace(heartbeat, sent_at=time.time())
         answer = await self._post("/v1/plan", stamped.to_json(), query, max(wait, hold) + OPERATOR_ANSWER_SECONDS)
         return None if answer is None else WorkerPlan.from_json(answer)

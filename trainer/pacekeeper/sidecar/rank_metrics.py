@@ -8,7 +8,6 @@ as much.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -58,7 +57,7 @@ class MetricsReporter:
         """Changes whenever the metrics are to be reported at once."""
         self._current: Sequence[CurrentRankMetrics] = ()
         self._reported: dict[int, CurrentRankMetrics] = {}
-        self._unsettled_until = -math.inf
+        self._unsettled_until: float | None = None
 
     def update(self, ranks: Sequence[CurrentRankMetrics], deadband: float, now: float) -> None:
         """Update the metrics.
@@ -71,9 +70,8 @@ class MetricsReporter:
         last_steps_moved = any(_has_moved(rank.last_steps, reported.last_steps, deadband) for rank, reported in pairs)
         if last_steps_moved:
             self._unsettled_until = now + METRICS_SETTLE_SECONDS
-        mean_moved = now < self._unsettled_until and any(
-            _has_moved(rank.mean, reported.mean, deadband) for rank, reported in pairs
-        )
+        is_unsettled = self._unsettled_until is not None and now < self._unsettled_until
+        mean_moved = is_unsettled and any(_has_moved(rank.mean, reported.mean, deadband) for rank, reported in pairs)
         self.urgent_changes += last_steps_moved or mean_moved
 
     def take_report(self) -> tuple[RankMetrics, ...]:
@@ -82,12 +80,12 @@ class MetricsReporter:
         return tuple(rank.metrics for rank in self._current)
 
 
-def measure_rank(rank: int, history: RankHistory, share: int) -> CurrentRankMetrics:
-    """Measure one rank, which takes `share` samples per step (0: unknown).
+def measure_rank(rank: int, history: RankHistory, share: int | None) -> CurrentRankMetrics:
+    """Measure one rank, which takes `share` samples per step (None: unknown).
 
     The metrics cover the steps with this share, or all steps while there are none with it.
     """
-    share_steps = [step for step in history.steps if share in (0, step.samples)]
+    share_steps = [step for step in history.steps if share in (None, step.samples)]
     steps = share_steps or history.steps
     step_seconds, compute_seconds = (
         _compute_mean(step.step_seconds for step in steps),
@@ -102,7 +100,7 @@ def measure_rank(rank: int, history: RankHistory, share: int) -> CurrentRankMetr
             _compute_mean(step.compute_seconds / max(step.samples, 1) for step in steps)
         ),
         wait_seconds=_round_metric(max(0.0, step_seconds - compute_seconds)),
-        share=share,
+        share=0 if share is None else share,
         first_steps_seconds=_round_metric(history.first_steps_seconds or 0.0),
         synchronization_seconds=_round_metric(history.synchronization_seconds or 0.0),
     )

@@ -67,7 +67,8 @@ class RankRings:
     def measure_metrics(self) -> list[CurrentRankMetrics]:
         """Return the ranks' present metrics."""
         return [
-            measure_rank(int(rank.state["rank"]), rank.history, int(rank.state["share"])) for rank in self.refresh()
+            measure_rank(int(rank.state["rank"]), rank.history, int(rank.state["share"]) or None)
+            for rank in self.refresh()
         ]
 
     def build_evidence(

@@ -268,7 +268,7 @@ class Sidecar:
 
     async def _poll(self, wait: float, hold: float = 0.0) -> bool:
         """Poll the plan, and return whether the operator answered with a plan before the poll's time was over."""
-        known_version = -1 if self._plan is None else self._plan.version
+        known_version = None if self._plan is None else self._plan.version
         heartbeat = replace(self._launcher.heartbeat, rank_metrics=self._metrics.take_report())
         plan = await self._client.fetch_plan(heartbeat, known_version, wait, hold)
         if plan is not None and (self._plan is None or plan.version > self._plan.version):

@@ -40,12 +40,12 @@ class StateSaver:
         self._replication = replication
         self._checkpoint_every = checkpoint_every if state_store.has_folder else 0
         self._snapshot_every = snapshot_every
-        self._checkpoint_step = 0
-        """Step of the newest checkpoint that is published or being written.
+        self._checkpoint_step: int | None = None
+        """Step of the newest checkpoint that is published or being written; None: there is none.
 
         It is reset after a failure, but only when all ranks have waited for the outcome, so that they decide alike.
         """
-        self._published_step = 0
+        self._published_step: int | None = None
 
     def restore(self) -> int:
         """Restore the newest state that all ranks have, and return its step; 0: there is none."""
@@ -57,14 +57,15 @@ class StateSaver:
         self._state.origin = StateOrigin.NOTHING if restored is None else restored.origin
         if restored is not None:
             assert progress.step == restored.step, "the job's own counters are part of its state"
-            self._checkpoint_step = self._published_step = self._state.checkpoint_step = restored.checkpoint_step
+            self._checkpoint_step = self._published_step = restored.checkpoint_step
+            self._state.checkpoint_step = -1 if restored.checkpoint_step is None else restored.checkpoint_step
             self._state.samples = progress.own_samples = restored.samples
         self._state.restored_step = progress.step
         return progress.step
 
     def is_checkpoint_due(self, before: int, after: int) -> bool:
         """Return whether a checkpoint is due at the sync point after step `after`, given the one after `before`."""
-        return after > self._checkpoint_step and crosses_multiple(before, after, self._checkpoint_every)
+        return after > (self._checkpoint_step or 0) and crosses_multiple(before, after, self._checkpoint_every)
 
     def is_snapshot_due(self, before: int, after: int, every: int, check_delivery: bool) -> bool:
         """Return whether a snapshot is due; `before` and `after` as in `is_checkpoint_due`.
@@ -79,10 +80,10 @@ class StateSaver:
         self.settle()
         return self._store.is_snapshot_possible()
 
-    def choose_snapshot_interval(self, step_seconds: float, exposed_seconds: float) -> int:
+    def choose_snapshot_interval(self, step_seconds: float | None, exposed_seconds: float) -> int:
         """Return rank 0's choice of the steps between snapshots; 0: never.
 
-        `exposed_seconds`: cost of a snapshot in addition to its own time.
+        `step_seconds`: None: unknown. `exposed_seconds`: cost of a snapshot in addition to its own time.
         """
         if not self._store.stores_snapshots:
             return 0
@@ -97,7 +98,7 @@ class StateSaver:
         """
         progress, answered_request = self._progress, self._progress.answered_request
         self._wait_for_outcome()
-        if not self._store.has_folder or progress.step <= self._checkpoint_step:
+        if not self._store.has_folder or progress.step <= (self._checkpoint_step or 0):
             self._state.checkpoint_request = answered_request
             return
         self._checkpoint_step = progress.step
@@ -134,7 +135,7 @@ class StateSaver:
 
         If the host still works on it in the background, a later call or `wait` does.
         """
-        if (step := self._store.settle(wait)) >= 0:
+        if (step := self._store.settle(wait)) is not None:
             self._state.snapshot_step = step
 
     def finish(self) -> None:
@@ -152,7 +153,7 @@ class StateSaver:
                 "the state after step %d, the last one, is NOT saved on the volume: the newest checkpoint there is %s; "
                 "see the log of rank 0 for the reason (spec.checkpoint)",
                 self._progress.step,
-                f"of step {self._published_step}" if self._published_step > 0 else "none",
+                f"of step {self._published_step}" if self._published_step is not None else "none",
             )
         self._recorder.enter_phase(Phase.FINISHED)
 
@@ -183,13 +184,15 @@ class StateSaver:
         self._state.checkpoint_request = answered_request
 
 
-def compute_snapshot_interval(cost_seconds: float, step_seconds: float, max_share: float = 0.01) -> int:
+def compute_snapshot_interval(cost_seconds: float, step_seconds: float | None, max_share: float = 0.01) -> int:
     """Return the steps between snapshots at which they cost at most `max_share` of the training time.
+
+    `step_seconds`: None: unknown.
 
     It is a power of two. Snapshots are taken at its multiples. An interval that followed each measurement would have
     different multiples each time, so that by chance none might come for a long time.
     """
-    if step_seconds <= 0:
+    if step_seconds is None or step_seconds <= 0:
         return _UNKNOWN_STEP_TIME_INTERVAL
     minimum = max(1, math.ceil(cost_seconds / (max_share * step_seconds)))
     return 1 << (minimum - 1).bit_length()

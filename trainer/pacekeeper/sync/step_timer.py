@@ -45,10 +45,15 @@ class StepTimer:
         self._decision: tuple[dist.Work, torch.Tensor] | None = None
 
     @property
-    def step_seconds(self) -> float:
-        """Seconds of a typical recent step, without waits at sync points; 0: unknown."""
+    def step_seconds(self) -> float | None:
+        """Seconds of a typical recent step, without waits at sync points; None: unknown."""
         self._collect_finished_steps()
-        return median(self._seconds) if self._seconds else 0.0
+        return median(self._seconds) if self._seconds else None
+
+    @property
+    def _expected_step_seconds(self) -> float:
+        """Seconds that the next step will take. Before the first is measured, it counts as taking no time."""
+        return self.step_seconds or 0.0
 
     def begin_interval(self) -> None:
         """Restart the interval."""
@@ -63,7 +68,7 @@ class StepTimer:
         """Broadcast, in a shared replica, the first rank's decision whether this step is the last of the interval."""
         if self._replica is None:
             return
-        step = self.step_seconds
+        step = self._expected_step_seconds
         is_last = should_synchronize(
             self._measure_elapsed(self._recorder.clock.mark()), step, seconds, in_flight_seconds=step
         )
@@ -83,7 +88,7 @@ class StepTimer:
         """
         if self._decision is None:
             end = self._in_flight[-1][1] if self._in_flight else self._last_reached
-            return should_synchronize(self._measure_elapsed(end), self.step_seconds, seconds)
+            return should_synchronize(self._measure_elapsed(end), self._expected_step_seconds, seconds)
         (work, decision), self._decision = self._decision, None
         self._agreement.wait(work)
         return bool(decision.item())
@@ -94,7 +99,7 @@ class StepTimer:
         newest_mark = script_mark if script_mark.reached else self._last_reached
         elapsed_ns = newest_mark.ns - self._sync_point.ns if self._sync_point.reached and newest_mark.reached else 0
         steps_ahead = 0 if newest_mark is script_mark else min(len(self._in_flight), self._steps)
-        return max(0, elapsed_ns) * 1e-9 + steps_ahead * self.step_seconds
+        return max(0, elapsed_ns) * 1e-9 + steps_ahead * self._expected_step_seconds
 
     def _collect_finished_steps(self) -> None:
         """Record the steps whose end the device has reached."""
@@ -146,9 +151,13 @@ class SynchronizationTimes:
         if self._pending and all(sync.ended is not None for sync in newest):
             self._pending = False
             self._completed.append((step, newest))
-        while self._completed and all(sync.ended_ns for sync in self._completed[0][1]):
-            step, completed = self._completed.popleft()
-            start, end = min(sync.started_ns for sync in completed), max(sync.ended_ns for sync in completed)
+        while self._completed:
+            step, completed = self._completed[0]
+            ends = [sync.ended_ns for sync in completed]
+            if None in ends:
+                break
+            self._completed.popleft()
+            start, end = min(sync.started_ns for sync in completed), max(end for end in ends if end is not None)
             waited = sum(sync.waited_ns for sync in completed) * 1e-9
             nbytes = sum(sync.nbytes for sync in completed)
             self._recorder.ring.write(RecordKind.SYNCHRONIZATION, start, end, step, Phase.TRAIN, waited, nbytes=nbytes)

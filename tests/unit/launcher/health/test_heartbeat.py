@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pacekeeper.checkpointing.storage.checkpoint_status import CheckpointStatus
-from pacekeeper.launcher.health.heartbeat import HeartbeatFile, WriteFailures, build_next_heartbeat
+from pacekeeper.launcher.health.heartbeat import HeartbeatFile, RankZeroNotes, WriteFailures, build_next_heartbeat
 from pacekeeper.launcher.rendezvous.rounds import RoundState
 from pacekeeper_analysis.protocol.records import RING_STATE
 from pacekeeper_analysis.protocol.reports import GpuHealth, Heartbeat, LauncherState
@@ -107,10 +107,12 @@ def test_the_mode_and_what_is_wrong_are_told() -> None:
         rank(8, rank=5, sync_mode=2, bad_loss_step=6),
         rank(9, rank=6, sync_mode=2),
     ]
-    beat = build_next_heartbeat(Heartbeat("w", round=1), running, None, ranks, 100.0, 9.0, refused="shares: too few")
+    beat = build_next_heartbeat(
+        Heartbeat("w", round=1), running, None, ranks, 100.0, 9.0, RankZeroNotes("shares: too few")
+    )
     assert (beat.sync_mode, beat.refused) == ("AsyncEDiT", "shares: too few")
     assert (beat.bad_loss_rank, beat.bad_loss_step) == (5, 6)
-    elsewhere = build_next_heartbeat(beat, running, None, ranks[1:], 101.0, 10.0, refused="shares: too few")
+    elsewhere = build_next_heartbeat(beat, running, None, ranks[1:], 101.0, 10.0, RankZeroNotes("shares: too few"))
     assert elsewhere.refused == "", "rank 0 has gone to another worker, and left its words behind"
     good = build_next_heartbeat(beat, running, None, [rank(12, sync_mode=0)], 101.0, 10.0)
     assert (good.sync_mode, good.refused, good.bad_loss_rank, good.bad_loss_step) == ("Sync", "", -1, -1)
@@ -127,15 +129,21 @@ def test_a_script_that_is_only_watched_has_no_mode_and_a_new_round_no_bad_loss_y
 def test_what_has_come_of_the_checkpoints_is_told_by_the_worker_of_rank_0() -> None:
     running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     news = CheckpointStatus(step=4, published_ns=60 * 10**9, failed_rank=7, error="/checkpoints: no room")
-    beat = build_next_heartbeat(Heartbeat("w", round=1), running, None, [rank(9, rank=0)], 100.0, 90.0, "", news)
+    beat = build_next_heartbeat(
+        Heartbeat("w", round=1), running, None, [rank(9, rank=0)], 100.0, 90.0, RankZeroNotes(checkpoints=news)
+    )
     assert (beat.checkpoint_failed_rank, beat.checkpoint_error) == (7, "/checkpoints: no room")
     assert beat.checkpoint_age_seconds == 30.0
-    elsewhere = build_next_heartbeat(beat, running, None, [rank(9, rank=1)], 101.0, 91.0, "", news)
+    elsewhere = build_next_heartbeat(
+        beat, running, None, [rank(9, rank=1)], 101.0, 91.0, RankZeroNotes(checkpoints=news)
+    )
     assert (elsewhere.checkpoint_failed_rank, elsewhere.checkpoint_error) == (-1, "")
     assert elsewhere.checkpoint_age_seconds == -1.0
-    none = replace(news, step=-1)
+    none = replace(news, step=None)
     assert (
-        build_next_heartbeat(beat, running, None, [rank(9, rank=0)], 101.0, 91.0, "", none).checkpoint_age_seconds
+        build_next_heartbeat(
+            beat, running, None, [rank(9, rank=0)], 101.0, 91.0, RankZeroNotes(checkpoints=none)
+        ).checkpoint_age_seconds
         == -1.0
     )
 

@@ -27,6 +27,7 @@ from pacekeeper.launcher.health.process_sampling import (
 )
 from pacekeeper.launcher.health.stall_detector import (
     ProcessSample,
+    RankInspection,
     StallDetector,
     build_rank_state,
     compute_stall_deadline,
@@ -59,14 +60,14 @@ def test_each_phase_has_its_deadline(
     assert compute_stall_deadline(phase, steps, step_seconds, replace(SETTINGS, hang_deadline=hang)) == expected
 
 
-@pytest.mark.parametrize(("earlier", "expected"), [(0.0, 1800.0), (0.1, 30.0), (0.5, 50.0)])
-def test_the_first_steps_of_a_later_round_have_a_deadline_too(earlier: float, expected: float) -> None:
+@pytest.mark.parametrize(("earlier", "expected"), [(None, 1800.0), (0.1, 30.0), (0.5, 50.0)])
+def test_the_first_steps_of_a_later_round_have_a_deadline_too(earlier: float | None, expected: float) -> None:
     assert compute_stall_deadline(Phase.TRAIN, 1, 0.1, SETTINGS, earlier) == expected
     assert compute_stall_deadline(Phase.START, 0, 0.0, SETTINGS, earlier) == 1800.0
 
 
-@pytest.mark.parametrize(("longest", "expected"), [(0.0, 1800.0), (0.01, 60.0), (4.0, 80.0), (100.0, 1800.0)])
-def test_a_loader_has_time_by_its_longest_wait(longest: float, expected: float) -> None:
+@pytest.mark.parametrize(("longest", "expected"), [(None, 1800.0), (0.01, 60.0), (4.0, 80.0), (100.0, 1800.0)])
+def test_a_loader_has_time_by_its_longest_wait(longest: float | None, expected: float) -> None:
     assert compute_stall_deadline(Phase.LOAD, 100, 0.1, SETTINGS, longest_load=longest) == expected
     for marked in (Phase.CHECKPOINT, Phase.DATA):  # with job.phase("data"), say: the script asks for the time
         assert compute_stall_deadline(marked, 100, 0.1, SETTINGS, longest_load=longest) == 1800.0
@@ -111,7 +112,8 @@ class Bench:
         ranks = {0: self.reader.state()}
         if self.watch.check(ranks, self.now):
             self.watch.begin_report(self.now)
-            report = self.watch.build_fault(RUNNING, ranks, ({}, {}), ["192.0.2.1"], self.known, self.now, wall=5e9)
+            found = RankInspection({}, {}, ["192.0.2.1"], self.known)
+            report = self.watch.build_fault(RUNNING, ranks, found, self.now, wall=5e9)
             self.faults.append(report)
         return len(self.faults)
 
@@ -233,9 +235,9 @@ async def test_nccl_is_not_asked_about_ranks_without_a_gpu_nor_by_every_worker(
 
 
 def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
-    assert bench.watch.step_seconds({0: bench.reader.state()}) == 0.0
+    assert bench.watch.step_seconds({0: bench.reader.state()}) is None
     bench.steps(4)
-    assert bench.watch.step_seconds({0: bench.reader.state()}) == 0.0
+    assert bench.watch.step_seconds({0: bench.reader.state()}) is None
     bench.steps(1)
     assert bench.watch.step_seconds({0: bench.reader.state()}) == pytest.approx(0.1)
     bench.writer.write(RecordKind.SYNCHRONIZATION, 0, 700_000_000, 1, Phase.TRAIN)
@@ -319,7 +321,7 @@ def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
     writer.enter_collective(Collective.ALL_REDUCE, 4, 17, 95_000_000_000, NO_PLACE)
     state = RingReader(tmp_path / "0").state()
     reported = build_rank_state(
-        state, ProcessSample("S", 3, "a"), ProcessSample("S", 3, "a"), since=91.0, now=100.0, overdue=False
+        state, (ProcessSample("S", 3, "a"), ProcessSample("S", 3, "a")), since=91.0, now=100.0, overdue=False
     )
     assert (reported.phase_seconds, reported.waiting_seconds) == (10.0, 5.0)
     assert (reported.collective, reported.group, reported.sequence) == ("ALL_REDUCE", 4, 17)
@@ -327,11 +329,11 @@ def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
     writer.leave_collective()
     state = RingReader(tmp_path / "0").state()
     reported = build_rank_state(
-        state, ProcessSample("S", 3, "a"), ProcessSample("S", 5, "a"), since=91.0, now=100.0, overdue=False
+        state, (ProcessSample("S", 3, "a"), ProcessSample("S", 5, "a")), since=91.0, now=100.0, overdue=False
     )
     assert not reported.moving, "so much the look itself may cost"
     reported = build_rank_state(
-        state, ProcessSample("R", 3, "a"), ProcessSample("R", 6, "a"), since=91.0, now=100.0, overdue=False
+        state, (ProcessSample("R", 3, "a"), ProcessSample("R", 6, "a")), since=91.0, now=100.0, overdue=False
     )
     assert (reported.collective, reported.waiting_seconds, reported.moving) == ("NONE", 9.0, True)
 
@@ -341,7 +343,7 @@ def test_a_rank_that_has_exited_well_is_not_stalled_and_reported_as_such(bench: 
     ranks = {0: bench.reader.state()}
     assert not bench.watch.check(ranks, 1_000.0, ended={0})
     assert not bench.watch.check(ranks, 9_000.0, ended={0})
-    (rank,) = bench.watch.build_fault(RUNNING, ranks, ({}, {}), [], (), 9_000.0, 5e9, ended={0}).ranks
+    (rank,) = bench.watch.build_fault(RUNNING, ranks, RankInspection({}, {}), 9_000.0, 5e9, ended={0}).ranks
     assert rank.ended
 
 
@@ -351,19 +353,19 @@ def test_a_wait_for_what_no_rank_gives_is_excused_for_its_time(tmp_path: Path, d
     create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
     RingWriter(tmp_path / "0").state.device = device
     state, look = RingReader(tmp_path / "0").state(), ProcessSample("S", 3, "a", waits_for="a socket")
-    young = build_rank_state(state, look, look, since=100.0, now=399.0, overdue=True)
-    late = build_rank_state(state, look, look, since=100.0, now=401.0, overdue=True)
-    told = build_rank_state(state, look, look, since=100.0, now=110.0, overdue=True, patience=9.0)
+    young = build_rank_state(state, (look, look), since=100.0, now=399.0, overdue=True)
+    late = build_rank_state(state, (look, look), since=100.0, now=401.0, overdue=True)
+    told = build_rank_state(state, (look, look), since=100.0, now=110.0, overdue=True, patience=9.0)
     assert [each.excused for each in (young, late, told)] == [tells, False, False]
     assert young.waits_for == ("a socket" if tells else "")
-    assert not build_rank_state(state, ProcessSample("S"), look, since=100.0, now=101.0, overdue=False).excused
+    assert not build_rank_state(state, (ProcessSample("S"), look), since=100.0, now=101.0, overdue=False).excused
 
 
 def test_work_below_a_rank_is_its_own(tmp_path: Path) -> None:
     create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
     state = RingReader(tmp_path / "0").state()
     looks = ProcessSample("S", 3, "a", helper_ticks=5), ProcessSample("S", 3, "a", helper_ticks=40)
-    assert build_rank_state(state, *looks, since=91.0, now=100.0, overdue=False).moving
+    assert build_rank_state(state, looks, since=91.0, now=100.0, overdue=False).moving
 
 
 @pytest.mark.parametrize("device", [device for device in Device if device is not Device.NONE])
@@ -372,14 +374,14 @@ def test_a_rank_that_spins_for_its_gpu_does_not_move(tmp_path: Path, device: Dev
     RingWriter(tmp_path / "0").state.device = device
     state = RingReader(tmp_path / "0").state()
     spins = build_rank_state(
-        state, ProcessSample("R", 3, "a"), ProcessSample("R", 50, "a"), since=69.0, now=100.0, overdue=False
+        state, (ProcessSample("R", 3, "a"), ProcessSample("R", 50, "a")), since=69.0, now=100.0, overdue=False
     )
     moves = build_rank_state(
-        state, ProcessSample("R", 3, "a"), ProcessSample("R", 50, "b"), since=69.0, now=100.0, overdue=False
+        state, (ProcessSample("R", 3, "a"), ProcessSample("R", 50, "b")), since=69.0, now=100.0, overdue=False
     )
     assert (spins.moving, moves.moving) == (False, True)
     young = build_rank_state(
-        state, ProcessSample("R", 3, "a"), ProcessSample("R", 50, "a"), since=91.0, now=100.0, overdue=False
+        state, (ProcessSample("R", 3, "a"), ProcessSample("R", 50, "a")), since=91.0, now=100.0, overdue=False
     )
     assert young.moving is (device is Device.IDLE), "with nothing under way on its GPU it may work on its host"
 

@@ -130,6 +130,7 @@ async def test_a_reader_that_has_gone_is_named_and_ranks_go_on(reader: Reader, h
 
 
 async def test_output_that_others_have_made_non_blocking_is_written_whole(reader: Reader) -> None:
+    assert reader.outlet._descriptor is not None
     os.set_blocking(reader.outlet._descriptor, False)
     text = b"line\n" * 50_000
     for start in range(0, len(text), 50_000):

@@ -80,7 +80,7 @@ class Runner:
         module: str = "",
         environment: Mapping[str, str] | None = None,
         stdin: int | None = None,
-        threads: int = 0,
+        threads: int | None = None,
         program: str = "",
         ring: Path | None = None,
     ) -> None:

@@ -43,4 +43,4 @@ async def test_what_is_typed_at_a_terminal_is_passed_on_to_the_rank_of_the_prese
 
 
 async def test_where_there_is_no_standard_input_ranks_have_none() -> None:
-    assert StandardInput(-1).open() is None
+    assert StandardInput(None).open() is None

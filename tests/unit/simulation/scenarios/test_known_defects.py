@@ -219,7 +219,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def is_out_of_contact(turn: rounds_of_launchers._RoundPass) -> bool:
         seen, limit = turn.observation, turn.settings.contact_timeout
-        has_ranks = turn.state.running > 0 or turn.state.stage is LauncherState.LOST
+        has_ranks = turn.state.running is not None or turn.state.stage is LauncherState.LOST
         return has_ranks and min(seen.operator_age, seen.peers_age) > limit
 
     patch.setattr(rounds_of_launchers, "_is_out_of_contact", is_out_of_contact)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from pacekeeper.data.device_transfer import OrderedBatchCopies, create_batch_mover, move_to_device
-from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, SampleOrder
 
 META = torch.device("meta")
 NUMBERS: Any = torch.arange(40)
@@ -103,7 +103,7 @@ def test_batches_are_weighed_on_the_host() -> None:
         weighed_on.add(batch.device.type)
         return batch.sum()
 
-    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), shuffle=False, weight=weight, device=META)
+    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), SampleOrder(shuffle=False), weight=weight, device=META)
     drawn = loader.next_step()
     assert drawn is not None
     assert drawn[0].weight == 0 + 1 + 2 + 3
@@ -114,7 +114,13 @@ def test_batches_are_weighed_on_the_host() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_is_moved_when_it_is_asked_for_and_a_stale_one_never(workers: int) -> None:
     loader = Loader(
-        NUMBERS, BatchSizes(4, 2), RankTopology(), shuffle=False, collate_fn=Own, num_workers=workers, device=META
+        NUMBERS,
+        BatchSizes(4, 2),
+        RankTopology(),
+        SampleOrder(shuffle=False),
+        collate_fn=Own,
+        num_workers=workers,
+        device=META,
     )
     drawn = loader.next_step()
     assert drawn is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pacekeeper.data.iterables import IterableAdapter, is_iterable
-from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, SampleOrder
 from pacekeeper_analysis.errors import InputError
 
 
@@ -131,4 +131,4 @@ def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> No
 
 def test_lengths_need_an_index() -> None:
     with pytest.raises(InputError, match="lengths: an iterable data set is read in its order"):
-        Loader(Letters("ab"), BatchSizes(1, 1), RankTopology(), lengths=[1.0, 2.0])
+        Loader(Letters("ab"), BatchSizes(1, 1), RankTopology(), SampleOrder(lengths=[1.0, 2.0]))

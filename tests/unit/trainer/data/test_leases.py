@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pacekeeper.data.leases import ENDLESS_TICKETS, Interval, Remainder, merge_intervals, slice_intervals
-from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, SampleOrder
 from pacekeeper.data.sample_stream import IndexedStream
 
 NUMBERS: Any = torch.arange(200)
@@ -64,9 +64,8 @@ class Job:
                 self.kind(self.size),
                 BatchSizes(self.batch, max_microbatch, static_shapes=self.static > 0),
                 RankTopology(rank, ranks, self.replica_size),
-                seed=5,
+                SampleOrder(seed=5, lengths=self.lengths),
                 num_workers=self.workers,
-                lengths=self.lengths,
             )
             for rank in range(ranks)
         ]
@@ -325,7 +324,7 @@ def test_the_last_lease_keeps_the_shape_of_microbatches(left: int) -> None:
 def test_what_a_checkpoint_leaves_of_a_microbatch_is_one_smaller_one() -> None:
     """The job went on in microbatches of one size in the middle of a global batch."""
     sizes = BatchSizes(16, 4, static_shapes=True)
-    loader = Loader(NUMBERS, sizes, RankTopology(), shuffle=False)
+    loader = Loader(NUMBERS, sizes, RankTopology(), SampleOrder(shuffle=False))
     loader.load_state_dict({**loader.state_dict(), "cursor": 5})
     loader.start_leases(Follower([0], {}), 16)
     drawn = loader.next_step()
@@ -338,7 +337,9 @@ def test_a_fast_rank_takes_more() -> None:
     job = Job(random.Random(2), size=50, batch=8)
     assert len(job.loaders) == 1
     counter = [0]
-    fast, slow = (Loader(NUMBERS, BatchSizes(8, 4), RankTopology(rank, 2), shuffle=False) for rank in range(2))
+    fast, slow = (
+        Loader(NUMBERS, BatchSizes(8, 4), RankTopology(rank, 2), SampleOrder(shuffle=False)) for rank in range(2)
+    )
     for loader in (fast, slow):
         loader.start_leases(Follower(counter, {}), None)
     positions = []
@@ -353,7 +354,9 @@ def test_a_fast_rank_takes_more() -> None:
 def test_a_rank_that_turns_slow_leaves_the_others_what_it_has_not_begun() -> None:
     """By microbatches; and what a step was promised it gets, though the others have come to the limit meanwhile."""
     counter, promises = [0], [0]
-    fast, slow = (Loader(NUMBERS, BatchSizes(12, 2), RankTopology(rank, 2), shuffle=False) for rank in range(2))
+    fast, slow = (
+        Loader(NUMBERS, BatchSizes(12, 2), RankTopology(rank, 2), SampleOrder(shuffle=False)) for rank in range(2)
+    )
     for loader in (fast, slow):
         loader.start_leases(Follower(counter, {}), 17, Follower(promises, {}))
     its, begun = slow.next_step() or (None, None)
@@ -394,7 +397,7 @@ def test_what_is_prefetched_comes_first_when_dealt_by_shares_again() -> None:
 
 
 def test_a_step_that_was_begun_and_not_completed_comes_again() -> None:
-    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), shuffle=False)
+    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), SampleOrder(shuffle=False))
     loader.start_leases(Follower([0], {}), None)
     assert step_alone(loader) == {0, 1, 2, 3}
     assert loader.next_step() is not None

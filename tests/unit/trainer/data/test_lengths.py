@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pacekeeper.data.lengths import SequenceBalancer, split_balanced
-from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, SampleOrder
 from pacekeeper.data.shares import split_equally
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.stragglers.length_cost import SequenceCost
@@ -29,10 +29,11 @@ def lognormal_lengths(seed: int) -> Array:
 
 
 def loaders_of(
-    shares: tuple[int, ...] | None, ranks: int, batch: int, replica_size: int = 1, **options: Any
+    shares: tuple[int, ...] | None, ranks: int, batch: int, replica_size: int = 1, workers: int = 0, **options: Any
 ) -> list[Loader]:
+    order = SampleOrder(seed=2, **options)
     loaders = [
-        Loader(NUMBERS, BatchSizes(batch, 4), RankTopology(rank, ranks, replica_size), seed=2, **options)
+        Loader(NUMBERS, BatchSizes(batch, 4), RankTopology(rank, ranks, replica_size), order, num_workers=workers)
         for rank in range(ranks)
     ]
     for loader in loaders:
@@ -83,7 +84,8 @@ def test_matching_microbatches_of_ranks_cost_alike() -> None:
     """Sharded ranks meet in each microbatch: the sum over microbatches of the dearest rank is what a step costs."""
     lengths = lognormal_lengths(3)
     late = []
-    for options in ({}, {"lengths": lengths, "cost": COST}):
+    balanced: dict[str, Any] = {"lengths": lengths, "cost": COST}
+    for options in ({}, balanced):
         loaders = loaders_of(None, ranks=4, batch=64, replica_size=4, **options)
         costs = np.array(
             [[COST.compute_seconds(lengths[batch]).sum() for batch in microbatches(loader)] for loader in loaders]
@@ -119,9 +121,7 @@ def test_a_sequence_that_outweighs_all_others_is_not_always_the_same_ranks() -> 
             NUMBERS,
             BatchSizes(8, 4),
             RankTopology(rank, 4),
-            shuffle=False,
-            lengths=lengths,
-            cost=COST,
+            SampleOrder(shuffle=False, lengths=lengths, cost=COST),
         )
         for rank in range(4)
     ]
@@ -191,7 +191,7 @@ def test_another_cost_takes_effect_on_the_same_step_of_all_ranks(workers: int) -
             {},
             {"lengths": lengths},
             {"lengths": lengths, "cost": QUADRATIC},
-            {"lengths": lengths, "num_workers": workers},
+            {"lengths": lengths, "workers": workers},
         )
     )
     late = changed[0].lookahead
@@ -214,7 +214,7 @@ def test_each_sample_once_an_epoch_across_changes_of_cost_and_shares(workers: in
             torch.utils.data.Subset(NUMBERS, range(size)),
             BatchSizes(batch, 3),
             RankTopology(rank, 2),
-            lengths=lognormal_lengths(8)[:size],
+            SampleOrder(lengths=lognormal_lengths(8)[:size]),
             num_workers=workers,
         )
         for rank in range(2)

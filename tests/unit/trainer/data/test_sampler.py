@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, StepBatch
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology, SampleOrder, StepBatch
 from pacekeeper.data.sample_stream import IndexedStream
 from pacekeeper.data.shares import get_rank_interval, split_equally
 from pacekeeper_analysis.errors import InputError
@@ -77,7 +77,7 @@ def test_a_loader_of_very_many_samples_takes_no_more_memory() -> None:
     def step_of_many(size: int) -> int:
         """Bytes that it takes at most."""
         tracemalloc.start()
-        loader = Loader(range(size), BatchSizes(64, 16), RankTopology(1, 2), seed=3)
+        loader = Loader(range(size), BatchSizes(64, 16), RankTopology(1, 2), SampleOrder(seed=3))
         loader.load_state_dict({**loader.state_dict(), "cursor": size - 32})  # the batch reaches into the next epoch
         draw, batches = step_of(loader)
         samples = [index for batch in batches for index in batch.tolist()]
@@ -112,7 +112,7 @@ def test_restoring_in_another_order_is_refused() -> None:
 
 def test_restoring_with_another_seed_is_refused_where_samples_are_shuffled() -> None:
     def loader(seed: int, shuffle: bool = True) -> Loader:
-        return Loader(range(30), BatchSizes(8, 8), RankTopology(0, 1), seed=seed, shuffle=shuffle)
+        return Loader(range(30), BatchSizes(8, 8), RankTopology(0, 1), SampleOrder(seed, shuffle))
 
     with pytest.raises(InputError, match=r"order \(.*seed 6\) .* \(.*seed 5\).* pass the same `seed` to pk.init\(\)"):
         loader(6).load_state_dict(loader(5).state_dict())
@@ -239,14 +239,20 @@ def step_of(loader: Loader) -> tuple[StepBatch, Iterator[Any]]:
 
 
 def make_loaders(
-    size: int, batch: int, ranks: int, max_microbatch: int, static_shapes: bool = False, **options: Any
+    size: int,
+    batch: int,
+    ranks: int,
+    max_microbatch: int,
+    static_shapes: bool = False,
+    shuffle: bool = True,
+    **options: Any,
 ) -> list[Loader]:
     return [
         Loader(
             torch.utils.data.Subset(NUMBERS, range(size)),
             BatchSizes(batch, max_microbatch, static_shapes),
             RankTopology(rank, ranks),
-            seed=5,
+            SampleOrder(5, shuffle),
             **options,
         )
         for rank in range(ranks)

@@ -202,6 +202,8 @@ class TestConditions:
         assert not way.is_comparable(TrainingConditions(3, 0, 8))
         assert not way.is_comparable(TrainingConditions(4, 1, 8))
         assert not way.is_comparable(TrainingConditions(4, 0, 5)), "another share"
+        assert not way.is_comparable(TrainingConditions(4, 0, None)), "an unknown share"
+        assert TrainingConditions(4, None, None).is_comparable(TrainingConditions(4, None, None)), "a monitored script"
         assert TrainingConditions(4, 2, 8).is_comparable(TrainingConditions(4, 2, 5)), (
             "leased samples change all the time"
         )

@@ -35,7 +35,7 @@ def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_told_of() -> None
     state = SimpleNamespace(snapshot_step=-1)
     store: Any = SimpleNamespace(
         has_folder=False,
-        settle=lambda wait: 40 if wait else -1,
+        settle=lambda wait: 40 if wait else None,
         snapshot=lambda *_: valid.append(state.snapshot_step),
     )
     recorder: Any = SimpleNamespace(ring=SimpleNamespace(state=state))
@@ -56,9 +56,8 @@ class Store:
         self._under_way = under_way
         self.looks: list[str] = []
 
-    def settle(self, _wait: bool) -> int:
+    def settle(self, _wait: bool) -> None:
         self.looks.append("settle")
-        return -1
 
     def is_snapshot_possible(self) -> bool:
         self.looks.append("is_snapshot_possible")
@@ -76,4 +75,4 @@ def test_the_interval_keeps_the_cost_below_one_percent() -> None:
     assert compute_snapshot_interval(0.0011, 0.1) == 2
     assert compute_snapshot_interval(0.1, 0.1) == 128
     assert compute_snapshot_interval(9.0, 0.1) == 16384
-    assert compute_snapshot_interval(0.001, 0.0) == 100
+    assert compute_snapshot_interval(0.001, None) == 100

@@ -109,7 +109,7 @@ class PeerReplication:
     def _set_up_peers(self, environment: Environment, folder: Path, open_shard: Callable[[int], Snapshots]) -> None:
         own_rank, membership_secret = environment.rank, _read_membership_secret(environment)
         listener = _open_listener(environment, membership_secret)
-        port = 0 if listener is None else listener.getsockname()[1]
+        port = None if listener is None else listener.getsockname()[1]
         gathered = self._peers.all_gather([environment.worker, environment.node, environment.address, port])
         locations = [RankLocation(*fields) for fields in gathered]
         worker_ranks = [
@@ -140,6 +140,7 @@ class PeerReplication:
 
         ReplicaReceiver(shards, membership_secret, spared, self._cost.count_work).serve(listener)
         location = locations[keeper_by_rank[own_rank]]
+        assert location.port is not None, "all ranks accept copies"
         keeper = ReplicaTarget(keeper_by_rank[own_rank], location.address, location.port)
         budget = environment.peer_replica_megabytes * 1e6 / len(worker_ranks)
         self._sender = ReplicaSender(

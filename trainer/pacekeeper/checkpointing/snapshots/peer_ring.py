@@ -33,8 +33,8 @@ class RankLocation:
     worker: str
     node: str
     address: str
-    port: int
-    """0: it accepts none."""
+    port: int | None
+    """None: it accepts none."""
 
 
 def assign_peer_ranks(locations: Sequence[RankLocation]) -> dict[int, int]:
@@ -42,7 +42,7 @@ def assign_peer_ranks(locations: Sequence[RankLocation]) -> dict[int, int]:
 
     `locations`: in rank order. Copies only help if all ranks have them, so there are none if a rank accepts none.
     """
-    if not all(location.port and location.node and location.worker for location in locations):
+    if not all(location.port is not None and location.node and location.worker for location in locations):
         return {}
     ranks: dict[str, list[int]] = {}
     for rank, location in enumerate(locations):

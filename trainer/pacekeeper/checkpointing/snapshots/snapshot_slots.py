@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,19 @@ class CopyOutcome(Enum):
     DEFERRED = "Later"  # not copied: the slot is being allocated in the background
 
 
+@dataclass(frozen=True)
+class SlotMemory:
+    """The memory that slots are allocated in."""
+
+    read_bytes_left: Callable[[], float] = compute_memory_left
+    """Returns the bytes of memory that the control group may still use."""
+    free: Callable[[], bool] = lambda: False
+    """Releases memory that is less important than a slot, if there is not enough; returns whether there was any."""
+
+
+_DEFAULT_SLOT_MEMORY = SlotMemory()
+
+
 class Snapshots:
     """One rank's snapshots in the runtime folder."""
 
@@ -94,18 +108,14 @@ class Snapshots:
         round_: int,
         world_size: int,
         fingerprint: int,
-        read_memory_left: Callable[[], float] = compute_memory_left,
         copies: SlotCopies | None = None,
-        free_memory: Callable[[], bool] = lambda: False,
+        memory: SlotMemory = _DEFAULT_SLOT_MEMORY,
     ) -> None:
         """Open the snapshots.
 
         `name`: name of the copy: "replica", or that of the shard.
         `fingerprint`: fingerprint of the model to restore; snapshots of other models are ignored.
-        `read_memory_left`: returns the bytes of memory that the control group may still use.
         `copies`: how the state is copied into a slot; None: as a state on the host.
-        `free_memory`: releases memory that is less important than a slot, if there is not enough; returns whether there
-        was any.
         """
         self._folder = folder
         self._name = name
@@ -113,9 +123,8 @@ class Snapshots:
         self._round = round_
         self._world_size = world_size
         self._fingerprint = fingerprint
-        self._read_memory_left = read_memory_left
         self._copies = copies or HostCopies()
-        self._free_memory = free_memory
+        self._memory = memory
         self._excluded_versions: set[StateVersion] = set()
         self._slots: list[SnapshotSlot | None] = [None] * SLOTS_PER_RANK
         self._next_slot = 0
@@ -306,7 +315,7 @@ class Snapshots:
         try:
             return self._allocate(path, total)
         except OSError as error:
-            if error.errno not in {errno.ENOMEM, errno.ENOSPC} or not self._free_memory():
+            if error.errno not in {errno.ENOMEM, errno.ENOSPC} or not self._memory.free():
                 raise
         return self._allocate(path, total)
 
@@ -318,7 +327,7 @@ class Snapshots:
         with hold_file_lock(self._folder / _LOCK_FILE):  # each rank counts what the others are about to allocate
             path.unlink(missing_ok=True)
             unallocated_bytes = _sum_unallocated_bytes(self._folder)
-            bytes_left = self._read_memory_left() - unallocated_bytes
+            bytes_left = self._memory.read_bytes_left() - unallocated_bytes
             if total + _SNAPSHOT_RESERVE_BYTES + reserved > share * bytes_left:
                 note = f", of which {reserved >> 20} MiB and a tenth are reserved" if reserved else ""
                 raise OSError(

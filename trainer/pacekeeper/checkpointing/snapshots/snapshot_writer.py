@@ -101,8 +101,8 @@ class SnapshotWriter:
         self._exchange = (work, gathered.view(-1, len(own_row)), has_copy)
         self._host_seconds = time.perf_counter() - start
 
-    def settle(self, wait: bool = False) -> int:
-        """Make the last snapshot valid once all rank states have arrived. Returns its step, -1 without one.
+    def settle(self, wait: bool = False) -> int | None:
+        """Make the last snapshot valid once all rank states have arrived. Returns its step, None without one.
 
         If training continues while the host works, the checksum is computed in the background. The snapshot is then
         valid at a later call, or at this one with `wait`.
@@ -112,7 +112,7 @@ class SnapshotWriter:
             self._finish_exchange(*exchange)
         pending = self._pending_publish
         if pending is None or not (wait or pending.done()):
-            return -1
+            return None
         start = time.perf_counter()
         step, checksum_seconds = pending.result()
         self._pending_publish = None

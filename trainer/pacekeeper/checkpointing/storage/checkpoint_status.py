@@ -24,14 +24,17 @@ _log = logging.getLogger(__name__)
 class CheckpointStatus:
     """Status of the whole job's checkpoints."""
 
-    step: Annotated[int, Within(-1)] = -1  # of the newest checkpoint; -1: none
-    published_ns: Annotated[int, Within(0, 2.0**63)] = 0  # CLOCK_MONOTONIC of this host when it was published, or found
-    failed_rank: Annotated[int, Within(-1)] = -1  # rank on which the newest attempt failed; -1: none, or unknown
+    step: Annotated[int, Within(0)] | None = None  # of the newest checkpoint; None: none
+    # CLOCK_MONOTONIC of this host when it was published, or found; None: there is none
+    published_ns: Annotated[int, Within(0, 2.0**63)] | None = None
+    failed_rank: Annotated[int, Within(0)] | None = None  # where the newest attempt failed; None: nowhere, or unknown
     error: Annotated[str, Truncated(500)] = ""  # path and reason; "": the newest attempt was published
 
-    def compute_age(self, now: float) -> float:
-        """Return the age of the newest checkpoint in seconds; -1: none. `now`: monotonic seconds of the same host."""
-        return -1.0 if self.step < 0 else round(max(0.0, now - self.published_ns * 1e-9), 1)
+    def compute_age(self, now: float) -> float | None:
+        """Return the age of the newest checkpoint in seconds; None: none. `now`: monotonic seconds of the same host."""
+        if self.step is None or self.published_ns is None:
+            return None
+        return round(max(0.0, now - self.published_ns * 1e-9), 1)
 
 
 NO_CHECKPOINT_STATUS = CheckpointStatus()
@@ -45,31 +48,31 @@ def read_checkpoint_status(path: Path) -> CheckpointStatus:
         return NO_CHECKPOINT_STATUS
 
 
-def parse_failed_rank(reason: str) -> int:
-    """Return the rank that is named first in the ranks' reasons; -1: none."""
+def parse_failed_rank(reason: str) -> int | None:
+    """Return the rank that is named first in the ranks' reasons; None: none."""
     match = re.match(r"rank (\d+):", reason)
-    return int(match[1]) if match else -1
+    return int(match[1]) if match else None
 
 
 class CheckpointReporter(Protocol):
     """Receives the outcomes of checkpoints."""
 
-    def report_found(self, step: int) -> None:
-        """Report at the start of a round the newest checkpoint on the volume (-1: none)."""
+    def report_found(self, step: int | None) -> None:
+        """Report at the start of a round the newest checkpoint on the volume (None: none)."""
 
     def report_published(self, step: int) -> None: ...
 
-    def report_failure(self, error: str, rank: int = -1) -> None: ...
+    def report_failure(self, error: str, rank: int | None = None) -> None: ...
 
 
 class NullCheckpointReporter:
     """Reporter for a rank without a launcher, or other than rank 0."""
 
-    def report_found(self, step: int) -> None: ...
+    def report_found(self, step: int | None) -> None: ...
 
     def report_published(self, step: int) -> None: ...
 
-    def report_failure(self, error: str, rank: int = -1) -> None: ...
+    def report_failure(self, error: str, rank: int | None = None) -> None: ...
 
 
 class CheckpointStatusFile:
@@ -79,15 +82,17 @@ class CheckpointStatusFile:
         self._path = path
         self._status = read_checkpoint_status(path)
 
-    def report_found(self, step: int) -> None:
+    def report_found(self, step: int | None) -> None:
         """Report a found checkpoint. What an earlier round has reported of the same one, such as its age, stays."""
-        if step != self._status.step:
+        if step is None and self._status.step is not None:
+            self._write(NO_CHECKPOINT_STATUS)
+        elif step is not None and step != self._status.step:
             self.report_published(step)
 
     def report_published(self, step: int) -> None:
         self._write(CheckpointStatus(step, time.monotonic_ns()))
 
-    def report_failure(self, error: str, rank: int = -1) -> None:
+    def report_failure(self, error: str, rank: int | None = None) -> None:
         self._write(replace(self._status, failed_rank=rank, error=error[:500]))
 
     def _write(self, status: CheckpointStatus) -> None:

@@ -47,8 +47,8 @@ class FolderOwner:
     superseded: Annotated[tuple[Annotated[str, MaxLength(_MAX_JOB_NAME_CHARACTERS)], ...], MaxLength(1024)] = ()
     """UIDs of the jobs and runs that owned the folder before: none of them may return."""
     host: Annotated[str, MaxLength(256)] = ""
-    pid: Annotated[int, Within(0)] = 0
-    started: Annotated[int, Within(0)] = 0
+    pid: Annotated[int, Within(0)] | None = None
+    started: Annotated[int, Within(0)] | None = None
     """Start of rank 0's process in ticks since boot: with it and the host, `pid` is unique permanently."""
 
     def describe_job(self) -> str:
@@ -235,14 +235,16 @@ def _is_another_run(owner: FolderOwner, job: JobIdentity) -> bool:
 
 def _is_alive(owner: FolderOwner) -> bool:
     """Return whether the process that claimed the folder runs on this host, and is not this one."""
+    if owner.pid is None or owner.started is None:
+        return False
     is_other_local_process = owner.host == socket.gethostname()[:256] and owner.pid != os.getpid()
-    return is_other_local_process and owner.started > 0 and _read_process_start(owner.pid) == owner.started
+    return is_other_local_process and _read_process_start(owner.pid) == owner.started
 
 
-def _read_process_start(pid: int) -> int:
-    """Return the start of a process in ticks since its host's boot; 0: it does not run."""
+def _read_process_start(pid: int) -> int | None:
+    """Return the start of a process in ticks since its host's boot; None: it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])
+        return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
-        return 0
+        return None

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,8 @@ class WriteFailures:
             yield
         except OSError as error:
             now = time.monotonic()
-            if now - self._logged_at.get(description, float("-inf")) >= WRITE_FAILURE_LOG_SECONDS:
+            logged_at = self._logged_at.get(description)
+            if logged_at is None or now - logged_at >= WRITE_FAILURE_LOG_SECONDS:
                 self._logged_at[description] = now
                 log.warning("cannot be written for the operator: %s: %s; training goes on", description, error)
 
@@ -57,12 +58,12 @@ class LivenessFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._touched_at = float("-inf")
+        self._touched_at: float | None = None
         self.remove()
 
     def touch(self, now: float) -> None:
         """Update the file if it is due. `now`: seconds of the monotonic clock."""
-        if now - self._touched_at >= LIVENESS_INTERVAL_SECONDS:
+        if self._touched_at is None or now - self._touched_at >= LIVENESS_INTERVAL_SECONDS:
             self._path.touch()
             self._touched_at = now
 
@@ -76,7 +77,7 @@ class HeartbeatFile:
     def __init__(self, path: Path, worker: str) -> None:
         self._path = path
         self._heartbeat = self._written = Heartbeat(worker=worker)
-        self._written_at = float("-inf")
+        self._written_at: float | None = None
         with WriteFailures().suppress_errors("the first heartbeat"):
             write_json(path, self._heartbeat.to_json())
 
@@ -89,6 +90,7 @@ class HeartbeatFile:
             return
         if (
             _select_rare_fields(heartbeat) == _select_rare_fields(self._written)
+            and self._written_at is not None
             and now - self._written_at < HEARTBEAT_WRITE_INTERVAL_SECONDS
         ):
             return
@@ -105,6 +107,17 @@ def _select_rare_fields(heartbeat: Heartbeat) -> tuple[Heartbeat, object]:
     return replace(heartbeat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0, gpus=()), heartbeat.gpu_signs
 
 
+@dataclass(frozen=True)
+class RankZeroNotes:
+    """What rank 0 last wrote in the runtime folder."""
+
+    refused: str = ""  # why it does not follow the plan; "": it does
+    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS
+
+
+_NO_NOTES = RankZeroNotes()
+
+
 def build_next_heartbeat(
     previous: Heartbeat,
     state: RoundState,
@@ -112,20 +125,19 @@ def build_next_heartbeat(
     ranks: Collection[np.void],
     wall: float,
     monotonic: float,
-    refused: str = "",
-    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS,
+    notes: RankZeroNotes = _NO_NOTES,
 ) -> Heartbeat:
     """Build the heartbeat after `previous`.
 
-    `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds. `refused`, `checkpoints`: what rank 0 last
-    wrote here, on why it does not follow the plan and on checkpoints. Values that a new round does not have yet (step,
-    checkpoints) stay as the previous round left them.
+    `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds. `notes`: what rank 0 last wrote here; they
+    count while it runs here. Values that a new round does not have yet (step, checkpoints) stay as the previous round
+    left them.
     """
     heartbeat = replace(
         previous,
         state=state.stage,
         plan_version=0 if plan is None else plan.version,
-        membership=max(state.membership, 0),
+        membership=0 if state.membership is None else state.membership,
         round=state.round,
         restarts=state.restarts,
         refused="",
@@ -152,7 +164,9 @@ def build_next_heartbeat(
         )
     step = int(slowest["step"])
     rank_0_is_here = any(rank["rank"] == 0 for rank in ranks)
-    status = checkpoints if rank_0_is_here else NO_CHECKPOINT_STATUS
+    if not rank_0_is_here:
+        notes = _NO_NOTES
+    checkpoint_age = notes.checkpoints.compute_age(monotonic)
     bad_loss_ranks = [rank for rank in ranks if rank["bad_loss_step"] >= 0]
     first_bad = min(bad_loss_ranks, key=lambda rank: int(rank["bad_loss_step"]), default=None)
     return replace(
@@ -168,10 +182,10 @@ def build_next_heartbeat(
         global_batch=int(slowest["global_batch"]),
         replica_ranks=max(0, int(slowest["replica_ranks"])),
         managed=bool(slowest["global_batch"] > 0),
-        refused=refused if rank_0_is_here else "",
-        checkpoint_failed_rank=status.failed_rank,
-        checkpoint_error=status.error,
-        checkpoint_age_seconds=status.compute_age(monotonic),
+        refused=notes.refused,
+        checkpoint_failed_rank=-1 if notes.checkpoints.failed_rank is None else notes.checkpoints.failed_rank,
+        checkpoint_error=notes.checkpoints.error,
+        checkpoint_age_seconds=-1.0 if checkpoint_age is None else checkpoint_age,
         sync_mode=_read_sync_mode(int(slowest["sync_mode"])),
         bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
         bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),

@@ -21,7 +21,13 @@ from ..rendezvous.rounds import RoundState
 from ..settings import LauncherSettings
 from . import nccl_ras
 from .process_sampling import StackFile, read_process_state, sample_process
-from .stall_detector import PROCESS_SAMPLE_INTERVAL_SECONDS, ProcessSample, StallDetector, estimate_step_seconds
+from .stall_detector import (
+    PROCESS_SAMPLE_INTERVAL_SECONDS,
+    ProcessSample,
+    RankInspection,
+    StallDetector,
+    estimate_step_seconds,
+)
 
 STOPPED_PROCESS_STATE = "T"
 """State letter of a process that a signal has stopped."""
@@ -46,7 +52,7 @@ class Inspector:
         settings: LauncherSettings,
         ranks: LocalRanks,
         notify: Callable[[FaultReport], None],
-        earlier_step_seconds: float = 0.0,
+        earlier_step_seconds: float | None = None,
     ) -> None:
         """`earlier_step_seconds`: as in `StallDetector`."""
         self._settings = settings
@@ -89,8 +95,8 @@ class Inspector:
             if task is not None:
                 task.cancel()
 
-    def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
-        """Return the step time for the next round's detector."""
+    def step_seconds(self, ranks: Mapping[int, np.void]) -> float | None:
+        """Return the step time for the next round's detector; None: unknown."""
         return self._stall_detector.step_seconds(ranks)
 
     def _query_ras(self, ranks: Mapping[int, np.void]) -> None:
@@ -144,9 +150,8 @@ class Inspector:
         unreachable = [address for address, answered in zip(peers, reachable, strict=True) if not answered]
         communicators = [communicator for local in ranks for communicator in self._ranks.communicators(local)]
         now, wall = time.monotonic(), time.time()
-        fault = self._stall_detector.build_fault(
-            state, ranks, (first, second), unreachable, communicators, now, wall, ended
-        )
+        found = RankInspection(first, second, unreachable, communicators)
+        fault = self._stall_detector.build_fault(state, ranks, found, now, wall, ended)
         self._notify(replace(fault, ras=self._read_ras_report(), transfers=self._ranks.describe_transfers()))
 
 

@@ -77,7 +77,8 @@ async def sample_process(pid: int, file: StackFile) -> ProcessSample:
         os.kill(pid, STACK_SIGNAL)
     except ProcessLookupError:
         return ProcessSample()
-    main_thread, dump, size = "", "", -1
+    main_thread, dump = "", ""
+    size: int | None = None
     for _ in range(int(_STACK_TIMEOUT_SECONDS / _STACK_POLL_INTERVAL_SECONDS)):
         await asyncio.sleep(_STACK_POLL_INTERVAL_SECONDS)
         previous_size, size = size, file.size()

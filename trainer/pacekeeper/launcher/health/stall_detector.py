@@ -45,26 +45,26 @@ FIRST_STALL_REPORT_PAUSE_SECONDS, MAX_STALL_REPORT_PAUSE_SECONDS = 3.0, 15.0
 def compute_stall_deadline(
     phase: Phase,
     steps_in_round: int,
-    step_seconds: float,
+    step_seconds: float | None,
     settings: LauncherSettings,
-    earlier_step_seconds: float = 0.0,
-    longest_load: float = 0.0,
+    earlier_step_seconds: float | None = None,
+    longest_load: float | None = None,
 ) -> float:
     """Return how long a rank may show no progress (seconds).
 
-    `step_seconds`: the median of its recent steps, or of its synchronizations if those take longer.
-    `earlier_step_seconds`: the same of the previous round, or of the plan if there was none here; 0: unknown.
-    `longest_load`: its longest wait for the loader in this round; 0: none yet, and the first batch may take long.
+    `step_seconds`: the median of its recent steps, or of its synchronizations if those take longer; None: unknown.
+    `earlier_step_seconds`: the same of the previous round, or of the plan if there was none here; None: unknown.
+    `longest_load`: its longest wait for the loader in this round; None: none yet, and the first batch may take long.
     """
-    if phase is Phase.LOAD and longest_load > 0:
+    if phase is Phase.LOAD and longest_load is not None:
         return min(settings.phase_deadline, max(MIN_LOAD_STALL_SECONDS, LOAD_STALL_WAITS * longest_load))
     if phase is not Phase.TRAIN:
         return settings.phase_deadline
     if settings.hang_deadline is not None:
         return settings.hang_deadline
     if steps_in_round >= MIN_ARMED_STEPS:
-        return max(MIN_STALL_SECONDS, STALL_STEPS * step_seconds)
-    if earlier_step_seconds > 0:
+        return max(MIN_STALL_SECONDS, STALL_STEPS * (step_seconds or 0.0))
+    if earlier_step_seconds is not None:
         return max(MIN_UNARMED_STALL_SECONDS, UNARMED_STALL_STEPS * earlier_step_seconds)
     return settings.phase_deadline
 
@@ -80,13 +80,28 @@ class ProcessSample:
     waits_for: str = ""  # what it waits for outside of the ranks (`wait_reasons.describe_wait`); "": nothing
 
 
+@dataclass(frozen=True)
+class RankInspection:
+    """What an inspection of the ranks here has found."""
+
+    first: Mapping[int, ProcessSample]  # by local rank
+    second: Mapping[int, ProcessSample]  # PROCESS_SAMPLE_INTERVAL_SECONDS later
+    unreachable: Collection[str] = ()  # peers that did not answer
+    communicators: Collection[Communicator] = ()  # those that the ranks know
+
+    def get_samples(self, local_rank: int) -> tuple[ProcessSample, ProcessSample]:
+        """Return both samples of a rank's process."""
+        return self.first.get(local_rank, ProcessSample()), self.second.get(local_rank, ProcessSample())
+
+
 @dataclass
 class _Progress:
     """A rank's state at its last change, and the time of that change (seconds, monotonic)."""
 
     state: bytes
     changed_at: float
-    step_seconds: float | None = None  # measured only when it is needed
+    step_seconds: float | None = None  # measured only when it is needed; None: unknown
+    is_measured: bool = False  # whether `step_seconds` was measured since the change
 
 
 @dataclass
@@ -98,10 +113,10 @@ class StallDetector:
     """
 
     settings: LauncherSettings
-    measure_step_seconds: Callable[[int], float]
+    measure_step_seconds: Callable[[int], float | None]
     is_stopped: Callable[[int], bool]
-    earlier_step_seconds: float = 0.0
-    """The step time of the previous round, or the plan's if no round here got far enough; 0: unknown."""
+    earlier_step_seconds: float | None = None
+    """The step time of the previous round, or the plan's if no round here got far enough; None: unknown."""
     _progress: dict[int, _Progress] = field(default_factory=dict)
     _reports: int = 0
     _reports_of_this_stall: int = 0
@@ -132,26 +147,21 @@ class StallDetector:
         self,
         state: RoundState,
         ranks: Mapping[int, np.void],
-        samples: tuple[Mapping[int, ProcessSample], Mapping[int, ProcessSample]],
-        unreachable: Collection[str],
-        communicators: Collection[Communicator],
+        found: RankInspection,
         now: float,
         wall: float,
         ended: Collection[int] = (),
     ) -> FaultReport:
         """Build the fault of the stall for which `begin_report` was last called.
 
-        `samples`: two of each rank's process, PROCESS_SAMPLE_INTERVAL_SECONDS apart; `unreachable`: peers that did not
-        answer; `communicators`: those that the ranks know, of which the fault contains those in use now; `wall`:
-        seconds since the epoch; `ended`: as in `check`.
+        The fault contains those of the communicators that are in use now. `wall`: seconds since the epoch; `ended`: as
+        in `check`.
         """
-        first, second = samples
         patience = OUTSIDE_COLLECTIVES_SECONDS if self.settings.hang_deadline is None else self.settings.hang_deadline
         states = tuple(
             build_rank_state(
                 rank,
-                first.get(local, ProcessSample()),
-                second.get(local, ProcessSample()),
+                found.get_samples(local),
                 self._progress[local].changed_at,
                 now,
                 overdue=now - self._progress[local].changed_at >= self._compute_deadline(local, rank),
@@ -165,19 +175,25 @@ class StallDetector:
             kind=FaultKind.STALLED,
             worker=self.settings.worker,
             round=state.round,
-            membership=state.membership,
+            membership=0 if state.membership is None else state.membership,
             noticed_at=wall,
             step=min(rank.step for rank in states),
             completed_step=any(int(rank["steps_in_round"]) > 0 for rank in ranks.values()),
             ranks=states,
-            unreachable=tuple(unreachable),
-            communicators=_select_named_communicators(communicators, states),
+            unreachable=tuple(found.unreachable),
+            communicators=_select_named_communicators(found.communicators, states),
         )
 
-    def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
-        """Return the step time for the next round: the slowest rank's, or the earlier one if the round is young."""
+    def step_seconds(self, ranks: Mapping[int, np.void]) -> float | None:
+        """Return the step time for the next round: the slowest rank's, or the earlier one if the round is young.
+
+        None: unknown.
+        """
         armed = [local for local, rank in ranks.items() if rank["steps_in_round"] >= MIN_ARMED_STEPS]
-        return max((self.measure_step_seconds(local) for local in armed), default=self.earlier_step_seconds)
+        if not armed:
+            return self.earlier_step_seconds
+        measured = (self.measure_step_seconds(local) for local in armed)
+        return max((seconds for seconds in measured if seconds is not None), default=None)
 
     def _is_stalled(self, local_rank: int, rank: np.void, now: float) -> bool:
         content = _clear_polled_fields(rank)
@@ -195,22 +211,22 @@ class StallDetector:
 
     def _compute_deadline(self, local_rank: int, rank: np.void) -> float:
         progress = self._progress[local_rank]
-        if progress.step_seconds is None:
-            progress.step_seconds = self.measure_step_seconds(local_rank)
+        if not progress.is_measured:
+            progress.step_seconds, progress.is_measured = self.measure_step_seconds(local_rank), True
+        longest_load_ns = int(rank["longest_load_ns"])
         return compute_stall_deadline(
             Phase(int(rank["phase"])),
             int(rank["steps_in_round"]),
             progress.step_seconds,
             self.settings,
             self.earlier_step_seconds,
-            int(rank["longest_load_ns"]) * 1e-9,
+            longest_load_ns * 1e-9 if longest_load_ns > 0 else None,
         )
 
 
 def build_rank_state(
     rank: np.void,
-    first: ProcessSample,
-    second: ProcessSample,
+    samples: tuple[ProcessSample, ProcessSample],
     since: float,
     now: float,
     *,
@@ -220,8 +236,10 @@ def build_rank_state(
 ) -> RankState:
     """Build the report on one rank. `since`: its last progress; both times are seconds, monotonic.
 
-    `ended`: it has exited with code 0. `patience`: seconds for which it may wait for something outside of the ranks.
+    `samples`: of its process, PROCESS_SAMPLE_INTERVAL_SECONDS apart. `ended`: it has exited with code 0. `patience`:
+    seconds for which it may wait for something outside of the ranks.
     """
+    first, second = samples
     device = Device(int(rank["device"]))
     # CUDA spins while it waits: a busy processor proves progress only for a limited time.
     may_work = device is Device.NONE or (device is Device.IDLE and now - since < MAX_HOST_WORK_SECONDS)
@@ -277,16 +295,17 @@ def _select_named_communicators(
     return truncate_communicators(selected.values())
 
 
-def estimate_step_seconds(records: NDArray[np.void]) -> float:
+def estimate_step_seconds(records: NDArray[np.void]) -> float | None:
     """Return the median duration of the last training steps in seconds, or of the last synchronizations if longer.
 
-    0: there are none.
+    None: there are none.
     """
     training = records[records["phase"] == Phase.TRAIN]
-    return max(
+    medians = (
         _compute_median_seconds(training[training["kind"] == kind])
         for kind in (RecordKind.STEP, RecordKind.SYNCHRONIZATION)
     )
+    return max((seconds for seconds in medians if seconds is not None), default=None)
 
 
 def _clear_polled_fields(rank: np.void) -> bytes:
@@ -298,6 +317,6 @@ def _clear_polled_fields(rank: np.void) -> bytes:
     return content
 
 
-def _compute_median_seconds(records: NDArray[np.void]) -> float:
+def _compute_median_seconds(records: NDArray[np.void]) -> float | None:
     recent = records[-RECENT_STEP_RECORDS:]
-    return median((recent["end_ns"] - recent["start_ns"]).tolist()) * 1e-9 if len(recent) else 0.0
+    return median((recent["end_ns"] - recent["start_ns"]).tolist()) * 1e-9 if len(recent) else None

@@ -67,7 +67,7 @@ class PathSearchResult:
 
     path: WorkerPath
     ports: tuple[int, ...] = ()  # from which the connecting side must connect
-    label: int = 0  # flow label for RoCE; 0: none
+    label: int | None = None  # flow label for RoCE; None: none
     fault: PathFault = PathFault.NONE
 
 
@@ -273,7 +273,7 @@ def build_shim_lines(
                 f"connect {path.address} {compute_listen_port(plan, peer_rank)} "
                 f"{' '.join(map(str, ports[:MAX_SHIM_PORTS]))}"
             )
-        if outgoing and outgoing.label:
+        if outgoing and outgoing.label is not None:
             lines.append(f"label {path.address} {outgoing.label}")
     return lines
 

@@ -32,12 +32,12 @@ class SocketFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._refreshed_at = float("-inf")
+        self._refreshed_at: float | None = None
         self._written: dict[int, int] = {}
 
     def refresh(self, pids: Mapping[int, int], now: float) -> None:
         """Update the file if it is due. `pids`: global rank → its process; `now`: seconds, monotonic."""
-        if now - self._refreshed_at < SOCKET_SCAN_INTERVAL_SECONDS:
+        if self._refreshed_at is not None and now - self._refreshed_at < SOCKET_SCAN_INTERVAL_SECONDS:
             return
         self._refreshed_at = now
         ranks_by_inode = {inode: rank for rank, pid in pids.items() for inode in list_socket_inodes(pid)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import threading
@@ -24,8 +25,8 @@ _ResumeCallback = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
 class OutputWriter:
     """A file descriptor to which a thread writes bytes in order. The thread starts with the first bytes."""
 
-    def __init__(self, descriptor: int, name: str) -> None:
-        """`name`: readable name of the descriptor."""
+    def __init__(self, descriptor: int | None, name: str) -> None:
+        """`descriptor`: None: it was closed before the start. `name`: readable name of the descriptor."""
         self.closed_reason = ""
         """Why nothing is written any more; "": output is written."""
         self.partial_line_owner: object = None
@@ -94,14 +95,19 @@ class OutputWriter:
     def _write(self, data: bytes) -> None:
         """Write all of it, unless the reader has closed."""
         while data and not self.closed_reason:
+            if self._descriptor is None:
+                self._close(os.strerror(errno.EBADF))
+                return
             try:
                 data = data[os.write(self._descriptor, data) :]
             except BlockingIOError:  # the parent, or a process that shares the descriptor, has made it non-blocking
                 select.select([], [self._descriptor], [], _WRITE_RETRY_SECONDS)
             except OSError as error:
-                self.closed_reason = (
-                    f"{self._name} cannot be written to any more ({error.strerror}): what ranks print is dropped"
-                )
+                self._close(str(error.strerror))
+
+    def _close(self, error: str) -> None:
+        """Write nothing any more, because of this error."""
+        self.closed_reason = f"{self._name} cannot be written to any more ({error}): what ranks print is dropped"
 
 
 class LogStream:

@@ -46,7 +46,7 @@ class RankStart:
     environment: dict[str, str]  # added to the launcher's own
     ring_path: str  # path of its ring of records
     stack_path: str  # path of its stack file
-    threads: int  # for torch's operations; 0: torch's default
+    threads: int | None  # for torch's operations; None: torch's default
     is_program: bool = False  # the script is any program, which replaces the process
 
     @property
@@ -70,7 +70,7 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int, stdin: int
     if start.is_program:
         become_program(start.script, start.arguments, STACK_SIGNAL)
     np.random.seed()  # otherwise every fork has the same generator; Python's own reseeds itself
-    if start.threads:
+    if start.threads is not None:
         limit_threads(start.threads)
     # One warning per worker.
     handle_late_variables({**import_environment, **start.environment}, warn=start.is_first_local)

@@ -15,15 +15,17 @@ _STDIN_CHUNK_BYTES = 1 << 12
 
 
 class StandardInput:
-    """The launcher's standard input. `descriptor`: its file descriptor."""
+    """The launcher's standard input. `descriptor`: its file descriptor; None: it has none."""
 
-    def __init__(self, descriptor: int = 0) -> None:
+    def __init__(self, descriptor: int | None = 0) -> None:
         self._descriptor = descriptor
         self._pipe: int | None = None  # to the present rank
 
     def open(self) -> int | None:
         """Return a descriptor for a new round's rank, which the caller closes; None: there is no input."""
         self.close()
+        if self._descriptor is None:
+            return None
         try:
             if not os.isatty(self._descriptor):
                 return os.dup(self._descriptor)
@@ -40,12 +42,14 @@ class StandardInput:
     def close(self) -> None:
         """End the rank's input."""
         if self._pipe is not None:
+            assert self._descriptor is not None
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._pipe)
             self._pipe = None
 
     def _forward_line(self) -> None:
         assert self._pipe is not None
+        assert self._descriptor is not None
         try:
             line = os.read(self._descriptor, _STDIN_CHUNK_BYTES)
         except OSError:

@@ -15,7 +15,7 @@ from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Self
 
 from pacekeeper_analysis.protocol.decoding import MaxLength, Truncated, Within, read_dataclass
-from pacekeeper_analysis.protocol.reports import Count, Name, Position
+from pacekeeper_analysis.protocol.reports import Count, Name
 
 MAX_MISSING_WORKERS_NAMED = 8
 """Maximum number of missing workers that a view names."""
@@ -56,8 +56,8 @@ class ParticipantReport:
     workers: Count = 1  # number of launchers of the membership, from its plan
     first_round: Count = 1  # from the plan: no round of the membership has a lower number
     restart_limit: Count = 0  # from the plan
-    first_rank: Position = -1  # the lowest of its ranks in the job
-    finished_round: Count = 0  # the last one in which all its ranks exited with code 0; 0: none
+    first_rank: Count | None = None  # the lowest of its ranks in the job; None: it has none
+    finished_round: Count | None = None  # the last one in which all its ranks exited with code 0; None: none
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,7 +82,7 @@ class RendezvousView:
     membership: Count
     stage: RendezvousStage = RendezvousStage.GATHERING
     round: Count = 0  # the running one; while gathering, the last that ran or was seen
-    port: Annotated[int, Within(0, 65535)] = 0  # of the round's store, on the server
+    port: Annotated[int, Within(1, 65535)] | None = None  # of the round's store, on the server; None: it is not open
     restarts: Count = 0
     included: bool = False  # this incarnation of this launcher takes part in the round
     ended_by: Name = ""  # worker whose ranks ended the previous round, as far as is known
@@ -90,7 +90,7 @@ class RendezvousView:
     reason: Annotated[str, Truncated(2_000)] = ""  # why it is HALTED
     # While gathering: the first workers of the previous round that are not ready again.
     missing: Annotated[tuple[Name, ...], MaxLength(64)] = ()
-    finished_rank: Position = -1  # one that had exited with code 0 when the previous round ended; -1: none
+    finished_rank: Count | None = None  # one that had exited with code 0 when the previous round ended; None: none
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -108,11 +108,11 @@ class Rendezvous:
     membership: int
     stage: RendezvousStage = RendezvousStage.GATHERING
     round: int = 0
-    port: int = 0  # set by the server when it has opened the store of a new round
+    port: int | None = None  # set by the server when it has opened the store of a new round
     restarts: int = 0
     participants: Mapping[str, str] = field(default_factory=dict)  # worker → incarnation, in the round
     endings: tuple[tuple[str, RanksEnding], ...] = ()  # how the round's launchers ended, in order of arrival
-    finished_rank: int = -1  # one that had exited with code 0 when the round ended; -1: none
+    finished_rank: int | None = None  # one that had exited with code 0 when the round ended; None: none
     reason: str = ""
     missing: tuple[str, ...] = ()  # the first of `participants` that are not ready
 
@@ -142,7 +142,7 @@ def advance_rendezvous(rendezvous: Rendezvous, reports: Mapping[str, Participant
     if rendezvous.stage is RendezvousStage.RUNNING:
         ended = [report for report in reports.values() if _has_left(rendezvous, report)]
         if ended:
-            rendezvous = replace(rendezvous, stage=RendezvousStage.GATHERING, endings=(), finished_rank=-1, port=0)
+            rendezvous = replace(rendezvous, stage=RendezvousStage.GATHERING, endings=(), finished_rank=None, port=None)
         elif _has_finished(rendezvous, reports):
             return replace(rendezvous, stage=RendezvousStage.FINISHED)
     if rendezvous.stage is RendezvousStage.GATHERING:
@@ -189,12 +189,17 @@ def _collect_endings(
     return tuple(endings.items())
 
 
-def _find_finished_rank(rendezvous: Rendezvous, reports: Mapping[str, ParticipantReport]) -> int:
-    """Return the lowest rank that finished in the last round; the known one if its launcher has disconnected."""
+def _find_finished_rank(rendezvous: Rendezvous, reports: Mapping[str, ParticipantReport]) -> int | None:
+    """Return the lowest rank that finished in the last round; the known one if its launcher has disconnected.
+
+    None: none has finished.
+    """
     finished = [
         report.first_rank
         for worker, report in reports.items()
-        if rendezvous.participants.get(worker) == report.incarnation and 0 < report.finished_round == rendezvous.round
+        if rendezvous.participants.get(worker) == report.incarnation
+        and report.finished_round == rendezvous.round
+        and report.first_rank is not None
     ]
     return min(finished, default=rendezvous.finished_rank)
 

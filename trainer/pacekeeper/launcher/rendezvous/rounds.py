@@ -35,10 +35,10 @@ class RankObservation:
     out_of_memory: bool = False
     completed_step: bool = False  # in this round
     monitored: bool = False  # the script records its steps
-    step: int = -1
+    step: int | None = None  # the last completed one of the job; None: unknown
     error: str = ""  # last lines of its standard error
     lost_peer: bool = False  # it failed because it lost a peer (pacekeeper_analysis.failures.crash)
-    ended_peer: int = -1  # rank that had exited with code 0 before and whose absence made it fail; -1: none
+    ended_peer: int | None = None  # rank that had exited with code 0 before and whose absence made it fail
     managed: bool = False  # the library exits with LEFT_EXIT_CODE once the ranks have agreed to leave
 
 
@@ -100,9 +100,9 @@ class RoundState:
     """The launcher's state between ticks. Times are seconds of the monotonic clock."""
 
     stage: LauncherState = LauncherState.WARM
-    membership: int = -1  # the present one; -1: none
+    membership: int | None = None  # the present one; None: none
     round: int = 0  # the last one seen, in any membership
-    running: int = 0  # round whose ranks are here (running or ending); 0: none
+    running: int | None = None  # round whose ranks are here (running or ending); None: none
     started: float = 0.0
     leaving_since: float | None = None  # when the ranks were requested to leave (SIGTERM, suspension)
     ending_since: float | None = None  # when the round's end was noticed; None: the ranks run
@@ -113,7 +113,7 @@ class RoundState:
     failure: FaultReport | None = None  # of `round`, held back until the peers have reported whose failure came first
     failed_at: float = 0.0
     has_run: bool = False  # a round of this membership
-    finished_round: int = 0  # the last one in which all ranks here exited with code 0
+    finished_round: int | None = None  # the last one in which all ranks here exited with code 0; None: none
     restarts: int = 0
     no_progress_rounds: int = 0  # consecutive rounds without a completed step
     gathering_since: float = 0.0
@@ -151,7 +151,7 @@ class _RoundPass:
             worker=self.settings.worker,
             round=self.state.round,
             noticed_at=self.observation.wall_time,
-            membership=max(self.state.membership, 0),
+            membership=0 if self.state.membership is None else self.state.membership,
             **details,  # type: ignore[arg-type]  # every caller names fields of FaultReport
         )
 
@@ -172,7 +172,7 @@ def decide_commands(
         )
     elif observation.plan is None:
         round_pass.update(stage=LauncherState.WARM)
-    elif observation.plan.stop is Stop.FINISH and not round_pass.state.running:
+    elif observation.plan.stop is Stop.FINISH and round_pass.state.running is None:
         _leave_job(round_pass, code=0, reason="the job has finished")
     elif observation.plan.role is WorkerRole.LEAVE:
         _leave_job(round_pass, code=LEFT_EXIT_CODE, reason="the plan has no more work for this worker")
@@ -196,12 +196,13 @@ def format_signal(signum: int) -> str:
 
 
 def build_participant_report(state: RoundState, plan: WorkerPlan, settings: LauncherSettings) -> ParticipantReport:
-    """Build what the launcher reports to the rendezvous."""
+    """Build what the launcher reports to the rendezvous of its membership."""
+    assert state.membership is not None
     if state.stage is LauncherState.FINISHED:
         status = ParticipantStatus.FINISHED
-    elif state.running and state.ending_since is None:
+    elif state.running is not None and state.ending_since is None:
         status = ParticipantStatus.RUNNING
-    elif state.stage is LauncherState.GATHERING and not state.running:
+    elif state.stage is LauncherState.GATHERING and state.running is None:
         status = ParticipantStatus.READY
     else:
         status = ParticipantStatus.ENDING
@@ -218,7 +219,7 @@ def build_participant_report(state: RoundState, plan: WorkerPlan, settings: Laun
         workers=plan.workers,
         first_round=plan.round,
         restart_limit=plan.restarts,
-        first_rank=min(plan.ranks, default=-1),
+        first_rank=min(plan.ranks, default=None),
         finished_round=state.finished_round,
     )
 
@@ -226,7 +227,7 @@ def build_participant_report(state: RoundState, plan: WorkerPlan, settings: Laun
 def _evaluate_rank_exits(round_pass: _RoundPass) -> None:
     """Update the state after exits of ranks."""
     state, ranks = round_pass.state, round_pass.observation.ranks
-    if not state.running:
+    if state.running is None:
         return
     if state.ending_since is None:
         exits = [rank for rank in ranks if rank.exit_code is not None]
@@ -247,7 +248,9 @@ def _evaluate_rank_exits(round_pass: _RoundPass) -> None:
     if all(rank.is_gone for rank in ranks):
         keeps_stage = state.stage in {LauncherState.FINISHED, LauncherState.LOST}
         round_pass.update(teardown_seconds=round_pass.now - state.ending_since)
-        round_pass.update(running=0, ending_since=None, killed_at=None, unkillable=(), gathering_since=round_pass.now)
+        round_pass.update(
+            running=None, ending_since=None, killed_at=None, unkillable=(), gathering_since=round_pass.now
+        )
         round_pass.update(stage=state.stage if keeps_stage else LauncherState.GATHERING)
 
 
@@ -279,8 +282,8 @@ def _record_failure(round_pass: _RoundPass, rank: RankObservation) -> None:
         exit_code=rank.exit_code,
         out_of_memory=rank.out_of_memory,
         completed_step=rank.completed_step,
-        step=rank.step,
-        ended_peer=rank.ended_peer,
+        step=-1 if rank.step is None else rank.step,
+        ended_peer=-1 if rank.ended_peer is None else rank.ended_peer,
         error=rank.error,
     )
     round_pass.update(failure=fault, failed_at=round_pass.now)
@@ -299,7 +302,7 @@ def _classify_ending(rank: RankObservation) -> RanksEnding:
 def _end_ranks(round_pass: _RoundPass, patience: float = 0.0) -> None:
     """End the round here. Ranks that still run after `patience` seconds are killed."""
     state = round_pass.state
-    if not state.running:
+    if state.running is None:
         return
     if state.ending_since is None:
         round_pass.update(ending_since=round_pass.now, kill_at=round_pass.now + patience)
@@ -319,7 +322,7 @@ def _has_made_progress(round_pass: _RoundPass) -> bool:
 def _kill_overdue_ranks(round_pass: _RoundPass) -> None:
     """Kill ranks whose time is over. If they survive SIGKILL for too long, report the worker as failed."""
     state = round_pass.state
-    if not state.running or state.ending_since is None:
+    if state.running is None or state.ending_since is None:
         return
     if state.killed_at is None:
         if round_pass.now >= state.kill_at:
@@ -343,8 +346,9 @@ def _report_settled_failure(round_pass: _RoundPass) -> None:
     if view is not None and view.membership == state.membership and _is_settled(view, state.failure.round):
         if view.ended_by in {"", round_pass.settings.worker}:
             is_consequence = state.ending is RanksEnding.CONNECTION and state.failure.ended_peer < 0
+            ended_peer = -1 if view.finished_rank is None else view.finished_rank
             round_pass.emit(
-                NotifyFault(replace(state.failure, ended_peer=view.finished_rank) if is_consequence else state.failure)
+                NotifyFault(replace(state.failure, ended_peer=ended_peer) if is_consequence else state.failure)
             )
         round_pass.update(failure=None)
     elif round_pass.now - state.failed_at >= round_pass.settings.settle_timeout:
@@ -359,7 +363,7 @@ def _is_settled(view: RendezvousView, failed_round: int) -> bool:
 
 def _leave_job(round_pass: _RoundPass, code: int, reason: str) -> None:
     """Let the ranks checkpoint and leave, then exit. If the ranks had finished, the exit code is 0."""
-    if round_pass.state.running:
+    if round_pass.state.running is not None:
         _terminate_ranks(round_pass)
         return
     if round_pass.state.failure is not None:
@@ -381,17 +385,17 @@ def _terminate_ranks(round_pass: _RoundPass) -> None:
 
 
 def _suspend_ranks(round_pass: _RoundPass) -> None:
-    if round_pass.state.running:
+    if round_pass.state.running is not None:
         _terminate_ranks(round_pass)
     elif round_pass.state.stage is not LauncherState.FINISHED:
-        round_pass.update(stage=LauncherState.WARM, membership=-1, teardown_seconds=0.0)
+        round_pass.update(stage=LauncherState.WARM, membership=None, teardown_seconds=0.0)
 
 
 def _stand_by(round_pass: _RoundPass) -> None:
     """Act as a spare: warm, without ranks."""
     _end_ranks(round_pass)
-    round_pass.update(membership=-1)
-    if not round_pass.state.running:
+    round_pass.update(membership=None)
+    if round_pass.state.running is None:
         round_pass.update(stage=LauncherState.WARM, teardown_seconds=0.0)
 
 
@@ -405,7 +409,7 @@ def _run_as_member(round_pass: _RoundPass, plan: WorkerPlan) -> None:
     if _is_out_of_contact(round_pass):
         _end_ranks(round_pass)
         round_pass.update(stage=LauncherState.LOST)
-    elif state.running:
+    elif state.running is not None:
         if view is not None and not _is_current(view, state.running):
             _end_ranks(round_pass, patience=_choose_patience(round_pass, view.ending))
     else:
@@ -418,7 +422,7 @@ def _join_membership(round_pass: _RoundPass, plan: WorkerPlan) -> None:
         membership=plan.membership, has_run=False, restarts=0, no_progress_rounds=0, leaving_since=None, failure=None,
         ending=RanksEnding.ENDED, gathering_since=round_pass.now, reported_faults=frozenset(),
     )  # fmt: skip
-    if not round_pass.state.running:
+    if round_pass.state.running is None:
         round_pass.update(stage=LauncherState.GATHERING)
 
 
@@ -430,12 +434,14 @@ def _is_out_of_contact(round_pass: _RoundPass) -> bool:
     observation, limit = round_pass.observation, round_pass.settings.contact_timeout
     if round_pass.state.stage is LauncherState.LOST:
         return observation.operator_age > limit
-    return round_pass.state.running > 0 and min(observation.operator_age, observation.peers_age) > limit
+    return round_pass.state.running is not None and min(observation.operator_age, observation.peers_age) > limit
 
 
 def is_partitioned(state: RoundState, observation: LauncherObservation) -> bool:
     """Return whether the launcher's contact to the operator decides on its ranks, or will soon."""
-    return state.stage is LauncherState.LOST or (state.running > 0 and observation.peers_age > PEER_SILENCE_SECONDS)
+    return state.stage is LauncherState.LOST or (
+        state.running is not None and observation.peers_age > PEER_SILENCE_SECONDS
+    )
 
 
 def _is_current(view: RendezvousView, running: int) -> bool:
@@ -456,7 +462,7 @@ def _follow_view(view: RendezvousView | None, round_pass: _RoundPass, plan: Work
         round_pass.emit(ExitLauncher(0, "the ranks of all workers have finished"))
     elif view.stage is RendezvousStage.HALTED:
         round_pass.update(stage=LauncherState.FAILED, round=max(state.round, view.round))
-    elif view.stage is RendezvousStage.RUNNING and view.included and view.round > state.round:
+    elif view.stage is RendezvousStage.RUNNING and view.included and view.round > state.round and view.port is not None:
         round_pass.update(
             stage=LauncherState.RUNNING, round=view.round, running=view.round, started=round_pass.now, has_run=True,
             ending=RanksEnding.ENDED, reported_faults=frozenset(), leaving_since=None,

@@ -97,11 +97,9 @@ class RendezvousServer:
             if self._connections:
                 await asyncio.wait(self._connections, timeout=_RENDEZVOUS_CLOSE_TIMEOUT_SECONDS)
 
-    def get_last_peer_report_time(self, worker: str) -> float:
-        """Return when a worker other than `worker` last reported (`read_boot_clock`); −inf: never."""
-        return max(
-            (reported_at for name, reported_at in self._reported_at.items() if name != worker), default=float("-inf")
-        )
+    def get_last_peer_report_time(self, worker: str) -> float | None:
+        """Return when a worker other than `worker` last reported (`read_boot_clock`); None: never."""
+        return max((reported_at for name, reported_at in self._reported_at.items() if name != worker), default=None)
 
     async def wait_until_peers_leave(self, worker: str, patience: float) -> None:
         """Wait until no launcher other than `worker` is connected, or for `patience` seconds."""
@@ -189,7 +187,7 @@ class RendezvousServer:
     def _advance(self, session: _RendezvousSession) -> bool:
         """Advance the rendezvous. Return whether it has changed; if so, every participant gets its view."""
         rendezvous = advance_rendezvous(session.rendezvous, session.reports)
-        if rendezvous.stage is RendezvousStage.RUNNING and rendezvous.port == 0:
+        if rendezvous.stage is RendezvousStage.RUNNING and rendezvous.port is None:
             rendezvous = replace(rendezvous, port=self._open_store())
         changed = rendezvous != session.rendezvous
         session.rendezvous = rendezvous
@@ -204,7 +202,7 @@ class RendezvousClient:
 
     def __init__(self, on_view: Callable[[], None]) -> None:
         self.view: RendezvousView | None = None
-        self.view_received_at = float("-inf")  # `read_boot_clock` at the last view
+        self.view_received_at: float | None = None  # `read_boot_clock` at the last view; None: there was none
         self._on_view = on_view
         self._report: ParticipantReport | None = None
         self._changed = asyncio.Event()
@@ -224,7 +222,7 @@ class RendezvousClient:
         if self._task is not None:
             self._task.cancel()
         self._task = self._target = self._report = self.view = None
-        self.view_received_at = float("-inf")
+        self.view_received_at = None
 
     def report(self, report: ParticipantReport) -> None:
         """Set the report that the server receives from now on."""

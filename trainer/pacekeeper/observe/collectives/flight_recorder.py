@@ -45,8 +45,8 @@ class OldestCollective:
 
     device: Device
     collective: Collective = Collective.NONE
-    group: int = 0  # the same number on all its ranks; 0: a send or receive, whose numbers are each rank's own
-    sequence: int = 0
+    group: int | None = None  # the same number on all its ranks; None: a send or receive, which has none
+    sequence: int | None = None  # in `group`
 
 
 def start_flight_monitor(state: Any) -> None:
@@ -107,11 +107,11 @@ def find_oldest_collective(record: bytes) -> OldestCollective:
         return OldestCollective(Device.RUNNING)
 
 
-def compute_query_delay(steps_in_round: int, step_seconds: float) -> float:
-    """Return the seconds without progress after which the recorder is queried."""
+def compute_query_delay(steps_in_round: int, step_seconds: float | None) -> float:
+    """Return the seconds without progress after which the recorder is queried. `step_seconds`: None: unknown."""
     return max(
         FLIGHT_QUERY_SECONDS if steps_in_round >= FLIGHT_ARMED_STEPS else UNARMED_FLIGHT_QUERY_SECONDS,
-        FLIGHT_QUERY_STEPS * step_seconds,
+        FLIGHT_QUERY_STEPS * (step_seconds or 0.0),
     )
 
 
@@ -125,7 +125,7 @@ class FlightMonitor:
     read_record: Callable[[], bytes | None] = query_flight_recorder
     _progress: tuple[int, ...] = ()
     _unchanged_since: float = 0.0
-    _step_seconds: float = 0.0
+    _step_seconds: float | None = None
     _steps: int = 0
     _step_end_ns: int = 0
 
@@ -163,8 +163,8 @@ class FlightMonitor:
         state = self.state
         if flight.device in (Device.SCHEDULED, Device.STARTED):
             state.device_collective = flight.collective
-            state.device_group = flight.group
-            state.device_sequence = flight.sequence
+            state.device_group = flight.group or 0
+            state.device_sequence = flight.sequence or 0
         state.device = flight.device
 
 

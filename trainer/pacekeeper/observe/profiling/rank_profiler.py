@@ -66,17 +66,19 @@ class TrainingConditions:
     """How a rank trains. Steps under different conditions are not comparable."""
 
     world_size: int
-    mode: int
-    samples: int  # in a step; 0: unknown
+    mode: int | None  # position in plan.SYNC_MODES; None: a monitored script
+    samples: int | None  # in a step; None: unknown
 
     def is_comparable(self, other: TrainingConditions) -> bool:
         """Return whether early steps under `other` are comparable with these."""
         if (self.world_size, self.mode) != (other.world_size, other.mode):
             return False
-        has_equal_steps = self.mode < 0 or SYNC_MODES[self.mode] is SyncMode.SYNC
-        return not has_equal_steps or abs(self.samples - other.samples) <= COMPARABLE_SHARE_DIFFERENCE * max(
-            self.samples, other.samples
-        )
+        has_equal_steps = self.mode is None or SYNC_MODES[self.mode] is SyncMode.SYNC
+        if not has_equal_steps or self.samples == other.samples:
+            return True
+        if self.samples is None or other.samples is None:
+            return False
+        return abs(self.samples - other.samples) <= COMPARABLE_SHARE_DIFFERENCE * max(self.samples, other.samples)
 
 
 class RankProfiler:
@@ -156,7 +158,8 @@ class RankProfiler:
 
     def _read_conditions(self) -> TrainingConditions:
         state = self._recorder.ring.state
-        return TrainingConditions(self._environment.world_size, int(state.sync_mode), int(state.share))
+        mode = None if state.sync_mode < 0 else int(state.sync_mode)
+        return TrainingConditions(self._environment.world_size, mode, int(state.share) or None)
 
     def _begin_window(self, profile: ProfileRequest, now: float) -> None:
         conditions = self._read_conditions()
@@ -277,10 +280,10 @@ class _OpenWindow:
                 step_seconds=steps.seconds,
                 own_seconds=steps.own_seconds,
                 lengths=steps.lengths,
-                samples=self.conditions.samples,
+                samples=self.conditions.samples or 0,
                 stack_samples=self._sampler.collect_samples(names.name_stack, between),
                 spans=collect_known_spans(records, waits, kernels, between),
-                mode=SYNC_MODES[self.conditions.mode] if self.conditions.mode >= 0 else "",
+                mode="" if self.conditions.mode is None else SYNC_MODES[self.conditions.mode],
                 sources=SourceNaming.SHOW,
                 setup=machine_counters.build_setup(self._before, self._after),
             )
@@ -292,13 +295,13 @@ class _ProfileRequestReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._polled_at = float("-inf")
+        self._polled_at: float | None = None
         self._file_identity: tuple[int, int] | None = None
         self._profile: ProfileRequest | None = None
 
     def read_profile(self, now: float) -> ProfileRequest | None:
         """Return the present request. Frequent calls cost almost nothing."""
-        if now - self._polled_at < PROFILE_POLL_INTERVAL_SECONDS:
+        if self._polled_at is not None and now - self._polled_at < PROFILE_POLL_INTERVAL_SECONDS:
             return self._profile
         self._polled_at = now
         try:

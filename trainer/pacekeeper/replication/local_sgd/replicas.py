@@ -63,9 +63,9 @@ class Synchronization:
         return self.started.ns
 
     @property
-    def ended_ns(self) -> int:
-        """End in ns; 0: it is pending, or the device still works on it."""
-        return self.ended.ns if self.ended is not None and self.started.reached and self.ended.reached else 0
+    def ended_ns(self) -> int | None:
+        """End in ns; None: it is pending, or the device still works on it."""
+        return self.ended.ns if self.ended is not None and self.started.reached and self.ended.reached else None
 
     @property
     def waited_ns(self) -> int:

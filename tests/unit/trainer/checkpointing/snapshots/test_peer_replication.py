@@ -25,7 +25,7 @@ from pacekeeper.checkpointing.snapshots.peer_replication import (
     ReplicaSender,
     ReplicaTarget,
 )
-from pacekeeper.checkpointing.snapshots.snapshot_slots import SLOT_HEADER_BYTES, PeerSlot, Snapshots
+from pacekeeper.checkpointing.snapshots.snapshot_slots import SLOT_HEADER_BYTES, PeerSlot, SlotMemory, Snapshots
 from pacekeeper.checkpointing.versions import NO_STATE_VERSION, StateVersion
 from pacekeeper.message_authentication import AuthenticationError
 from testing.training.launchers import wait_until_true
@@ -38,7 +38,7 @@ NUMBERS = 3 << 20
 
 def shard(folder: Path, left: Callable[[], float] = lambda: math.inf) -> Snapshots:
     folder.mkdir(exist_ok=True)
-    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, read_memory_left=left)
+    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, memory=SlotMemory(left))
 
 
 class Pair:

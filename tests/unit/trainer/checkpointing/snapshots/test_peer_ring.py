@@ -45,7 +45,7 @@ def test_no_neighbour_shares_the_node_and_none_keeps_more_than_its_part(seed: in
     assert max(Counter(ring.values()).values()) <= part
 
 
-def place(worker: str, port: int = 1) -> RankLocation:
+def place(worker: str, port: int | None = 1) -> RankLocation:
     return RankLocation(worker, f"node of {worker}", "10.0.0.1", port)
 
 
@@ -59,7 +59,7 @@ def test_a_rank_may_be_on_any_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [place("c", port=0), RankLocation("c", "", "10.0.0.1", 1), RankLocation("", "N", "10.0.0.1", 1)], ids=repr
+    "odd", [place("c", port=None), RankLocation("c", "", "10.0.0.1", 1), RankLocation("", "N", "10.0.0.1", 1)], ids=repr
 )
 def test_where_a_rank_can_take_none_nobody_has_any(odd: RankLocation) -> None:
     assert assign_peer_ranks([place("a"), place("b"), odd]) == {}

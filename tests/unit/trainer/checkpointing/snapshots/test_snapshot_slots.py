@@ -21,6 +21,7 @@ from pacekeeper.checkpointing.snapshots.snapshot_slots import (
     SLOT_HEADER_BYTES,
     CopyOutcome,
     PeerSlot,
+    SlotMemory,
     Snapshots,
     hold_file_lock,
     unpack_slot,
@@ -35,7 +36,7 @@ MODEL = 7
 def make(
     folder: Path, round_: int = 1, fingerprint: int = MODEL, left: Callable[[], float] = lambda: math.inf
 ) -> Snapshots:
-    return Snapshots(folder, "replica", round_=round_, world_size=2, fingerprint=fingerprint, read_memory_left=left)
+    return Snapshots(folder, "replica", round_=round_, world_size=2, fingerprint=fingerprint, memory=SlotMemory(left))
 
 
 def keep(snapshots: Snapshots, step: int, state: dict[str, Any], fingerprint: int = MODEL) -> int:
@@ -197,7 +198,7 @@ def test_ranks_that_take_memory_at_the_same_moment_do_not_take_the_same_memory(t
 
     def shard(rank: int) -> Snapshots:
         name = f"shard-{rank}-of-2"
-        return Snapshots(tmp_path, name, round_=1, world_size=2, fingerprint=MODEL, read_memory_left=left)
+        return Snapshots(tmp_path, name, round_=1, world_size=2, fingerprint=MODEL, memory=SlotMemory(left))
 
     first, second = shard(0), shard(1)
 
@@ -466,8 +467,7 @@ def test_a_slot_of_ones_own_comes_before_what_gives_way(tmp_path: Path) -> None:
         round_=1,
         world_size=2,
         fingerprint=MODEL,
-        read_memory_left=lambda: left[0],
-        free_memory=make_room,
+        memory=SlotMemory(lambda: left[0], make_room),
     )
     assert keep(snapshots, 5, state(5)) == 5
     assert left == [65 << 20], "once"

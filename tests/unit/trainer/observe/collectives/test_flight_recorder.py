@@ -89,9 +89,10 @@ def test_the_oldest_that_is_not_complete_counts() -> None:
 
 
 def test_a_group_has_the_same_number_on_its_ranks_and_another_than_other_groups() -> None:
-    def group(ranks: str) -> int:
+    def group(ranks: str) -> int | None:
         return find_oldest_collective(record(entry(7, "started"), pg_config={"0": {"ranks": ranks}})).group
 
+    assert group("[0, 1]") is not None
     assert group("[0, 1]") == group("[0, 1]") != group("[2, 3]")
 
 
@@ -102,7 +103,7 @@ def test_what_the_recorder_cannot_know_is_not_taken_for_knowledge() -> None:
     assert find_oldest_collective(record(in_a_batch)).device is Device.RUNNING
     begun = entry(8, "started", is_p2p=True, profiling_name="nccl:recv 0<-1", p2p_seq_id=4)
     found = find_oldest_collective(record(in_a_batch, begun))
-    assert (found.device, found.collective, found.group) == (Device.STARTED, Collective.RECV, 0)
+    assert (found.device, found.collective, found.group) == (Device.STARTED, Collective.RECV, None)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +198,10 @@ def test_it_is_asked_before_the_launcher_takes_the_silence_for_a_stall(rank: Ran
         rank.step(3.0)
     assert rank.look(14.0) is Device.RUNNING
     assert rank.look(1.5) is Device.IDLE
-    for steps, seconds in ((0, 0.0), (3, 0.1), (5, 0.1), (5, 30.0)):
-        stalled_after = compute_stall_deadline(Phase.TRAIN, steps, seconds, SETTINGS, earlier_step_seconds=seconds)
+    for steps, seconds in ((0, None), (3, 0.1), (5, 0.1), (5, 30.0)):
+        stalled_after = compute_stall_deadline(
+            Phase.TRAIN, steps, seconds, SETTINGS, earlier_step_seconds=seconds or None
+        )
         assert compute_query_delay(steps, seconds) + 2 * FLIGHT_POLL_INTERVAL_SECONDS <= stalled_after
 
 
