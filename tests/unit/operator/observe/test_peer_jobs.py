@@ -252,14 +252,10 @@ class TestFolders:
         assert self.holder(memory, mine) == ""
 
     def test_of_a_claim_each_job_has_its_own_unless_both_use_its_root(self) -> None:
-        memory = JobRegistry(0.0)
-        mine, _ = self.put(memory, "mine", 1), self.put(memory, "other", 9, workers=True)
-        assert self.holder(memory, mine) == ""
-        mine, _ = (
-            self.put(memory, "mine", 1, sub_path=""),
-            self.put(memory, "other", 9, workers=True, sub_path=""),
-        )
-        assert self.holder(memory, mine) == "other"
+        for changes, holder in (({}, ""), ({"sub_path": ""}, "other")):
+            memory = JobRegistry(0.0)
+            mine, _ = self.put(memory, "mine", 1, **changes), self.put(memory, "other", 9, workers=True, **changes)
+            assert self.holder(memory, mine) == holder
 
 
 class TestNodes:
