@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pacekeeper_operator.api.codec import camel_case, to_json
 from pacekeeper_operator.api.names import API_VERSION, LABEL_JOB, PAUSE_CONFIG_MAP
@@ -15,11 +15,9 @@ from pacekeeper_operator.legacy import DROPPED_LEGACY_FIELDS, LEGACY_FIELD_NAMES
 
 from ..kubernetes.api.errors import ApiError
 from ..world import NAMESPACE, OPERATOR_NAMESPACE
-from .context import PERSON_MANAGER
-from .fault import Fault, HealCallback, JobFault, NodeFault, TargetMissing
-
-if TYPE_CHECKING:
-    from .context import FaultContext
+from .context import PERSON_MANAGER, FaultContext
+from .fault import Fault, HealCallback, JobFault, NodeFault
+from .targets import TargetMissing
 
 Object = dict[str, Any]
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ...loop import Process
 from ...network import API_PLACE
+from .api_server import ApiServer
+from .changes import ObjectChange
 from .errors import ApiError, WatchExpired
-from .objects import Object, ServedKind, parse_label_selector
-
-if TYPE_CHECKING:
-    from .api_server import ApiServer, ObjectChange
+from .objects import KINDS, Object, ServedKind, parse_label_selector
 
 Event = tuple[str, Object]
 """ADDED, MODIFIED, DELETED, or BOOKMARK, and the object."""
@@ -186,3 +185,21 @@ class WatchStream:
             self._schedule(self._waiting[0][0])
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+def open_watch(
+    api: ApiServer,
+    place: str,
+    process: Process,
+    plural: str,
+    version: str,
+    *,
+    labels: str = "",
+    namespace: str = "",
+    seconds: float = 300.0,
+) -> WatchStream:
+    """Open a watch of changes after `version` ("": all objects first). The server ends it after `seconds`.
+
+    `place`: the client's.
+    """
+    return WatchStream(api, place, process, KINDS[plural], version, labels, namespace, seconds)
