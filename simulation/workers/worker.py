@@ -12,6 +12,7 @@ from .launcher import SimulatedLauncher
 from .pod import WorkerPod
 from .rank import SIGKILL_EXIT_CODE, TERMINATED_EXIT_CODE, SimulatedRank, StallReason
 from .sidecar import SimulatedSidecar
+from .training import SimulatedTraining
 from .worker_world import WorkerWorld
 
 LAUNCHER_PROCESS, SIDECAR_PROCESS, ALL_PROCESSES = "launcher", "sidecar", "pod"
@@ -25,7 +26,11 @@ _GPU_CRASH_SECONDS = (0.05, 1.0)
 
 
 class SimulatedWorker(WorkerPod):
-    """The containers of a worker's pod (`simulation.kubernetes.containers`)."""
+    """The containers of a worker's pod (`simulation.ports.Containers`)."""
+
+    training: SimulatedTraining
+    launcher: SimulatedLauncher
+    sidecar: SimulatedSidecar
 
     def __init__(self, world: WorkerWorld, pod: Object, node: str, address: str, exited: ExitCallback) -> None:
         super().__init__(world, pod, node, address)
