@@ -40,7 +40,7 @@ def check_hidden_imports(
             if isinstance(block, ast.If) and _is_for_type_checkers(block.test)
             for statement in block.body
             for node in ast.walk(statement)
-            if _imports_any(node, packages)
+            if isinstance(node, ast.Import | ast.ImportFrom) and _imports_any(node, packages)
         ]
         if path in hiding and not lines:
             yield Violation(path, 0, "hides no import any more: remove its exception")
@@ -56,11 +56,8 @@ def _is_for_type_checkers(test: ast.expr) -> bool:
     )
 
 
-def _imports_any(node: ast.AST, packages: Set[str]) -> bool:
+def _imports_any(statement: ast.Import | ast.ImportFrom, packages: Set[str]) -> bool:
     """Return whether the statement imports one of the packages. A relative import stays in its package."""
-    match node:
-        case ast.Import():
-            return any(alias.name.partition(".")[0] in packages for alias in node.names)
-        case ast.ImportFrom():
-            return node.level > 0 or (node.module or "").partition(".")[0] in packages
-    return False
+    if isinstance(statement, ast.Import):
+        return any(alias.name.partition(".")[0] in packages for alias in statement.names)
+    return statement.level > 0 or (statement.module or "").partition(".")[0] in packages

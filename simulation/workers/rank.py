@@ -60,7 +60,12 @@ class WorkSegment:
 class PeerGroup(Protocol):
     """The ranks that train together, for one of them."""
 
+    over: bool
+    """Whether one of them has exited."""
+    sync_points: int
+    """Number of their collectives so far."""
     is_stalled: bool
+    """Whether they take longer than expected."""
 
     def check_arrivals(self) -> None:
         """Check whether all ranks have arrived."""
