@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .layout import check_layout
+from .layout import check_hidden_imports, check_layout
 from .names import check_names
 from .prose import check_module, check_page
 from .violation import Violation
@@ -17,8 +17,25 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("analysis/", "operator/", "trainer/")
 """What is installed: each name in it has one meaning."""
 CHECKED = (*PRODUCT, "simulation/", "testcluster/", "testing/", "demo/")
+PACKAGES = frozenset(
+    (
+        "pacekeeper_analysis",
+        "pacekeeper_operator",
+        "pacekeeper",
+        "simulation",
+        "testcluster",
+        "testing",
+        "demo",
+        "bench",
+    )
+)
+"""All top-level packages of this repository but `tests`."""
 LARGER_FOLDERS: Mapping[str, str] = {"testcluster": "one module per part of a cluster, listed in testcluster/README.md"}
 """The reason why a folder may hold more modules than `layout.MAX_FILES`, by its path."""
+HIDING_MODULES: Mapping[str, str] = {
+    "trainer/pacekeeper/__init__.py": "its names are imported at their first use, since most of them load torch"
+}
+"""The reason why a module may import others of this repository for type checkers only, by its path."""
 UNCHECKED_PAGES = frozenset({"docs/style.md"})
 """Its tables name the words that are not to be written."""
 
@@ -37,6 +54,7 @@ def check_files(files: list[str]) -> Iterator[Violation]:
     modules = {name: ast.parse(source) for name, source in sources.items()}
     yield from check_names({name: module for name, module in modules.items() if name.startswith(PRODUCT)})
     yield from check_layout(modules, LARGER_FOLDERS)
+    yield from check_hidden_imports(modules, PACKAGES, HIDING_MODULES)
     for name, module in modules.items():
         if not name.startswith("testing/"):
             yield from check_module(name, sources[name], module)

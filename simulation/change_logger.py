@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pacekeeper_operator.api.names import LABEL_JOB, LABEL_PROBE
 from pacekeeper_operator.state.state_codec import read_runs
 
-if TYPE_CHECKING:
-    from .kubernetes.api.api_server import ObjectChange
-    from .world import World
+from .kubernetes.api.changes import ObjectChange
+from .world import World
 
 
 class ChangeLogger:

@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from .faults import machines, operators, people, ranks
-from .faults.fault import Fault, TargetRole
+from .faults.fault import Fault
+from .faults.targets import TargetRole
 from .faults.triggers import AfterWrite, AtTime, BeforeWrite
 from .generator import OPERATOR_SETTINGS
-from .kubernetes.kubelet import ImagePulls
-from .schedule import FaultInjection, Schedule, SimulatedJob
+from .kubernetes.machine import ImagePulls
+from .schedule import FaultInjection, Schedule
+from .simulated_job import SimulatedJob
 from .world import WorldSettings
 
 CRASH_TEST_TRIGGER = AtTime(40.0)

@@ -16,7 +16,8 @@ from pacekeeper_operator.api.training_job import JobPhase, RemediationMode
 
 from .faults import control_plane as control
 from .faults import machines, operators, people, ranks, surroundings
-from .faults.fault import Fault, OperatorTarget, TargetRole
+from .faults.fault import Fault
+from .faults.targets import OperatorTarget, TargetRole
 from .faults.triggers import (
     AfterFault,
     AfterWrite,
@@ -30,8 +31,9 @@ from .faults.triggers import (
 )
 from .faults.value_codec import derive_kind
 from .kubernetes.api.api_faults import RequestOutcome
-from .kubernetes.kubelet import ImagePulls
-from .schedule import HEALED_BY_SECONDS, Aim, FaultInjection, Schedule, SimulatedJob
+from .kubernetes.machine import ImagePulls
+from .schedule import HEALED_BY_SECONDS, Aim, FaultInjection, Schedule
+from .simulated_job import SimulatedJob
 from .world import WorldSettings
 
 Random = random.Random

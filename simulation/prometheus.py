@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pacekeeper_analysis.failures.gpu_health import GpuSign
 from pacekeeper_operator.observe.prometheus import GPU_ERROR_BASELINE_MINUTES
 
 from .network import PROMETHEUS_PLACE
-
-if TYPE_CHECKING:
-    from .workers.worker import SimulatedWorker
-    from .world import World
+from .ports import ScrapeTarget, SharedWorld
 
 SCRAPE_INTERVAL_SECONDS = 5.0
 """Seconds between two scrapes of a pod."""
@@ -40,9 +37,12 @@ class RankSeries:
 
 
 class SimulatedPrometheus:
-    """Answers the operator's queries. The network decides whether it is reachable."""
+    """Answers the operator's queries. The network decides whether it is reachable.
 
-    def __init__(self, world: World) -> None:
+    `nodes`: the names of all nodes, and `sidecars`: those to scrape, by their pods' UIDs. Both change during a run.
+    """
+
+    def __init__(self, world: SharedWorld, nodes: Collection[str], sidecars: Mapping[str, ScrapeTarget]) -> None:
         self.failure = ""
         """How it fails: "down", "silent", "empty", or "stale"; "": it does not."""
         self.wrong_series = ""
@@ -50,6 +50,8 @@ class SimulatedPrometheus:
         self.names_nodes = True
         """Whether the scrape adds the node of a GPU exporter as a label."""
         self._world = world
+        self._nodes = nodes
+        self._sidecars = sidecars
         self._targets: dict[str, tuple[JobLabels, list[RankSeries]]] = {}  # by pod uid
         self.last_error: dict[str, float] = {}
         """Node → when a series last showed a new error or a sign of its GPUs, true or not (virtual seconds)."""
@@ -127,7 +129,7 @@ class SimulatedPrometheus:
 
     def _iterate_gpu_rows(self) -> Iterator[SeriesRow]:
         now = self._world.now()
-        nodes = [node for node in self._world.nodes if self._is_there(node, now)]
+        nodes = [node for node in self._nodes if self._is_there(node, now)]
         rows = {key: (self._value(*key, now), self._value(*key, now - XID_BASELINE_SECONDS)) for key in self._errors}
         wrong_node = {"gpu": next(iter(nodes), ""), "unknown-node": "node-that-is-not"}.get(self.wrong_series, "")
         if wrong_node:
@@ -170,20 +172,11 @@ class SimulatedPrometheus:
             if changes[-1][1] and not can_reach(node, node):
                 changes.append((now, 0.0))
         self._pending_rows = {key: None for key in self._pending_rows if can_reach(key[0], key[0])}
-        self._targets = {
-            uid: ((worker.namespace, worker.job), list(_scrape_ranks(worker, now)))
-            for uid, worker in self._world.workers.items()
-            if self._can_scrape(worker)
-        }
-
-    def _can_scrape(self, worker: SimulatedWorker) -> bool:
-        sidecar = worker.sidecar
-        is_up = sidecar.serves and not sidecar.dead and not sidecar.paused
-        return is_up and self._world.network.can_reach(PROMETHEUS_PLACE, worker.node)
-
-
-def _scrape_ranks(worker: SimulatedWorker, now: float) -> Iterator[RankSeries]:
-    return (RankSeries(now, rank.step) for rank in worker.launcher.ranks if rank.training_round is not None)
+        self._targets = {}
+        for uid, sidecar in self._sidecars.items():
+            steps = sidecar.export_steps() if can_reach(PROMETHEUS_PLACE, sidecar.node) else None
+            if steps is not None:
+                self._targets[uid] = (sidecar.namespace, sidecar.job), [RankSeries(now, step) for step in steps]
 
 
 def compute_job_metrics(series: list[RankSeries], now: float) -> Iterator[tuple[str, float]]:

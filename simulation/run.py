@@ -17,10 +17,11 @@ from . import checkers, coverage
 from .change_logger import ChangeLogger
 from .checkers import Violation
 from .faults.context import PERSON_MANAGER, FaultContext
-from .faults.fault import HealCallback, TargetMissing
+from .faults.fault import HealCallback
+from .faults.targets import TargetMissing
 from .faults.triggers import AtTime
-from .kubernetes.api.connection import Request, RequestStage
 from .kubernetes.api.errors import ApiError
+from .kubernetes.api.requests import Request, RequestStage
 from .loop import LoopStuck, get_current_process
 from .operators.endpoint import clear_application_cache
 from .run_log import LogLine
@@ -151,7 +152,7 @@ class _ScheduleRun:
         self.run_to_end = run_to_end
         self.end_seconds = end_seconds
         self.schedule = schedule
-        self.context = FaultContext(world, schedule)
+        self.context = FaultContext(world, schedule.jobs)
         self.change_logger = ChangeLogger(world)
         self.checker = checkers.start_checker(world, schedule, patience)
         self.requests = self.writes = 0

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pacekeeper_operator.api.names import API_VERSION, TRAINER_CONTAINER
 from pacekeeper_operator.api.training_job import RemediationMode
 
 from .faults.fault import Cost, Fault
 from .faults.triggers import Trigger
 from .faults.value_codec import derive_kind, from_json, to_json
-from .workers.training import REPLICA_RANKS
-from .world import NAMESPACE, WorldSettings
+from .simulated_job import SimulatedJob
+from .world import WorldSettings
 
 MIN_RUN_SECONDS = 600.0
 """Minimum virtual time of a run."""
@@ -27,51 +26,6 @@ class Aim(StrEnum):
 
     SAFETY = "safety"  # all faults heal: in the end, everything is as if they had never occurred
     LIVENESS = "liveness"  # some faults are permanent: the job continues nevertheless
-
-
-@dataclass(frozen=True)
-class SimulatedJob:
-    """A TrainingJob that a user creates."""
-
-    name: str = "a"
-    replicas: int = 3
-    spares: int = 1
-    min_replicas: int | None = None
-    ranks: int = 1  # per worker
-    replica_ranks: int = 1  # only multiples of this number of ranks can train
-    start_seconds: float = 0.0  # virtual time of its creation
-    spec: Mapping[str, Any] = field(default_factory=dict)  # further fields of its spec
-
-    def build_manifest(self) -> dict[str, Any]:
-        variable = {"name": REPLICA_RANKS, "value": str(self.replica_ranks)}
-        environment = {"env": [variable]} if self.replica_ranks > 1 else {}
-        template = {
-            "spec": {
-                "terminationGracePeriodSeconds": 20,
-                "containers": [
-                    {
-                        "name": TRAINER_CONTAINER,
-                        "image": "trainer",
-                        "resources": {"requests": {"cpu": "900m"}},
-                        **environment,
-                    }
-                ],
-            }
-        }
-        min_replicas = {} if self.min_replicas is None else {"minReplicas": self.min_replicas}
-        return {
-            "apiVersion": API_VERSION,
-            "kind": "TrainingJob",
-            "metadata": {"name": self.name, "namespace": NAMESPACE},
-            "spec": {
-                "replicas": self.replicas,
-                "spares": self.spares,
-                **min_replicas,
-                "nprocPerNode": self.ranks,
-                "template": template,
-                **self.spec,
-            },
-        }
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from .kubernetes.api.api_server import ApiServer
 from .kubernetes.api.objects import Object
-from .kubernetes.containers import ExitCallback
 from .kubernetes.controllers import NamespaceCollector, NodeLifecycle, PodCollector, TaintEviction
 from .kubernetes.nodes import NodePool
 from .kubernetes.scheduler import Scheduler
@@ -22,6 +21,7 @@ from .loop import VirtualLoop, create_unowned_context, get_current_process
 from .network import API_PLACE, SimulatedNetwork
 from .operators.endpoint import OperatorService
 from .operators.pod import Deployment
+from .ports import ExitCallback
 from .prometheus import MEMORY_METRIC, XID_METRIC, SimulatedPrometheus
 from .run_log import RunLog
 from .workers.training import TrainingRegistry
@@ -68,8 +68,8 @@ class World:
         self.nodes = self.node_pool.nodes
         self.workers: dict[str, SimulatedWorker] = {}
         """Workers with a running process, by their pods' UIDs."""
-        self.trainings = TrainingRegistry(self)
-        self.prometheus = SimulatedPrometheus(self)
+        self.trainings = TrainingRegistry(self, self.nodes)
+        self.prometheus = SimulatedPrometheus(self, self.nodes, self.workers)
         self.endpoint = OperatorService(self)
         self.network.is_listening = self.node_pool.is_listening
         self.network.is_stopped = self._is_sidecar_stopped
@@ -79,7 +79,7 @@ class World:
         NodeLifecycle(self, self.node_pool)
         for _ in range(settings.nodes):
             self.add_node()
-        self.deployment = Deployment(self, settings.operators)
+        self.deployment = Deployment(self, settings.operators, settings.operator)
 
     def add_node(self) -> None:
         """Add a machine."""
@@ -92,6 +92,10 @@ class World:
         """Create the processes of a job's worker, without starting them."""
         worker = self.workers[pod["metadata"]["uid"]] = SimulatedWorker(self, pod, node, address, exited)
         return worker
+
+    def forget_worker(self, uid: str) -> None:
+        """Remove a worker from the running ones."""
+        self.workers.pop(uid, None)
 
     def _is_sidecar_stopped(self, address: str) -> bool:
         """Return whether the sidecar is stopped: scrapes and probes fill its accept queue within seconds."""

@@ -7,20 +7,17 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import kopf
 
 from pacekeeper_operator.api.conditions import JobCondition
 from pacekeeper_operator.kube.leader_election import LEASE_NAME
 
-from ..kubernetes.api.connection import Request, RequestStage, parse_path
+from ..kubernetes.api.changes import ObjectChange
+from ..kubernetes.api.requests import Request, RequestStage, parse_path
+from ..world import World
 from .cluster_history import OPERATOR_PLACE_PREFIX, ClusterHistory
 from .rule import Rule
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..world import World
 
 MAX_REQUESTS_PER_MINUTE = 900
 """Maximum of one operator."""

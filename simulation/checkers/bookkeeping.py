@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pacekeeper_operator.api.formats import parse_duration
 from pacekeeper_operator.api.incident import IncidentOutcome
 from pacekeeper_operator.api.training_job import JobPhase
 
+from ..kubernetes.api.changes import ObjectChange
 from .cluster_history import Bookkeeping, JobHistory, is_operator_change
 from .rule import Rule
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
 
 STATES_PLURAL = "trainingjobstates"
 MAX_BOOKKEEPING_CHARACTERS = 128 * 1024

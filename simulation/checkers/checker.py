@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..kubernetes.api.changes import ObjectChange
+from ..schedule import Schedule
+from ..world import World
 from . import behavior, bookkeeping, end_state, nodes, status_accuracy, training, write_ahead
 from .cluster_history import ClusterHistory
 from .rule import MAX_REQUEST_DELAY_SECONDS, Rule
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..schedule import Schedule
-    from ..world import World
 
 CHECK_INTERVAL_SECONDS = 5.0
 ALL_RULES: tuple[type[Rule], ...] = (

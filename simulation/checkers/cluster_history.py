@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pacekeeper_operator.api.conditions import JobCondition
 from pacekeeper_operator.api.names import (
@@ -21,11 +21,8 @@ from pacekeeper_operator.api.names import (
 )
 from pacekeeper_operator.state.state_codec import read_runs
 
-from ..kubernetes.api.api_server import RESTORED
+from ..kubernetes.api.changes import RESTORED, ObjectChange
 from ..kubernetes.containers import SHARED
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
 
 Object = Mapping[str, Any]
 OPERATOR_PLACE_PREFIX = "operator-"

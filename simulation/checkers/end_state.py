@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pacekeeper_analysis.protocol.plan import SyncMode
 from pacekeeper_operator.api.conditions import JobCondition, Reason
@@ -17,13 +17,11 @@ from pacekeeper_operator.api.names import LABEL_JOB
 from pacekeeper_operator.api.training_job import JobPhase
 
 from ..faults.fault import Cost
-from ..kubernetes.kubelet import ImagePulls
+from ..kubernetes.machine import ImagePulls
+from ..schedule import Schedule
+from ..workers.training_round import TrainingRound
+from ..world import World
 from .cluster_history import ClusterHistory, JobHistory, is_cordoned, is_ready, is_refused, is_tainted
-
-if TYPE_CHECKING:
-    from ..schedule import Schedule
-    from ..workers.training_round import TrainingRound
-    from ..world import World
 
 Object = Mapping[str, Any]
 MAX_STEP_SECONDS = 40.0

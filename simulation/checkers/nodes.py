@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pacekeeper_operator.api.formats import parse_time
 from pacekeeper_operator.api.names import FIELD_MANAGER_CORDON, TAINT_QUARANTINE
@@ -12,6 +12,8 @@ from pacekeeper_operator.decide.nodes.node_suspicion import SUSPICION_TTL_SECOND
 from pacekeeper_operator.decide.nodes.quarantine_usage import SIMULTANEOUS_FAILURE_SECONDS
 from pacekeeper_operator.settings import Settings
 
+from ..kubernetes.api.changes import ObjectChange
+from ..world import World
 from .cluster_history import (
     NEVER_HAPPENED,
     ClusterHistory,
@@ -22,10 +24,6 @@ from .cluster_history import (
     list_cordon_owners,
 )
 from .rule import MAX_REQUEST_DELAY_SECONDS, Rule
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..world import World
 
 Object = Mapping[str, Any]
 NOT_READY: Object = {}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..kubernetes.api.changes import ObjectChange
+from ..world import World
 from .cluster_history import ClusterHistory
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..world import World
 
 MAX_REQUEST_DELAY_SECONDS = 60.0
 """A request that was correct when it was sent may take effect this much later: webhooks and API servers are slow."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api.conditions import JobCondition, Reason
 from pacekeeper_operator.api.formats import parse_duration, parse_time
 from pacekeeper_operator.api.training_job import JobPhase
 from pacekeeper_operator.settings import Settings
 
+from ..kubernetes.api.changes import ObjectChange
 from ..network import API_PLACE
+from ..workers.training_round import TrainingRound
+from ..world import World
 from .cluster_history import NEVER_HAPPENED, Bookkeeping, ClusterHistory, JobHistory, Object, is_operator_change
 from .rule import Rule
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..workers.training_round import TrainingRound
-    from ..world import World
 
 MAX_STATUS_DELAY_SECONDS = 90.0
 """Maximum delay of an operator that can see the actual state."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api.incident import IncidentCause
 
+from ..kubernetes.api.changes import ObjectChange
 from ..network import API_PLACE
+from ..workers.training_round import TrainingRound
+from ..workers.worker import SimulatedWorker
+from ..world import World
 from .cluster_history import (
     Bookkeeping,
     ClusterHistory,
@@ -19,12 +22,6 @@ from .cluster_history import (
     is_refused,
 )
 from .rule import Rule
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..workers.training_round import TrainingRound
-    from ..workers.worker import SimulatedWorker
-    from ..world import World
 
 ROUND_OVERLAP_SECONDS = 10.0
 """Seconds for which an older round may take steps after a newer one has started: a launcher without contact ends its

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api.incident import IncidentOutcome
 from pacekeeper_operator.api.names import LABEL_JOB
 
+from ..kubernetes.api.changes import ObjectChange
 from .cluster_history import NEVER_HAPPENED, JobHistory, is_operator_change
 from .rule import MAX_REQUEST_DELAY_SECONDS, Rule
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
 
 
 class PodsAreRecordedFirst(Rule):

@@ -21,8 +21,9 @@ from testing.kubernetes.resources import run_without_operator
 from testing.operators.operator_process import OperatorProcess, run_operator_process
 
 from ..faults import machines, people, ranks
-from ..faults.fault import Fault, HealCallback, NodeFault, TargetMissing, TargetRole, WorkerFault
+from ..faults.fault import Fault, HealCallback, NodeFault, WorkerFault
 from ..faults.operators import OperatorKilled
+from ..faults.targets import TargetMissing, TargetRole
 from .scenario import CONFORMANCE_STEP_SECONDS, WORKER_GRACE_SECONDS, ConformanceScenario
 from .scenario_run import Object, SequenceEntry, run_scenario
 

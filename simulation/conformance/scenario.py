@@ -13,10 +13,11 @@ from enum import StrEnum
 from pacekeeper_operator.api.training_job import RemediationMode
 
 from ..faults import machines, people, ranks
-from ..faults.fault import Fault, TargetRole
+from ..faults.fault import Fault
 from ..faults.operators import OperatorKilled
+from ..faults.targets import TargetRole
 from ..faults.value_codec import derive_kind, to_json
-from ..schedule import SimulatedJob
+from ..simulated_job import SimulatedJob
 from ..world import WorldSettings
 
 Random = random.Random

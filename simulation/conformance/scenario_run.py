@@ -11,7 +11,8 @@ from pacekeeper_operator.api.conditions import JobCondition
 from pacekeeper_operator.api.training_job import JobPhase
 from pacekeeper_operator.state.desired_state import DesiredState
 
-from ..faults.fault import Fault, HealCallback, TargetMissing
+from ..faults.fault import Fault, HealCallback
+from ..faults.targets import TargetMissing
 from .scenario import ConformanceScenario, Episode, ExpectedSign, OperatorDeath
 
 Object = Mapping[str, Any]

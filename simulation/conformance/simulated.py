@@ -10,7 +10,8 @@ from pacekeeper_operator.state.desired_state import DesiredState
 
 from .. import checkers
 from ..faults.context import PERSON_MANAGER, FaultContext
-from ..faults.fault import Fault, HealCallback, TargetMissing
+from ..faults.fault import Fault, HealCallback
+from ..faults.targets import TargetMissing
 from ..schedule import Schedule
 from ..world import NAMESPACE, World
 from .scenario import CONFORMANCE_STEP_SECONDS, WORKER_GRACE_SECONDS, ConformanceScenario
@@ -24,7 +25,7 @@ def run_in_simulation(
     schedule = Schedule(scenario.seed, world=scenario.world_settings, jobs=(scenario.job,))
     world = World(scenario.seed, scenario.world_settings)
     checker = checkers.start_checker(world, schedule)
-    target = SimulatedTarget(world, FaultContext(world, schedule))
+    target = SimulatedTarget(world, FaultContext(world, schedule.jobs))
     gc.collect()
     gc.disable()  # garbage of killed processes must not cause error messages of the operator
     try:

@@ -5,24 +5,21 @@ These are its present jobs, workers, nodes, and operators, and notifications of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from pacekeeper_operator.state import state_codec
 from pacekeeper_operator.state.desired_state import DesiredState
 
-from ..kubernetes.api.connection import Request, RequestStage, parse_path
-from ..world import NAMESPACE
-from .fault import OperatorTarget, TargetMissing, TargetRole
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..kubernetes.nodes import SimulatedNode
-    from ..operators.pod import OperatorPod
-    from ..schedule import Schedule, SimulatedJob
-    from ..workers.training import SimulatedTraining
-    from ..workers.worker import SimulatedWorker
-    from ..world import World
+from ..kubernetes.api.changes import ObjectChange
+from ..kubernetes.api.requests import Request, RequestStage, parse_path
+from ..kubernetes.nodes import SimulatedNode
+from ..operators.pod import OperatorPod
+from ..simulated_job import SimulatedJob
+from ..workers.training import SimulatedTraining
+from ..workers.worker import SimulatedWorker
+from ..world import NAMESPACE, World
+from .targets import OperatorTarget, TargetMissing, TargetRole
 
 UNCOUNTED_KINDS = frozenset({"events", "leases", "tokenreviews"})
 """Kinds whose writes do not affect any decision."""
@@ -32,11 +29,11 @@ Object = dict[str, Any]
 
 
 class FaultContext:
-    """The context of one run."""
+    """The context of one run. `jobs`: those of the schedule."""
 
-    def __init__(self, world: World, schedule: Schedule) -> None:
+    def __init__(self, world: World, jobs: Sequence[SimulatedJob]) -> None:
         self.world = world
-        self.schedule = schedule
+        self.jobs = jobs
         self._injected: dict[int, None] = {}  # injections, by their position in the schedule
         self._waiting: dict[int, list[Callable[[], object]]] = {}
 
@@ -47,7 +44,7 @@ class FaultContext:
 
     def get_job_settings(self, job: int) -> SimulatedJob:
         """Return a job's settings, by its position in the schedule."""
-        return self.schedule.jobs[job % len(self.schedule.jobs)]
+        return self.jobs[job % len(self.jobs)]
 
     def get_job(self, job: int) -> Object:
         """Return the stored job. Raises TargetMissing if it does not exist."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ..kubernetes.api.api_faults import Denial, OneShot, RequestOutcome, SlowWebhook
 from ..prometheus import XID_BASELINE_SECONDS
 from ..world import NAMESPACE
+from .context import FaultContext
 from .fault import Cost, Fault, HealCallback, JobFault
-
-if TYPE_CHECKING:
-    from .context import FaultContext
 
 
 @dataclass(frozen=True)

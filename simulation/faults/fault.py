@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from ..kubernetes.nodes import SimulatedNode
-    from ..operators.pod import OperatorPod
-    from ..workers.worker import SimulatedWorker
-    from .context import FaultContext
+from ..kubernetes.nodes import SimulatedNode
+from ..operators.pod import OperatorPod
+from ..workers.worker import SimulatedWorker
+from .context import FaultContext
+from .targets import OperatorTarget, TargetRole
 
 HealCallback = Callable[[], None]
 """Heals a fault. Called once."""
@@ -48,24 +48,6 @@ class Fault:
     def can_heal(cls) -> bool:
         """Return whether it can be healed, by the return type of `inject`."""
         return bool(cls.inject.__annotations__["return"] != "None")
-
-
-class TargetMissing(Exception):
-    """The target of a fault does not exist at present. The message names it."""
-
-
-class TargetRole(StrEnum):
-    """The role of a worker."""
-
-    MEMBER = "member"  # it has ranks in the stored plan
-    SPARE = "spare"  # any other running worker
-
-
-class OperatorTarget(StrEnum):
-    """The role of an operator pod."""
-
-    LEADER = "leader"
-    STANDBY = "standby"
 
 
 @dataclass(frozen=True)

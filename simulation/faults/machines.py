@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api.names import LABEL_NO_QUARANTINE
 
+from ..kubernetes.api.changes import ObjectChange
 from ..kubernetes.conditions import disrupt_pod
-from ..kubernetes.kubelet import ImagePulls
+from ..kubernetes.machine import ImagePulls
+from ..kubernetes.nodes import SimulatedNode
 from ..network import API_PLACE
+from ..workers.worker import SimulatedWorker
 from ..world import NAMESPACE
-from .context import PERSON_MANAGER
-from .fault import Fault, HealCallback, NodeFault, TargetMissing, WorkerFault
+from .context import PERSON_MANAGER, FaultContext
+from .fault import Fault, HealCallback, NodeFault, WorkerFault
+from .targets import TargetMissing
 
 MAINTENANCE_TAINT = "example.com/maintenance"
 """A taint that only users set."""
-
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from ..kubernetes.nodes import SimulatedNode
-    from ..workers.worker import SimulatedWorker
-    from .context import FaultContext
 
 
 class NodePartition(StrEnum):

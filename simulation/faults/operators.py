@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.kube.leader_election import LEASE_NAME
 
 from ..network import API_PLACE, PROMETHEUS_PLACE
 from ..operators.pod import OperatorPod
 from ..world import OPERATOR_NAMESPACE
-from .context import PERSON_MANAGER
-from .fault import Fault, HealCallback, OperatorFault, TargetMissing
-
-if TYPE_CHECKING:
-    from .context import FaultContext
+from .context import PERSON_MANAGER, FaultContext
+from .fault import Fault, HealCallback, OperatorFault
+from .targets import TargetMissing
 
 
 class OperatorPartition(StrEnum):

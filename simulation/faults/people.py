@@ -6,17 +6,15 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pacekeeper_operator.api.names import API_VERSION, PAUSE_CONFIG_MAP
 
 from ..kubernetes.api.errors import ApiError
 from ..world import NAMESPACE, OPERATOR_NAMESPACE
-from .context import PERSON_MANAGER
-from .fault import Fault, HealCallback, JobFault, NodeFault, TargetMissing
-
-if TYPE_CHECKING:
-    from .context import FaultContext
+from .context import PERSON_MANAGER, FaultContext
+from .fault import Fault, HealCallback, JobFault, NodeFault
+from .targets import TargetMissing
 
 Object = dict[str, Any]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from ..workers.rank import BAD_VALUE, MISTAKE
-from .fault import Cost, Fault, HealCallback, NodeFault, TargetMissing, TargetRole, WorkerFault
-
-if TYPE_CHECKING:
-    from .context import FaultContext
+from ..workers.pod import BAD_VALUE, MISTAKE
+from .context import FaultContext
+from .fault import Cost, Fault, HealCallback, NodeFault, WorkerFault
+from .targets import TargetMissing, TargetRole
 
 
 class HangPoint(StrEnum):

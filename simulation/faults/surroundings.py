@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.node_probe import DRIVER, NETWORK
 
-from .fault import Fault, HealCallback, TargetMissing, WorkerFault
-
-if TYPE_CHECKING:
-    from ..kubernetes.nodes import SimulatedNode
-    from .context import FaultContext
+from ..kubernetes.nodes import SimulatedNode
+from .context import FaultContext
+from .fault import Fault, HealCallback, WorkerFault
+from .targets import TargetMissing
 
 
 class Away(StrEnum):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pacekeeper_operator.api.incident import IncidentCause
 from pacekeeper_operator.api.training_job import JobPhase
 
-if TYPE_CHECKING:
-    from ..kubernetes.api.api_server import ObjectChange
-    from .context import FaultContext
+from ..kubernetes.api.changes import ObjectChange
+from .context import FaultContext
 
 InjectCallback = Callable[[], None]
 

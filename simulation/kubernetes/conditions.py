@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from .api.api_server import ApiServer
 from .api.objects import Object, format_timestamp
-
-if TYPE_CHECKING:
-    from .api.api_server import ApiServer
 
 
 def disrupt_pod(api: ApiServer, pod: Object, reason: str, message: str, at: float, *, manager: str) -> None:

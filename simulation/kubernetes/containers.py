@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Protocol
 
 from pacekeeper_operator.node_probe import NETWORK
 
-from ..loop import Process
 from ..network import API_PLACE
+from ..ports import KILLED_EXIT_CODE, ExitCallback, SharedWorld
+from .machine import Machine
 
-if TYPE_CHECKING:
-    from .cluster_world import ClusterWorld
-    from .nodes import SimulatedNode
-
-KILLED_EXIT_CODE = 137
-"""Exit code: 128 + SIGKILL."""
 _PROBE_RUN_SECONDS = (0.3, 3.0)
 _PROBE_TIMEOUT_SECONDS = 20.0
 """Seconds, as in `pacekeeper_operator.node_probe`."""
@@ -25,34 +19,10 @@ SHARED = "as on every node"
 """Part of the message of a probe pod that fails a check that all nodes fail."""
 
 
-class ExitCallback(Protocol):
-    """Called when the main container has exited. Further calls are ignored."""
-
-    def __call__(self, code: int, reason: str, message: str = "") -> None: ...
-
-
-class Containers(Protocol):
-    """The containers of a pod. They call an `ExitCallback` when the main container has exited."""
-
-    def start(self) -> None: ...
-
-    def terminate(self, grace: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace` seconds. Another call can only shorten the time."""
-
-    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "") -> None:
-        """Kill all containers at once."""
-
-    @property
-    def sidecar(self) -> Process | None: ...
-
-    def restart_sidecar(self) -> None:
-        """Kill the sidecar if it still runs, and start another process."""
-
-
 class ProbeContainers:
     """The pod of a node probe. It succeeds if the node is usable."""
 
-    def __init__(self, world: ClusterWorld, node: SimulatedNode, exited: ExitCallback) -> None:
+    def __init__(self, world: SharedWorld, node: Machine, exited: ExitCallback) -> None:
         self._world = world
         self._node = node
         self._exited = exited
@@ -98,7 +68,7 @@ class ProbeContainers:
 class OtherContainers:
     """A pod of another user. It takes resources until it is ended."""
 
-    def __init__(self, world: ClusterWorld, exited: ExitCallback) -> None:
+    def __init__(self, world: SharedWorld, exited: ExitCallback) -> None:
         self._world = world
         self._exited = exited
 

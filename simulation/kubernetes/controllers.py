@@ -10,17 +10,14 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .api.changes import ObjectChange
 from .api.objects import KINDS, Object, format_timestamp
+from .cluster_world import ClusterWorld
 from .conditions import disrupt_pod, get_condition_status, with_condition
+from .nodes import NodePool
 from .placement import compute_toleration_seconds
 from .pod_status import ENDED_PHASES
-
-if TYPE_CHECKING:
-    from .api.api_server import ObjectChange
-    from .cluster_world import ClusterWorld
-    from .nodes import NodePool
 
 NODE_CHECK_INTERVAL_SECONDS = 5.0
 """Seconds between two checks of all nodes' heartbeats."""

@@ -7,23 +7,19 @@ on without it. Its state of the pods is on the node's disk: it survives a restar
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api.names import LABEL_PROBE, LABEL_WORKER
 
 from ..network import API_PLACE
-from .api.api_server import RESTORED
+from ..ports import KILLED_EXIT_CODE, Containers
+from .api.changes import RESTORED, ObjectChange
 from .api.objects import Object
-from .containers import KILLED_EXIT_CODE, Containers, OtherContainers, ProbeContainers
+from .cluster_world import ClusterWorld
+from .containers import OtherContainers, ProbeContainers
+from .machine import ImagePulls, Machine
 from .placement import NodeOffer, PodNeeds, find_short_resource
 from .pod_status import DEFAULT_POD_GRACE_SECONDS, ENDED_PHASES, LocalPod, PodStage, build_pod_status, has_run
-
-if TYPE_CHECKING:
-    from .api.api_server import ObjectChange
-    from .cluster_world import ClusterWorld
-    from .nodes import SimulatedNode
 
 POD_NOTICE_SECONDS = (0.02, 0.3)
 CONTAINER_START_SECONDS = (0.2, 1.5)
@@ -44,18 +40,10 @@ _LOST_CONTAINER_EXIT = (
 )
 
 
-class ImagePulls(StrEnum):
-    """The outcome of image pulls on a node."""
-
-    SUCCEED = "succeed"
-    FAIL = "fail"
-    HANG = "hang"
-
-
 class Kubelet:
     """The kubelet of one node. It does not run before `start`."""
 
-    def __init__(self, world: ClusterWorld, node: SimulatedNode) -> None:
+    def __init__(self, world: ClusterWorld, node: Machine) -> None:
         self.running = False
         self._world = world
         self._node = node
@@ -202,7 +190,7 @@ class Kubelet:
         if not self._registered:
             self._registered = True
             if world.api.get("nodes", name) is None:
-                world.api.create("nodes", self._node.build_object(), manager=f"kubelet {name}")
+                world.api.create("nodes", self._node.build_object(self._world.wall_time()), manager=f"kubelet {name}")
                 world.log.record(name, "registers itself")
         stored = {
             body["metadata"]["uid"]: body for body in world.api.list_all("pods") if body["spec"].get("nodeName") == name
@@ -240,7 +228,7 @@ class Kubelet:
         """Return (reason, message) of a rejection. The scheduler may have been wrong, or bypassed."""
         if self._node.refuses:
             return self._node.refuses, f"Pod was rejected: {self._node.refuses}"
-        offer = NodeOffer(self._node.build_object())
+        offer = NodeOffer(self._node.build_object(self._world.wall_time()))
         for pod in self._pods.values():
             if not pod.is_over and pod.uid != body["metadata"]["uid"]:
                 offer.add(PodNeeds.parse(pod.body))

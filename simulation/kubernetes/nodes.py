@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ..network import SIMULATED_KUBELET_PORT
+from .api.changes import ObjectChange
 from .api.objects import Object, format_timestamp
-from .conditions import disrupt_pod, with_condition
-from .kubelet import ImagePulls, Kubelet
-
-if TYPE_CHECKING:
-    from .api.api_server import ObjectChange
-    from .cluster_world import ClusterWorld
+from .cluster_world import ClusterWorld
+from .conditions import disrupt_pod
+from .kubelet import Kubelet
+from .machine import Machine
 
 BOOT_SECONDS = (3.0, 15.0)
 """Seconds from power-on to a running kubelet."""
 _PERSON_MANAGER = "kubectl"
-_MAX_PODS_PER_NODE = 110
 
 
-class SimulatedNode:
-    """A machine. It stays the same Python object when another machine takes its name."""
+class SimulatedNode(Machine):
+    """A machine with its kubelet. It stays the same Python object when another machine takes its name."""
 
     def __init__(
         self, world: ClusterWorld, name: str, number: int, resources: Mapping[str, str], labels: Mapping[str, str]
     ):
-        self.name = name
-        self.address = f"192.0.2.{number + 1}"
-        self.pods_network = f"10.{number}"
-        self.powered = True
-        self.stuck_since: float | None = None
-        """Since when its container runtime hangs (virtual seconds). Running containers continue."""
-        self.slow = 1.0
-        """Factor by which its ranks compute slower."""
-        self.fault_message = ""
-        """Why it is unusable, as a probe reports it."""
-        self.shared_check = ""
-        """Check of a probe that this node fails like all others, for a shared cause."""
-        self.refuses = ""
-        """Reason with which its kubelet rejects each new pod: UnexpectedAdmissionError, …"""
-        self.images = ImagePulls.SUCCEED
+        super().__init__(name, number, resources, labels)
         self.kubelet = Kubelet(world, self)
         self._world = world
-        self._resources = {"pods": str(_MAX_PODS_PER_NODE), **resources}
-        self._labels = labels
         self._random = world.create_random(f"node {name}")
         self._boot_number = 0
 
@@ -160,26 +141,6 @@ class SimulatedNode:
         if self._world.api.get("nodes", self.name) is not None:
             self._world.log.record(_PERSON_MANAGER, message)
             self._world.api.patch("nodes", self.name, "", {"spec": spec}, manager=_PERSON_MANAGER)
-
-    def build_object(self) -> Object:
-        """Build the Node object that the kubelet registers."""
-        conditions: list[Object] = []
-        for type_ in ("MemoryPressure", "DiskPressure", "PIDPressure"):
-            conditions = with_condition(conditions, type_, "False", self._world.wall_time())
-        conditions = with_condition(conditions, "Ready", "True", self._world.wall_time(), "KubeletReady")
-        addresses = [{"type": "InternalIP", "address": self.address}, {"type": "Hostname", "address": self.name}]
-        return {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {"name": self.name, "labels": {"kubernetes.io/hostname": self.name, **self._labels}},
-            "spec": {},
-            "status": {
-                "addresses": addresses,
-                "capacity": self._resources,
-                "allocatable": self._resources,
-                "conditions": conditions,
-            },
-        }
 
 
 class NodePool:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from ..ports import Containers
 from .api.objects import Object, format_timestamp
 from .conditions import with_condition
-from .containers import Containers
 
 ENDED_PHASES = ("Succeeded", "Failed")
 """Pod phases."""

@@ -6,15 +6,12 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .api.changes import ObjectChange
 from .api.objects import Object
+from .cluster_world import ClusterWorld
 from .placement import NodeOffer, PodNeeds, find_obstacle, score_preferences
 from .pod_status import ENDED_PHASES
-
-if TYPE_CHECKING:
-    from .api.api_server import ObjectChange
-    from .cluster_world import ClusterWorld
 
 _SCHEDULING_SECONDS = (0.01, 0.15)
 """Bounds of the seconds from a change, or the last pod, to the next pod."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import urlencode
 
 from aiohttp import StreamReader, web, web_app
@@ -20,9 +20,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from ..loop import Process
-
-if TYPE_CHECKING:
-    from ..world import World
+from ..ports import SharedWorld
 
 EndpointReply = tuple[int, Any]
 """Status, and the parsed body; None: there is none."""
@@ -46,7 +44,7 @@ class EndpointListener:
 class OperatorService:
     """The Service of all operator pods."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SharedWorld) -> None:
         self._world = world
         self._random = world.create_random("service")
         self._listeners: dict[str, EndpointListener] = {}  # by pod
@@ -84,7 +82,7 @@ class OperatorService:
 class EndpointClient:
     """The calls of one client. It stays with a pod until a call fails, or a pod without the lead answers."""
 
-    world: World
+    world: SharedWorld
     endpoint: OperatorService
     place: str
     source: str

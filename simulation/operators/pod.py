@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 from requests.exceptions import ConnectionError as NobodyThere
 from requests.exceptions import ConnectTimeout
@@ -23,15 +23,15 @@ from pacekeeper_operator.runtime import process
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.settings import Settings
 
-from ..kubernetes.api.watch import WatchStream
+from ..kubernetes.api.connection import SimulatedApiConnection
+from ..kubernetes.api.objects import KINDS
+from ..kubernetes.api.watch import WatchOptions, WatchStream
 from ..loop import Process
 from ..network import PROMETHEUS_PLACE
 from .endpoint import EndpointListener
 from .kopf_contract import Kopf
+from .operator_world import OperatorWorld
 from .runtime import SimulatedRuntime
-
-if TYPE_CHECKING:
-    from ..world import World
 
 OPERATOR_START_SECONDS = 0.8
 """From the container's start to the operator's first call."""
@@ -48,9 +48,9 @@ OPERATOR_STEADY_SECONDS = 60.0
 
 
 class OperatorPod:
-    """A pod whose container restarts the operator's process."""
+    """A pod whose container restarts the operator's process. `settings`: fields of `Settings`."""
 
-    def __init__(self, world: World, name: str, address: str) -> None:
+    def __init__(self, world: OperatorWorld, name: str, address: str, settings: Mapping[str, Any]) -> None:
         self.name = name
         self.address = address
         self.operator: Operator | None = None
@@ -59,6 +59,7 @@ class OperatorPod:
         self.process = Process(world.loop, name)
         self.is_removed = False
         self._world = world
+        self._settings = settings
         self._starts = 0
         self._pause = OPERATOR_RESTART_SECONDS
         self._stop_requested: asyncio.Event | None = None
@@ -117,7 +118,7 @@ class OperatorPod:
         runtime = self.runtime = SimulatedRuntime(world, self.name, name)
         stop_requested = self._stop_requested = asyncio.Event()
         settings = Settings(
-            identity=self.name, pod_ip=self.address, prometheus_url="http://prometheus", **world.settings.operator
+            identity=self.name, pod_ip=self.address, prometheus_url="http://prometheus", **self._settings
         )
         in_order = await process.run_operator(
             settings, runtime, _SimulatedEnvironment(world, self, own_process, stop_requested)
@@ -138,12 +139,13 @@ class OperatorPod:
 
 
 class Deployment:
-    """Keeps the number of pods."""
+    """Keeps the number of pods. `settings`: fields of `Settings`."""
 
-    def __init__(self, world: World, replicas: int) -> None:
+    def __init__(self, world: OperatorWorld, replicas: int, settings: Mapping[str, Any]) -> None:
         self.pods: list[OperatorPod] = []
         self._world = world
         self._replicas = replicas
+        self._settings = settings
         self._created = 0
         self._add_missing_pods()
 
@@ -173,7 +175,8 @@ class Deployment:
 
     def _add_missing_pods(self) -> None:
         while len(self.pods) < self._replicas:
-            pod = OperatorPod(self._world, f"operator-{self._created}", f"192.0.2.{self._created % 256}")
+            name, address = f"operator-{self._created}", f"192.0.2.{self._created % 256}"
+            pod = OperatorPod(self._world, name, address, self._settings)
             self._created += 1
             self.pods.append(pod)
             pod.start()
@@ -182,12 +185,14 @@ class Deployment:
 class _SimulatedEnvironment:
     """The environment of a simulated operator process."""
 
-    def __init__(self, world: World, pod: OperatorPod, own_process: Process, stop_requested: asyncio.Event) -> None:
+    def __init__(
+        self, world: OperatorWorld, pod: OperatorPod, own_process: Process, stop_requested: asyncio.Event
+    ) -> None:
         self._world = world
         self._pod = pod
         self._process = own_process
         self.stop_requested = stop_requested
-        self._connection = world.api.open_connection(pod.name, own_process)
+        self._connection = SimulatedApiConnection(world.api, pod.name, own_process)
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Cluster]:
@@ -248,7 +253,8 @@ class _SimulatedEnvironment:
         await Kopf(operator, self._connection, self._open_watch).run(stopped)
 
     def _open_watch(self, plural: str, version: str, labels: str) -> WatchStream:
-        return self._world.api.watch(self._pod.name, self._process, plural, version, labels=labels)
+        options = WatchOptions(version, labels)
+        return WatchStream(self._world.api, self._pod.name, self._process, KINDS[plural], options)
 
 
 class _StaticCertificates:

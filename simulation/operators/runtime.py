@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from pacekeeper_operator.async_runtime import OperatorRuntime, Result
 
-if TYPE_CHECKING:
-    from ..world import World
+from ..ports import SharedWorld
 
 
 class SimulatedRuntime(OperatorRuntime):
     """The runtime of one process at a place, whose clock may be wrong. The loop implements sleeping."""
 
-    def __init__(self, world: World, place: str, purpose: str) -> None:
+    def __init__(self, world: SharedWorld, place: str, purpose: str) -> None:
         super().__init__()
         self._world = world
         self._place = place

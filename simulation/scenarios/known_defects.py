@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..faults import control_plane, machines, operators, people, ranks, surroundings
-from ..faults.fault import Fault, TargetRole
+from ..faults.fault import Fault
 from ..faults.machines import NodePartition
 from ..faults.surroundings import Away, Loss
+from ..faults.targets import TargetRole
 from ..faults.triggers import AfterFault, AtTime, IncidentOpens, RankExits, Trigger, WorkerExits
 from ..generator import OPERATOR_SETTINGS
 from ..kubernetes.api.api_faults import RequestOutcome
-from ..kubernetes.kubelet import ImagePulls
-from ..schedule import Aim, FaultInjection, Schedule, SimulatedJob
+from ..kubernetes.machine import ImagePulls
+from ..schedule import Aim, FaultInjection, Schedule
+from ..simulated_job import SimulatedJob
 from ..world import WorldSettings
 
 WARMED_UP_SECONDS = 40.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,12 +37,10 @@ from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
 from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultReport, GpuHealth, LauncherState
 
 from ..loop import Process
-from .rank import MISTAKE, SIGKILL_EXIT_CODE, TERMINATED_EXIT_CODE, SimulatedRank, StallReason
+from .pod import MISTAKE, WorkerPod
+from .rank import SIGKILL_EXIT_CODE, TERMINATED_EXIT_CODE, SimulatedRank, StallReason
 from .rendezvous import SimulatedRendezvousClient, SimulatedRendezvousServer
-
-if TYPE_CHECKING:
-    from ..world import World
-    from .worker import SimulatedWorker
+from .worker_world import WorkerWorld
 
 IDLE_POLL_SECONDS = 5.0
 """Seconds between two ticks without an event."""
@@ -69,9 +67,18 @@ _LINGER_SECONDS, _LINGER_POLL_SECONDS = 5.0, 0.1
 
 
 class SimulatedLauncher(Process):
-    """The launcher of one worker, from its container's start to its end."""
+    """The launcher of one worker, from its container's start to its end.
 
-    def __init__(self, world: World, worker: SimulatedWorker) -> None:
+    `on_rank_end` and `on_trainer_end`: called when a rank has exited, and when the launcher has, with code and message.
+    """
+
+    def __init__(
+        self,
+        world: WorkerWorld,
+        worker: WorkerPod,
+        on_rank_end: Callable[[SimulatedRank], None],
+        on_trainer_end: Callable[[int, str], None],
+    ) -> None:
         super().__init__(world.loop, f"{worker.name}/launcher")
         self.state = RoundState()
         self.ranks: list[SimulatedRank] = []
@@ -82,6 +89,8 @@ class SimulatedLauncher(Process):
         self.over = False
         self._world = world
         self._worker = worker
+        self._on_rank_end = on_rank_end
+        self._on_trainer_end = on_trainer_end
         self._folder = worker.folder
         self._random = world.create_random(f"launcher {worker.name}")
         self._is_following = False
@@ -89,7 +98,9 @@ class SimulatedLauncher(Process):
         self._end_requested = False
         self._woken = False
         self._tick_at = math.inf
-        self._rendezvous_client = SimulatedRendezvousClient(world, self, worker.node, worker.name, self.wake)
+        self._rendezvous_client = SimulatedRendezvousClient(
+            world, world.trainings.rendezvous_servers, self, worker.node, worker.name, self.wake
+        )
         self._rendezvous_server: SimulatedRendezvousServer | None = None
         self._stores_opened = 0
         self._stall_detector: StallDetector | None = None
@@ -106,7 +117,7 @@ class SimulatedLauncher(Process):
         trainings = self._world.trainings
         if trainings.outage and trainings.outage_at_import:
             self._worker.training.outage_at = self._world.now()
-            self._worker.on_trainer_end(1, trainings.outage)
+            self._on_trainer_end(1, trainings.outage)
             return
         incarnation = f"{int(1000 * self._world.wall_time(self._worker.node)):x}"
         self.settings = replace(self.settings, incarnation=incarnation, phase_deadline=_PHASE_DEADLINE_SECONDS)
@@ -136,7 +147,7 @@ class SimulatedLauncher(Process):
         if self._is_following:
             self.wake()
         else:
-            self._worker.on_trainer_end(TERMINATED_EXIT_CODE)
+            self._on_trainer_end(TERMINATED_EXIT_CODE, "")
 
     def pause(self) -> None:
         self.refresh_heartbeat()
@@ -264,7 +275,7 @@ class SimulatedLauncher(Process):
 
     def _start_round(self, command: StartRound) -> None:
         plan, now = command.plan, self._world.now()
-        states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
+        states = self._build_states(now)
         earlier_seconds = plan.step_seconds or None
         if self._stall_detector is not None:
             earlier_seconds = self._stall_detector.step_seconds(states) or earlier_seconds
@@ -272,7 +283,9 @@ class SimulatedLauncher(Process):
         earlier_ranks = {rank.local: rank for rank in self.ranks}
         self.ranks = []
         for local, number in enumerate(plan.ranks):
-            rank = SimulatedRank(self._worker, local, number, command.round, plan.membership, plan.world_size)
+            rank = SimulatedRank(
+                self._worker, local, number, command.round, plan.membership, plan.world_size, self._on_rank_end
+            )
             rank.history = _continue_history(earlier_ranks.get(local), rank, self._worker.window_steps)
             self.ranks.append(rank)
             until = now + _STORE_TIMEOUT_SECONDS
@@ -317,11 +330,24 @@ class SimulatedLauncher(Process):
                 if self._rendezvous_server is not None:
                     self._rendezvous_server.close()
                 self._rendezvous_server = SimulatedRendezvousServer(
-                    self._world, self, self._worker.node, plan.store, self._open_store
+                    self._world,
+                    self._world.trainings.rendezvous_servers,
+                    self,
+                    self._worker.node,
+                    plan.store,
+                    self._open_store,
                 )
             self._rendezvous_server.admit(plan.membership, plan.secret)
         client.join(plan.store, plan.membership, plan.secret)
         client.send_report(build_participant_report(self.state, plan, self.settings))
+
+    def _build_states(self, now: float) -> dict[int, np.void]:
+        """Return the states of the ranks that have reached their peers, by local rank."""
+        return {
+            rank.local: rank.training_round.build_state(rank, now)
+            for rank in self.ranks
+            if rank.training_round is not None
+        }
 
     def _open_store(self) -> int:
         self._stores_opened += 1
@@ -348,14 +374,14 @@ class SimulatedLauncher(Process):
             self._rendezvous_server.close()
         self._rendezvous_client.leave()
         finished = code == 0 and self.state.stage is LauncherState.FINISHED
-        self._worker.on_trainer_end(code, FINISHED_MESSAGE if finished else "")
+        self._on_trainer_end(code, FINISHED_MESSAGE if finished else "")
 
     # Reports.
 
     def _write_heartbeat(self, now: float) -> dict[int, np.void]:
         """Write the heartbeat, and return the ranks' states that it contains."""
         folder, wall = self._folder, self._world.wall_time(self._worker.node)
-        states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
+        states = self._build_states(now)
         notes = RankZeroNotes(folder.refusal, folder.checkpoints)
         folder.heartbeat = build_next_heartbeat(
             folder.heartbeat, self.state, folder.plan, states.values(), wall, now, notes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -13,25 +14,15 @@ from pacekeeper.launcher.health.stall_detector import ProcessSample
 from pacekeeper.launcher.rendezvous.rounds import RankObservation
 from pacekeeper.observe.rank_history import RankHistory
 from pacekeeper_analysis.failures.crash import is_peer_loss
-from pacekeeper_analysis.protocol.plan import SYNC_MODES, SyncMode
-from pacekeeper_analysis.protocol.records import RING_STATE, Collective, Phase
+from pacekeeper_analysis.protocol.records import Phase
 from pacekeeper_analysis.protocol.reports import RankWindow
 
-if TYPE_CHECKING:
-    from .training_round import TrainingRound
-    from .worker import SimulatedWorker
+from .pod import WorkerPod
 
 SIGKILL_EXIT_CODE = -9
 TERMINATED_EXIT_CODE = 143
 """Exit codes."""
 LOST_PEER_ERROR = "RuntimeError: Connection closed by peer"
-BAD_VALUE = "ValueError: the script has a mistake"
-MISTAKE = "NameError: name 'model' is not defined"
-"""Errors of a script. The second one is in its source code: no outage causes it."""
-_EMPTY_STATE = dict.fromkeys(RING_STATE.names or (), 0)
-"""Every field of a state, in the order of the record."""
-_GROUP_ID = 1
-_LOAD_NS = 50_000_000
 
 
 class StallReason(StrEnum):
@@ -66,11 +57,38 @@ class WorkSegment:
         return self.started_at + self.seconds * self.parts
 
 
+class PeerGroup(Protocol):
+    """The ranks that train together, for one of them."""
+
+    over: bool
+    """Whether one of them has exited."""
+    sync_points: int
+    """Number of their collectives so far."""
+    is_stalled: bool
+    """Whether they take longer than expected."""
+
+    def check_arrivals(self) -> None:
+        """Check whether all ranks have arrived."""
+
+    def rank_ended(self, rank: SimulatedRank) -> None:
+        """Notify the peers of a rank that exited."""
+
+    def build_state(self, rank: SimulatedRank, now: float) -> np.void:
+        """Return the state in the rank's ring."""
+
+
 class SimulatedRank:
-    """One process. `TrainingRound` advances it, and faults delay it."""
+    """One process. `TrainingRound` advances it, and faults delay it. `on_end`: called when it has exited."""
 
     def __init__(
-        self, worker: SimulatedWorker, local: int, number: int, round_: int, membership: int, world_size: int
+        self,
+        worker: WorkerPod,
+        local: int,
+        number: int,
+        round_: int,
+        membership: int,
+        world_size: int,
+        on_end: Callable[[SimulatedRank], None],
     ) -> None:
         self.worker = worker
         self.local = local
@@ -78,7 +96,7 @@ class SimulatedRank:
         self.round = round_
         self.membership = membership
         self.world_size = world_size
-        self.training_round: TrainingRound | None = None
+        self.training_round: PeerGroup | None = None
         """None: it has not reached its peers yet."""
         self.segment: WorkSegment | None = None
         self.exit_code: int | None = None
@@ -95,6 +113,7 @@ class SimulatedRank:
         self.history = RankHistory(worker.window_steps)
         self.stalls: dict[StallReason, float] = {}
         """Why it is stalled, and since when."""
+        self._on_end = on_end
         self._due: tuple[int, str, bool] | None = None
         """The exit that is pending until its system call has returned."""
 
@@ -148,7 +167,7 @@ class SimulatedRank:
         self.is_gone = True
         if self.training_round is not None:
             self.training_round.rank_ended(self)
-        self.worker.on_rank_end(self)
+        self._on_end(self)
 
     def _notify_change(self) -> None:
         if self.training_round is not None:
@@ -187,61 +206,3 @@ class SimulatedRank:
         if self.segment is None or now >= self.segment.end_at:
             return ProcessSample("S", 0, 'File "/lib/torch/distributed/distributed_c10d.py", line 7 in all_reduce')
         return ProcessSample("R", int(100 * now), f'File "train.py", line {int(10 * now) % 1000} in forward')
-
-    def build_state(self, now: float) -> np.void:
-        """Return the state in its ring."""
-        training_round, segment = self.training_round, self.segment
-        assert training_round is not None
-        assert segment is not None
-        worked_until = min(now, self.stalled_since)
-        has_arrived = worked_until >= segment.end_at
-        phase, since, step, steps, step_ended = (
-            segment.phase,
-            segment.started_at,
-            self.step,
-            self.steps_in_round,
-            self.step_ended,
-        )
-        fields: dict[str, float] = {}
-        if segment.trains:
-            if self.is_alive and StallReason.LOADER in self.stalls and not has_arrived:
-                phase, since = Phase.LOAD, max(segment.started_at, self.stalls[StallReason.LOADER])
-            if training_round.mode is not SyncMode.SYNC:
-                done = (
-                    segment.parts if has_arrived else int(max(0.0, worked_until - segment.started_at) / segment.seconds)
-                )
-                step, steps = training_round.progress.step + done, steps + done
-                step_ended = segment.started_at + done * segment.seconds if done else step_ended
-            fields |= {
-                "collectives_entered": training_round.sync_points + has_arrived,
-                "sequence": training_round.sync_points + has_arrived - 1,
-            }
-            if has_arrived:
-                fields |= {"collective": Collective.ALL_REDUCE, "collective_since_ns": int(1e9 * segment.end_at)}
-        fields |= {
-            "rank": self.number,
-            "round": self.round,
-            "pid": 100 + self.local,
-            "phase": phase,
-            "phase_since_ns": int(1e9 * since),
-            "step": step,
-            "step_end_ns": int(1e9 * step_ended),
-            "steps_in_round": steps,
-            "group": _GROUP_ID,
-            "checkpoint_step": training_round.checkpoint_step,
-            "snapshot_step": training_round.snapshot_step if self.local == 0 else -1,
-            "restored_step": training_round.restored_step,
-            "samples": self.samples,
-            "global_batch": training_round.global_batch,
-            "total_steps": training_round.training.last_step or 0,
-            "replica_ranks": training_round.training.replica_ranks if training_round.global_batch else 0,
-            "checkpoint_request": training_round.answered,
-            "share": segment.share,
-            "sync_mode": SYNC_MODES.index(training_round.mode) if training_round.global_batch else -1,
-            "bad_loss_step": self.bad_loss_step,
-            "longest_load_ns": _LOAD_NS if self.steps_in_round else 0,
-            "share_granularity": 1,
-            **training_round.stamps,
-        }
-        state: np.void = np.array([tuple((_EMPTY_STATE | fields).values())], RING_STATE)[0]
-        return state

@@ -9,10 +9,9 @@ determines whether both sides have received each other, and repeats what was los
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from pacekeeper.launcher.rendezvous.rendezvous import (
     ParticipantReport,
@@ -27,9 +26,8 @@ from pacekeeper.launcher.rendezvous.transport import (
     RENDEZVOUS_SILENCE_SECONDS,
 )
 
-if TYPE_CHECKING:
-    from ..loop import Process
-    from ..world import World
+from ..loop import Process
+from ..ports import SharedWorld
 
 RENDEZVOUS_CONNECT_SECONDS = 2.0
 FIRST_RECONNECT_SECONDS, MAX_RECONNECT_SECONDS = 0.05, 1.0
@@ -58,19 +56,28 @@ class _SimulatedSession:
 class SimulatedRendezvousServer:
     """Serves the rendezvous of one address. `open_store` opens the store of a new round and returns its port."""
 
-    def __init__(self, world: World, process: Process, node: str, place: str, open_store: Callable[[], int]) -> None:
-        """`place`: address:port."""
+    def __init__(
+        self,
+        world: SharedWorld,
+        servers: dict[str, SimulatedRendezvousServer],
+        process: Process,
+        node: str,
+        place: str,
+        open_store: Callable[[], int],
+    ) -> None:
+        """`servers`: all, by address:port. `place`: its own."""
         self.process = process
         self.node = node
         self.place = place
         self._world = world
+        self._servers = servers
         self._open_store = open_store
         self._sessions: dict[int, _SimulatedSession] = {}
         self._secrets: dict[int, str] = {}  # by membership
         self._pending: list[RendezvousConnection] = []
         self._connections: list[RendezvousConnection] = []
         self._reported_at: dict[str, float] = {}
-        world.trainings.rendezvous_servers[place] = self
+        servers[place] = self
         process.add_death_callback(self.close)
 
     def admit(self, membership: int, secret: str) -> None:
@@ -122,8 +129,8 @@ class SimulatedRendezvousServer:
         return any(connection.client.worker != worker for connection in self._connections)
 
     def close(self) -> None:
-        if self._world.trainings.rendezvous_servers.get(self.place) is self:
-            del self._world.trainings.rendezvous_servers[self.place]
+        if self._servers.get(self.place) is self:
+            del self._servers[self.place]
         for connection in list(self._connections):
             connection.disconnect(self.process)
 
@@ -145,7 +152,15 @@ class SimulatedRendezvousServer:
 class SimulatedRendezvousClient:
     """A launcher's side: keeps a connection to the server, sends the newest report, and holds the newest view."""
 
-    def __init__(self, world: World, process: Process, node: str, worker: str, on_view: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        world: SharedWorld,
+        servers: Mapping[str, SimulatedRendezvousServer],
+        process: Process,
+        node: str,
+        worker: str,
+        on_view: Callable[[], None],
+    ) -> None:
         self.process = process
         self.node = node
         self.worker = worker
@@ -154,6 +169,7 @@ class SimulatedRendezvousClient:
         """Virtual seconds of the last view."""
         self.report: ParticipantReport | None = None
         self._world = world
+        self._servers = servers
         self._random = world.create_random(f"guest {worker}")
         self._on_view = on_view
         self._target: tuple[str, int, str] | None = None
@@ -211,7 +227,7 @@ class SimulatedRendezvousClient:
             return
         world, (place, membership, secret) = self._world, self._target
         server, node = (
-            world.trainings.rendezvous_servers.get(place),
+            self._servers.get(place),
             world.network.addresses.get(place.rpartition(":")[0]),
         )
         if node is None or not world.network.can_reach(self.node, node):
@@ -258,7 +274,7 @@ class RendezvousConnection:
 
     def __init__(
         self,
-        world: World,
+        world: SharedWorld,
         client: SimulatedRendezvousClient,
         server: SimulatedRendezvousServer,
         membership: int,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from http import HTTPStatus
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pacekeeper.sidecar.launcher_monitor import MIN_SILENCE_SECONDS, LauncherSilence
 from pacekeeper.sidecar.leader_address import LeaderAddress, parse_named_leader
@@ -25,11 +25,10 @@ from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbea
 
 from ..loop import Process
 from ..operators.endpoint import EndpointReply
-
-if TYPE_CHECKING:
-    from ..world import World
-    from .rank import SimulatedRank
-    from .worker import SimulatedWorker
+from .launcher import SimulatedLauncher
+from .pod import WorkerPod
+from .rank import SimulatedRank
+from .worker_world import WorkerWorld
 
 _SIDECAR_START_SECONDS = (0.3, 0.8)
 """Seconds from the container's start to the first call."""
@@ -47,10 +46,11 @@ _FINAL_STATUSES = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQU
 class SimulatedSidecar(Process):
     """One run of a worker's sidecar container."""
 
-    def __init__(self, world: World, worker: SimulatedWorker, number: int) -> None:
+    def __init__(self, world: WorkerWorld, worker: WorkerPod, launcher: SimulatedLauncher, number: int) -> None:
         super().__init__(world.loop, f"{worker.name}/sidecar")
         self._world = world
         self._worker = worker
+        self._launcher = launcher
         self._folder = worker.folder
         self._random = world.create_random(f"sidecar {worker.name} {number}")
         self._clients = {
@@ -107,7 +107,7 @@ class SimulatedSidecar(Process):
         self.call_after(RING_POLL_INTERVAL_SECONDS, self._poll_ranks)
 
     def _list_ranks(self) -> list[SimulatedRank]:
-        return [rank for rank in self._worker.launcher.ranks if rank.training_round is not None]
+        return [rank for rank in self._launcher.ranks if rank.training_round is not None]
 
     def check_faults(self) -> None:
         """Start the delivery of new faults."""
@@ -125,7 +125,7 @@ class SimulatedSidecar(Process):
             self._poll_launcher()
 
     def _poll_launcher(self) -> None:
-        launcher, now = self._worker.launcher, self._world.now()
+        launcher, now = self._launcher, self._world.now()
         alive_at = launcher.get_last_alive_at()
         self._silence.update(None if alive_at is None else int(1e9 * alive_at), now)
         self.check_heartbeat()
@@ -135,7 +135,7 @@ class SimulatedSidecar(Process):
 
     def _build_heartbeat(self) -> dict[str, Any]:
         """Return the heartbeat to send now."""
-        self._worker.launcher.refresh_heartbeat()
+        self._launcher.refresh_heartbeat()
         seconds = self._silence.seconds
         return {
             **vars(self._folder.heartbeat),
@@ -268,14 +268,14 @@ class SimulatedSidecar(Process):
         plan = None if answer is None else WorkerPlan.from_json(answer)
         if plan is not None and (folder.plan is None or plan.version > folder.plan.version):
             folder.plan = plan
-            self._worker.launcher.read_plan()
+            self._launcher.read_plan()
             self._check_evidence_request()
         self._record_contact()
 
     def _record_contact(self) -> None:
         self._folder.operator_contact_at = self._world.now()
         if self._folder.heartbeat.state is LauncherState.LOST:
-            self._worker.launcher.wake()
+            self._launcher.wake()
 
     async def _post_json(
         self, purpose: str, path: str, body: dict[str, Any], query: Mapping[str, str], seconds: float

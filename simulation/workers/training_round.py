@@ -8,10 +8,9 @@ need torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations_with_replacement
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,16 +27,19 @@ from pacekeeper.sync.training_config import (
 )
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import SYNC_MODES, Stop, SyncMode
-from pacekeeper_analysis.protocol.records import RING_RECORD, Phase, RecordKind, StateOrigin
+from pacekeeper_analysis.protocol.records import RING_RECORD, RING_STATE, Collective, Phase, RecordKind, StateOrigin
 from pacekeeper_analysis.stragglers import shares
 
+from ..kubernetes.machine import Machine
+from ..ports import SharedWorld
 from .rank import LOST_PEER_ERROR, TERMINATED_EXIT_CODE, SimulatedRank, StallReason, WorkSegment
+from .training_script import TrainingScript
 from .volume import SavedState
 
-if TYPE_CHECKING:
-    from ..world import World
-    from .training import SimulatedTraining
-
+_EMPTY_STATE = dict.fromkeys(RING_STATE.names or (), 0)
+"""Every field of a state, in the order of the record."""
+_GROUP_ID = 1
+_LOAD_NS = 50_000_000
 _INIT_SECONDS = (0.1, 0.5)
 _RESTORE_SECONDS = (0.2, 1.0)
 _FIRST_STEP_SECONDS = (0.5, 2.0)
@@ -59,8 +61,22 @@ _LONG_SEGMENT_SECONDS = 1.5
 class TrainingRound:
     """One round. It exists from the time when its first rank reaches the store."""
 
-    def __init__(self, world: World, training: SimulatedTraining, first_rank: SimulatedRank, address: str) -> None:
-        """`address`: of the launcher that serves the store."""
+    def __init__(
+        self,
+        world: SharedWorld,
+        nodes: Mapping[str, Machine],
+        training: TrainingScript,
+        first_rank: SimulatedRank,
+        address: str,
+        *,
+        on_start: Callable[[TrainingRound], None],
+        on_step: Iterable[Callable[[TrainingRound], None]],
+    ) -> None:
+        """`address`: of the launcher that serves the store.
+
+        `on_start`: called when all ranks have connected. `on_step`: called at each sync point after a step, and when
+        the ranks have restored their state.
+        """
         self.training = training
         self.round = first_rank.round
         self.membership = first_rank.membership
@@ -85,6 +101,9 @@ class TrainingRound:
         self.is_stalled = False
         """Whether its ranks take longer than expected."""
         self._world = world
+        self._nodes = nodes
+        self._on_start = on_start
+        self._on_step = on_step
         self._random = world.create_random(f"run {training.uid} {first_rank.membership} {first_rank.round} {address}")
         self._host = address
         self._world_size = first_rank.world_size
@@ -135,7 +154,7 @@ class TrainingRound:
         rank.worker.launcher.wake()
         if len(self.ranks) == self._world_size and not self.over:
             self._world.log.record_for_digest("meet", self.training.uid, self.round)
-            self.training.rounds.append(self)
+            self._on_start(self)
             nodes = list(dict.fromkeys(peer.worker.node for peer in self.assigned_ranks))
             self._links = list(combinations_with_replacement(nodes, 2))
             self._stamp_phases("device_ns")
@@ -230,6 +249,65 @@ class TrainingRound:
         for worker in dict.fromkeys(rank.worker for rank in self.ranks.values()):
             worker.launcher.wake()
 
+    # Observations.
+
+    def build_state(self, rank: SimulatedRank, now: float) -> np.void:
+        """Return the state in a rank's ring."""
+        segment = rank.segment
+        assert segment is not None
+        worked_until = min(now, rank.stalled_since)
+        has_arrived = worked_until >= segment.end_at
+        phase, since, step, steps, step_ended = (
+            segment.phase,
+            segment.started_at,
+            rank.step,
+            rank.steps_in_round,
+            rank.step_ended,
+        )
+        fields: dict[str, float] = {}
+        if segment.trains:
+            if rank.is_alive and StallReason.LOADER in rank.stalls and not has_arrived:
+                phase, since = Phase.LOAD, max(segment.started_at, rank.stalls[StallReason.LOADER])
+            if self.mode is not SyncMode.SYNC:
+                done = (
+                    segment.parts if has_arrived else int(max(0.0, worked_until - segment.started_at) / segment.seconds)
+                )
+                step, steps = self.progress.step + done, steps + done
+                step_ended = segment.started_at + done * segment.seconds if done else step_ended
+            fields |= {
+                "collectives_entered": self.sync_points + has_arrived,
+                "sequence": self.sync_points + has_arrived - 1,
+            }
+            if has_arrived:
+                fields |= {"collective": Collective.ALL_REDUCE, "collective_since_ns": int(1e9 * segment.end_at)}
+        fields |= {
+            "rank": rank.number,
+            "round": rank.round,
+            "pid": 100 + rank.local,
+            "phase": phase,
+            "phase_since_ns": int(1e9 * since),
+            "step": step,
+            "step_end_ns": int(1e9 * step_ended),
+            "steps_in_round": steps,
+            "group": _GROUP_ID,
+            "checkpoint_step": self.checkpoint_step,
+            "snapshot_step": self.snapshot_step if rank.local == 0 else -1,
+            "restored_step": self.restored_step,
+            "samples": rank.samples,
+            "global_batch": self.global_batch,
+            "total_steps": self.training.last_step or 0,
+            "replica_ranks": self.training.replica_ranks if self.global_batch else 0,
+            "checkpoint_request": self.answered,
+            "share": segment.share,
+            "sync_mode": SYNC_MODES.index(self.mode) if self.global_batch else -1,
+            "bad_loss_step": rank.bad_loss_step,
+            "longest_load_ns": _LOAD_NS if rank.steps_in_round else 0,
+            "share_granularity": 1,
+            **self.stamps,
+        }
+        state: np.void = np.array([tuple((_EMPTY_STATE | fields).values())], RING_STATE)[0]
+        return state
+
     # The start.
 
     def _restore_state(self) -> None:
@@ -270,7 +348,7 @@ class TrainingRound:
         self._world.log.record(
             training.job, f"round {self.round} of membership {self.membership} resumes from step {progress.step}"
         )
-        for callback in self._world.trainings.on_step:
+        for callback in self._on_step:
             callback(self)
         self._wake_launchers()
         self._decide_next()
@@ -298,7 +376,7 @@ class TrainingRound:
             rank.step = progress.step
             if rank.worker.loss_is_bad and rank.bad_loss_step < 0:
                 rank.bad_loss_step, wakes_launchers = progress.step, True
-        for callback in self._world.trainings.on_step:
+        for callback in self._on_step:
             callback(self)
         if wakes_launchers:
             self._wake_launchers()
@@ -407,7 +485,7 @@ class TrainingRound:
         rank_shares = (None if self._sample_source.is_leased else progress.training_config.shares) or self._equal_shares
         for rank in self.assigned_ranks:
             share = rank_shares[rank.number]
-            slowdown = self._world.nodes[rank.worker.node].slow
+            slowdown = self._nodes[rank.worker.node].slow
             seconds = (training.fixed_seconds + share * training.sample_seconds) * slowdown
             seconds *= self._random.uniform(0.98, 1.02)
             if is_first:

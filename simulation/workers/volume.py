@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .training_round import TrainingRound
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class CheckpointVolume:
     def __init__(self, keep: int) -> None:
         self.checkpoints: list[SavedState] = []
         """Published checkpoints, oldest first."""
-        self.owner: TrainingRound | None = None
+        self.owner: object | None = None
         """The round that may publish."""
         self.fails = False
         """Whether writes fail."""

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from pacekeeper.launcher.health.gpu_monitor import GpuEvent
 from pacekeeper_analysis.failures.gpu_health import GpuSign, XidOrigin, classify_xid
-from pacekeeper_analysis.protocol.reports import GpuHealth, Heartbeat
-from pacekeeper_operator.api.names import LABEL_JOB, TRAINER_CONTAINER
+from pacekeeper_analysis.protocol.reports import GpuHealth
 
-from .folder import PodFolder
+from ..kubernetes.api.objects import Object
+from ..ports import KILLED_EXIT_CODE, ExitCallback
 from .launcher import SimulatedLauncher
-from .rank import BAD_VALUE, SIGKILL_EXIT_CODE, TERMINATED_EXIT_CODE, SimulatedRank, StallReason
+from .pod import WorkerPod
+from .rank import SIGKILL_EXIT_CODE, TERMINATED_EXIT_CODE, SimulatedRank, StallReason
 from .sidecar import SimulatedSidecar
+from .training import SimulatedTraining
+from .worker_world import WorkerWorld
 
-if TYPE_CHECKING:
-    from ..kubernetes.containers import ExitCallback
-    from ..world import World
-    from .training import SimulatedTraining
-
-Object = dict[str, Any]
-
-KILLED_POD_EXIT_CODE = 137
 LAUNCHER_PROCESS, SIDECAR_PROCESS, ALL_PROCESSES = "launcher", "sidecar", "pod"
 """Processes that can be paused."""
 _SIDECAR_RESTART_SECONDS = (1.0, 2.0)
@@ -32,39 +25,17 @@ _GPU_CRASH_SECONDS = (0.05, 1.0)
 """Seconds from a GPU's error to the exit of the rank that uses it."""
 
 
-class SimulatedWorker:
-    """The containers of a worker's pod (`simulation.kubernetes.containers`)."""
+class SimulatedWorker(WorkerPod):
+    """The containers of a worker's pod (`simulation.ports.Containers`)."""
 
-    def __init__(self, world: World, pod: Object, node: str, address: str, exited: ExitCallback) -> None:
-        metadata = pod["metadata"]
-        trainer = next(container for container in pod["spec"]["containers"] if container["name"] == TRAINER_CONTAINER)
-        self.pod = pod
-        self.name: str = metadata["name"]
-        self.uid: str = metadata["uid"]
-        self.namespace: str = metadata["namespace"]
-        self.job: str = metadata["labels"][LABEL_JOB]
-        self.job_uid: str = metadata["ownerReferences"][0]["uid"]
-        self.node = node
-        self.address = address
-        self.environment: dict[str, str] = {
-            item["name"]: str(item["value"]) for item in trainer.get("env", ()) if "value" in item
-        }
-        self.arguments: list[str] = trainer.get("args", [])
-        self.window_steps = int(self.environment.get("PACEKEEPER_WINDOW_STEPS") or 32)
-        self.folder = PodFolder(Heartbeat(worker=self.name))
-        self.is_gone = False
-        """Whether all of its processes have ended."""
+    training: SimulatedTraining
+    launcher: SimulatedLauncher
+    sidecar: SimulatedSidecar
+
+    def __init__(self, world: WorkerWorld, pod: Object, node: str, address: str, exited: ExitCallback) -> None:
+        super().__init__(world, pod, node, address)
         self.ended = False
         """Whether its trainer's container has ended."""
-        self.script_fails = False
-        """Whether each rank that starts here fails before its first step."""
-        self.script_error = BAD_VALUE
-        """The error of such a rank."""
-        self.wrong_metrics = ""
-        """How its sidecar's metrics are wrong: "huge", or "foreign"; "": they are not."""
-        self.refuses_requests = False
-        """Whether the ranks here refuse any training config but the simplest."""
-        self.loss_is_bad = False
         self._world = world
         self._exited = exited
         self._random = world.create_random(f"worker {self.uid}")
@@ -72,18 +43,20 @@ class SimulatedWorker:
         self._kill_at = float("inf")
         self._ending: tuple[int, str, str] | None = None
         """How the trainer's container ends, once none of its processes is left."""
-        self.training: SimulatedTraining = world.trainings.get_or_create_training(self)
-        self.launcher = SimulatedLauncher(world, self)
-        self.sidecar = SimulatedSidecar(world, self, self._sidecars)
+        self.training = world.trainings.get_or_create_training(self)
+        self.launcher = SimulatedLauncher(world, self, self.on_rank_end, self.on_trainer_end)
+        self.sidecar = SimulatedSidecar(world, self, self.launcher, self._sidecars)
 
     @property
     def ranks(self) -> list[SimulatedRank]:
         """The running ranks."""
         return [rank for rank in self.launcher.ranks if rank.is_alive]
 
-    @property
-    def has_no_power(self) -> bool:
-        return not self._world.network.can_reach(self.node, self.node)
+    def export_steps(self) -> list[int] | None:
+        """Return the step of each rank that has reached its peers; None: the sidecar does not answer."""
+        if not self.sidecar.serves or self.sidecar.dead or self.sidecar.paused:
+            return None
+        return [rank.step for rank in self.launcher.ranks if rank.training_round is not None]
 
     # Actions of its kubelet.
 
@@ -102,7 +75,7 @@ class SimulatedWorker:
         if at == self._kill_at:
             self.kill()
 
-    def kill(self, code: int = KILLED_POD_EXIT_CODE, reason: str = "") -> None:
+    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "") -> None:
         self.is_gone = True
         self.sidecar.kill()
         self._end_trainer(code, reason)
@@ -111,7 +84,7 @@ class SimulatedWorker:
         self.sidecar.kill()
         if not self.is_gone:
             self._sidecars += 1
-            self.sidecar = SimulatedSidecar(self._world, self, self._sidecars)
+            self.sidecar = SimulatedSidecar(self._world, self, self.launcher, self._sidecars)
             self.sidecar.start()
 
     # The end of the trainer's container.
@@ -140,7 +113,7 @@ class SimulatedWorker:
         if self._ending is None or self.ranks:
             return
         if self.is_gone:
-            self._world.workers.pop(self.uid, None)
+            self._world.forget_worker(self.uid)
         if not self.ended:
             self.ended = True
             for callback in self._world.trainings.on_exit:

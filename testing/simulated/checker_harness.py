@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ class EmptyWorld:
     def create_random(self, purpose: str) -> random.Random:
         return random.Random(purpose)
 
-    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object:
+    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
         return self.loop.call_later(seconds, call, *arguments)
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from simulation.kubernetes.api.api_server import ApiServer
-from simulation.kubernetes.api.connection import Request, parse_path, serve_request
+from simulation.kubernetes.api.connection import serve_request
 from simulation.kubernetes.api.errors import WatchExpired
+from simulation.kubernetes.api.requests import Request, parse_path
+from simulation.kubernetes.api.watch import WatchOptions, WatchStream
 from simulation.loop import Process, VirtualLoop, create_unowned_context
 from simulation.network import SimulatedNetwork
 from simulation.run_log import RunLog
@@ -33,13 +35,16 @@ class ApiServerOnlyWorld:
         self.api = ApiServer(self)
         self.api.create("namespaces", {"metadata": {"name": NAMESPACE}})
 
+    def now(self) -> float:
+        return self.loop.time()
+
     def create_random(self, purpose: str) -> random.Random:
         return random.Random(f"{self._seed}/{purpose}")
 
     def wall_time(self, place: str = "") -> float:  # noqa: ARG002  # one clock for all places
         return EPOCH + self.loop.time() + self.clock_offset
 
-    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object:
+    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
         return self.loop.call_later(seconds, call, *arguments, context=create_unowned_context())
 
     def pass_time(self, seconds: float) -> None:
@@ -68,14 +73,8 @@ class SimulatedServer:
         target = parse_path(path)
         assert target is not None
         process = Process(self.world.loop, "watcher")
-        watch = self.api.watch(
-            PLACE,
-            process,
-            target.kind.plural,
-            query["resourceVersion"],
-            labels=query.get("labelSelector", ""),
-            namespace=target.namespace,
-        )
+        options = WatchOptions(query["resourceVersion"], query.get("labelSelector", ""), target.namespace)
+        watch = WatchStream(self.api, PLACE, process, target.kind, options)
         changes: list[tuple[str, Object]] = []
 
         async def read() -> None:

@@ -14,9 +14,9 @@ from pacekeeper_operator.pods.manifests import (
     build_probe_pod,
     build_worker_pod,
 )
-from simulation.kubernetes.containers import KILLED_EXIT_CODE, ExitCallback
 from simulation.kubernetes.nodes import SimulatedNode
 from simulation.loop import Process
+from simulation.ports import KILLED_EXIT_CODE, ExitCallback
 from simulation.world import World, WorldSettings
 
 Object = dict[str, Any]

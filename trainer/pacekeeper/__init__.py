@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `__getattr__` imports these at their first use, since most of them load torch
     from pacekeeper_analysis.stragglers.length_cost import SequenceCost
     from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
 

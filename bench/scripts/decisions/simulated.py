@@ -32,11 +32,11 @@ from pacekeeper_analysis.stragglers import shares
 from pacekeeper_analysis.stragglers.price import compute_loss_rate
 from pacekeeper_operator.api.incident import IncidentCause
 from simulation.faults.context import FaultContext
-from simulation.faults.fault import TargetRole
 from simulation.faults.ranks import NodeIsSlow, RankCrashes
+from simulation.faults.targets import TargetRole
 from simulation.generator import OPERATOR_SETTINGS
 from simulation.operators.endpoint import clear_application_cache
-from simulation.schedule import Schedule, SimulatedJob
+from simulation.simulated_job import SimulatedJob
 from simulation.workers.training import SimulatedTraining
 from simulation.workers.training_round import TrainingRound
 from simulation.world import World, WorldSettings
@@ -120,7 +120,7 @@ def play_case(case: SimulatedCase) -> Played:
     settings = WorldSettings(nodes=2 * REPLICAS, slots=1, operator=OPERATOR_SETTINGS)
     world = World(case.seed, settings)
     try:
-        watch = _Watch(world, FaultContext(world, Schedule(case.seed, world=settings, jobs=(job,))), case)
+        watch = _Watch(world, FaultContext(world, (job,)), case)
         world.run(watch.play())
         return watch.build_played()
     finally:

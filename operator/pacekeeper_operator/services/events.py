@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import kopf
 
@@ -12,9 +11,7 @@ from ..api.names import API_VERSION
 from ..api.training_job import TrainingJob
 from ..async_runtime import OperatorRuntime
 from ..kube.client import EVENTS, Cluster, Object
-
-if TYPE_CHECKING:
-    from .operator import Operator
+from .operator import Operator
 
 MAX_NOTE_CHARACTERS = 1024
 log = logging.getLogger(__name__)

@@ -5,19 +5,16 @@ Stored objects are shared: a reader must never change one.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ...loop import Process, VirtualLoop
-from ...network import SimulatedNetwork
-from ...run_log import RunLog
+from ...ports import SharedWorld
 from . import admission, managed_fields
 from .admission import Actor
 from .api_faults import ApiFaults
-from .connection import Request, SimulatedApiConnection
+from .changes import RESTORED, ObjectChange
 from .errors import (
     PATCH_OPTIONS_KIND,
     ApiError,
@@ -42,9 +39,10 @@ from .objects import (
     has_ended,
     parse_timestamp,
 )
+from .ports import OpenWatch
 from .quota import QuotaController
+from .requests import Request
 from .tokens import PodTokens
-from .watch import WatchOptions, WatchStream
 
 _IDENTITY_FIELDS = ("apiVersion", "kind", "metadata")
 MERGE_PATCH, JSON_PATCH, APPLY_PATCH = (
@@ -65,20 +63,6 @@ _SYSTEM_METADATA_FIELDS = (
 )
 """Metadata that only the API server writes."""
 _EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
-RESTORED = "etcd"
-"""Actor of the changes when a backup is restored."""
-
-
-class ApiServerWorld(Protocol):
-    """What the API server needs of a world."""
-
-    loop: VirtualLoop
-    network: SimulatedNetwork
-    log: RunLog
-
-    def create_random(self, purpose: str) -> random.Random: ...
-    def wall_time(self, place: str = "") -> float: ...
-    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +73,6 @@ class WriteRequest:
     actor: Actor
     subresource: str
     dry_run: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectChange:
-    """A change of one object."""
-
-    type: str  # ADDED, MODIFIED, or DELETED
-    plural: str
-    object: Object  # as it is now; if deleted: as it was last, with the version of its deletion
-    previous: Object | None
-    actor: str  # the operator's pod, or the manager
-    time: float  # virtual seconds
-    verb: str  # create, update, patch, apply, delete
-    version: int
 
 
 @dataclass(frozen=True)
@@ -116,17 +86,17 @@ class Backup:
 class ApiServer:
     """All objects of a cluster."""
 
-    def __init__(self, world: ApiServerWorld) -> None:
+    def __init__(self, world: SharedWorld) -> None:
         self.faults = ApiFaults(restarts=self._restart)
         self.world = world
-        self.tokens = PodTokens(self)
+        self.tokens = PodTokens(world, self.get)
         self.random = world.create_random("api")
         self.version = 1000
         """resourceVersion of the last change."""
         self.history: dict[str, deque[ObjectChange]] = {plural: deque() for plural in KINDS}
         self.forgotten = dict.fromkeys(KINDS, self.version)
         """By kind: changes up to this version are no longer in `history`."""
-        self.watches: list[WatchStream] = []
+        self.watches: list[OpenWatch] = []
         self._objects: dict[str, dict[Key, Object]] = {plural: {} for plural in KINDS}
         self._quotas = QuotaController(self)
         self._subscribers: list[Callable[[ObjectChange], None]] = [
@@ -201,25 +171,7 @@ class ApiServer:
         """Return a token of the pod's service account, as a kubelet projects it into a volume."""
         return self.tokens.mint_token(pod, audience, seconds)
 
-    # For clients over the network.
-
-    def open_connection(self, place: str, process: Process) -> SimulatedApiConnection:
-        """Open a connection. `place`: the client's place, which is also its identity."""
-        return SimulatedApiConnection(self, place, process)
-
-    def watch(
-        self,
-        place: str,
-        process: Process,
-        plural: str,
-        version: str,
-        *,
-        labels: str = "",
-        namespace: str = "",
-        seconds: float = 300.0,
-    ) -> WatchStream:
-        """Open a watch of changes after `version` ("": all objects first). The server ends it after `seconds`."""
-        return WatchStream(self, place, process, KINDS[plural], WatchOptions(version, labels, namespace, seconds))
+    # Its state, for faults.
 
     def end_watches(self, place: str = "", plural: str = "", *, history_lost: bool = False) -> None:
         """End the watches of that place and kind ("": of all). `history_lost`: with 410, so that none can resume."""

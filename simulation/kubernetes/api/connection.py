@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from pacekeeper_operator.kube.client import REQUEST_SECONDS, WATCH_IDLE_TIMEOUT_SECONDS, ApiResponse
 
@@ -15,60 +13,21 @@ from ...loop import Process
 from ...network import API_PLACE
 from .admission import MAX_REQUEST_BYTES, Actor
 from .api_faults import RequestOutcome
+from .api_server import ApiServer
 from .errors import PATCH_OPTIONS_KIND, ApiError, FieldError, build_bad_request, build_invalid, build_not_found
 from .objects import (
-    KINDS,
     Object,
-    ServedKind,
     as_sent,
     copy_value,
     estimate_json_bytes,
     parse_field_selector,
     parse_label_selector,
 )
-
-if TYPE_CHECKING:
-    from .api_server import ApiServer
+from .requests import Request, RequestStage, ResourceTarget, parse_path
+from .watch import WatchOptions, WatchStream
 
 MAX_LATE_SECONDS = 25.0
 """A late request takes effect within this time after its client has timed out."""
-
-
-class RequestStage(Enum):
-    """The stages of a request."""
-
-    SENT = "it is about to be sent: a process that is killed now has not sent it"
-    APPLIED = "it has taken effect, and its sender has no answer yet"
-    ANSWERED = "its sender has the answer"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request over the network. `operator`: by its service account. `status`: of the answer; 0: there is none yet."""
-
-    place: str
-    method: str
-    path: str
-    query: Mapping[str, str]
-    body: Any
-    style: str
-    stage: RequestStage = RequestStage.SENT
-    status: int = 0
-    operator: bool = True
-
-    @property
-    def is_write(self) -> bool:
-        return self.method != "GET"
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceTarget:
-    """What a path names."""
-
-    kind: ServedKind
-    namespace: str
-    name: str
-    subresource: str
 
 
 class SimulatedApiConnection:
@@ -95,15 +54,9 @@ class SimulatedApiConnection:
         target = parse_path(path)
         if target is None:
             raise ConnectionResetError(f"nothing is served at {path}")
-        stream = self._api.watch(
-            self._place,
-            self._process,
-            target.kind.plural,
-            query["resourceVersion"],
-            labels=query.get("labelSelector", ""),
-            namespace=target.namespace,
-            seconds=float(query["timeoutSeconds"]),
-        )
+        labels, seconds = query.get("labelSelector", ""), float(query["timeoutSeconds"])
+        options = WatchOptions(query["resourceVersion"], labels, target.namespace, seconds)
+        stream = WatchStream(self._api, self._place, self._process, target.kind, options)
         try:
             while True:
                 async with asyncio.timeout(WATCH_IDLE_TIMEOUT_SECONDS):
@@ -355,18 +308,3 @@ _METHOD_HANDLERS: Mapping[str, Callable[[ApiServer, ResourceTarget, Request], tu
 
 def _build_actor(request: Request) -> Actor:
     return Actor(request.place, request.query.get("fieldManager", ""), operator=request.operator)
-
-
-@lru_cache(maxsize=4096)
-def parse_path(path: str) -> ResourceTarget | None:
-    """Parse a path; None: no such kind is served there."""
-    parts = path.strip("/").split("/")
-    count = 2 if parts[0] == "api" else 3
-    prefix, rest = "/" + "/".join(parts[:count]), parts[count:]
-    namespace = ""
-    if len(rest) > 2 and rest[0] == "namespaces" and rest[2] in KINDS:
-        namespace, rest = rest[1], rest[2:]
-    kind = KINDS.get(rest[0]) if rest else None
-    if kind is None or kind.path != prefix:
-        return None
-    return ResourceTarget(kind, namespace, *[*rest[1:], "", ""][:2])

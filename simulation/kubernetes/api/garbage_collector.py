@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from .changes import ObjectChange
 from .objects import KINDS_BY_NAME, Key, Object
-
-if TYPE_CHECKING:
-    from .api_server import ApiServer, ObjectChange
+from .ports import ControllerApi
 
 COLLECTOR_NAME = "garbage-collector"
 
@@ -15,7 +12,7 @@ COLLECTOR_NAME = "garbage-collector"
 class GarbageCollector:
     """Receives every change."""
 
-    def __init__(self, api: ApiServer) -> None:
+    def __init__(self, api: ControllerApi) -> None:
         self._api = api
         self._dependents: dict[str, dict[tuple[str, Key], None]] = {}  # by the owner's uid
 

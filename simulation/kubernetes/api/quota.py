@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+from .changes import ObjectChange
 from .errors import build_forbidden
 from .objects import Object, ServedKind, has_ended
-
-if TYPE_CHECKING:
-    from .api_server import ApiServer, ObjectChange
+from .ports import ControllerApi
 
 QUOTA_CONTROLLER_NAME = "resourcequota-controller"
 QUOTA_RECOUNT_SECONDS = 300.0
@@ -24,7 +22,7 @@ _RESOURCE_COUNTERS: Mapping[str, Callable[[Object], bool]] = {
 class QuotaController:
     """The quotas of all namespaces."""
 
-    def __init__(self, api: ApiServer) -> None:
+    def __init__(self, api: ControllerApi) -> None:
         self._api = api
 
     def charge(self, kind: ServedKind, namespace: str, name: str, *, dry_run: bool) -> None:

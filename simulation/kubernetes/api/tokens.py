@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ...ports import SharedWorld
 from .objects import Object
-
-if TYPE_CHECKING:
-    from .api_server import ApiServer
 
 TOKEN_CACHE_SECONDS = 10.0
 """Seconds for which the API server caches a positive review, even if the pod has been deleted since."""
@@ -30,17 +28,18 @@ class _MintedToken:
 
 
 class PodTokens:
-    """All tokens."""
+    """All tokens. `get_object`: returns a stored object by its kind, name, and namespace."""
 
-    def __init__(self, api: ApiServer) -> None:
-        self._api = api
+    def __init__(self, world: SharedWorld, get_object: Callable[[str, str, str], Object | None]) -> None:
+        self._world = world
+        self._get_object = get_object
         self._minted: dict[str, _MintedToken] = {}
 
     def mint_token(self, pod: Object, audience: str, seconds: float) -> str:
         """Create a token that is valid for `seconds`, and while the pod exists."""
         metadata = pod["metadata"]
         account = pod["spec"].get("serviceAccountName", "default")
-        now = self._api.world.wall_time("api")
+        now = self._world.wall_time("api")
         claims = {
             "aud": [audience],
             "exp": int(now + seconds),
@@ -63,7 +62,7 @@ class PodTokens:
         spec = body["spec"]
         audiences = spec.get("audiences", [])
         minted = self._minted.get(spec.get("token", ""))
-        now = self._api.world.loop.time()
+        now = self._world.now()
         if minted is None:
             return self._build_review(body, {"user": {}, "error": "invalid bearer token"})
         if minted.audience not in audiences:
@@ -90,9 +89,9 @@ class PodTokens:
         return self._build_review(body, {"authenticated": True, "user": user, "audiences": [minted.audience]})
 
     def _find_flaw(self, minted: _MintedToken) -> str:
-        if self._api.world.wall_time("api") >= minted.expires:
+        if self._world.wall_time("api") >= minted.expires:
             return "service account token has expired"
-        pod = self._api.get("pods", minted.pod, minted.namespace)
+        pod = self._get_object("pods", minted.pod, minted.namespace)
         if pod is None or pod["metadata"]["uid"] != minted.uid:
             return "service account token has been invalidated"
         return ""

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ...loop import Process
 from ...network import API_PLACE
+from .api_server import ApiServer
+from .changes import ObjectChange
 from .errors import ApiError, WatchExpired
 from .objects import Object, ServedKind, parse_label_selector
-
-if TYPE_CHECKING:
-    from .api_server import ApiServer, ObjectChange
 
 Event = tuple[str, Object]
 """ADDED, MODIFIED, DELETED, or BOOKMARK, and the object."""
@@ -32,9 +31,9 @@ class WatchOptions:
     """The options of a watch request. `version`: changes after it are sent; "": all objects first."""
 
     version: str
-    labels: str
-    namespace: str
-    seconds: float
+    labels: str = ""
+    namespace: str = ""
+    seconds: float = 300.0
     """The server ends the watch after this time."""
 
 
@@ -45,6 +44,7 @@ class WatchStream:
     """
 
     def __init__(self, api: ApiServer, place: str, process: Process, kind: ServedKind, options: WatchOptions) -> None:
+        """`place`: the client's."""
         self.place = place
         self.kind = kind
         self._api = api

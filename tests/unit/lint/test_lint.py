@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lint.layout import MAX_FILES, check_layout
+from lint.layout import MAX_FILES, check_hidden_imports, check_layout
 from lint.names import check_names
 from lint.prose import MAX_WORDS, check_module, check_page
 from lint.violation import Violation
@@ -106,6 +106,39 @@ class TestLayout:
         assert not list(check_layout(sources, {}))
         (found,) = check_layout(sources, {"a": "a reason"})
         assert "remove it" in found.message
+
+
+class TestHiddenImports:
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "from ..world import World",
+            "from . import world",
+            "from simulation.world import World",
+            "import simulation.run",
+        ],
+    )
+    @pytest.mark.parametrize("condition", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
+    def test_a_hidden_import_of_this_repository_is_found(self, statement: str, condition: str) -> None:
+        sources = {"a/b.py": ast.parse(f"if {condition}:\n    import numpy\n    {statement}")}
+        (found,) = check_hidden_imports(sources, {"simulation"}, {})
+        assert (found.path, found.line) == ("a/b.py", 3)
+        assert "hides a circle" in found.message
+        assert not list(check_hidden_imports(sources, {"simulation"}, {"a/b.py": "a reason"}))
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "if TYPE_CHECKING:\n    from torch.distributed import TCPStore\n    import simulations",
+            "from .world import World",
+            "if sys.platform:\n    from .world import World",
+        ],
+    )
+    def test_other_imports_are_not_found_and_need_no_exception(self, source: str) -> None:
+        sources = {"a/b.py": ast.parse(source)}
+        assert not list(check_hidden_imports(sources, {"simulation"}, {}))
+        (found,) = check_hidden_imports(sources, {"simulation"}, {"a/b.py": "a reason"})
+        assert "remove its exception" in found.message
 
 
 class TestProse:

@@ -10,9 +10,11 @@ import pytest
 
 from pacekeeper_operator.kube.client import MERGE_PATCH, REQUEST_SECONDS, ApiResponse
 from simulation.kubernetes.api.api_faults import OneShot, RequestOutcome, SlowWebhook
-from simulation.kubernetes.api.connection import Request, RequestStage
+from simulation.kubernetes.api.connection import SimulatedApiConnection
 from simulation.kubernetes.api.errors import WatchExpired
-from simulation.kubernetes.api.watch import WatchStream
+from simulation.kubernetes.api.objects import KINDS
+from simulation.kubernetes.api.requests import Request, RequestStage
+from simulation.kubernetes.api.watch import WatchOptions, WatchStream
 from simulation.loop import Process
 from simulation.network import API_PLACE
 from testing.kubernetes.api_probes import build_config_map
@@ -29,7 +31,7 @@ class Client:
     def __init__(self, world: ApiServerOnlyWorld) -> None:
         self.world = world
         self.process = Process(world.loop, PLACE)
-        self.connection = world.api.open_connection(PLACE, self.process)
+        self.connection = SimulatedApiConnection(world.api, PLACE, self.process)
         self.said: list[tuple[float, str]] = []  # when, what
 
     def patch(self, data: dict[str, str]) -> None:
@@ -290,7 +292,7 @@ def type_of(error: Exception) -> str:
 def read(world: ApiServerOnlyWorld, client: Client) -> Callable[..., Reader]:
     def begin(version: str | None = None, **named: Any) -> Reader:
         since = str(world.api.version) if version is None else version
-        watch = world.api.watch(PLACE, client.process, "configmaps", since, **named)
+        watch = WatchStream(world.api, PLACE, client.process, KINDS["configmaps"], WatchOptions(since, **named))
         return Reader(world, watch, client.process)
 
     return begin
@@ -442,7 +444,8 @@ def test_a_paused_reader_hears_it_all_later(
 
 
 def test_a_reader_that_stops_waiting_loses_nothing(world: ApiServerOnlyWorld, client: Client) -> None:
-    watch = world.api.watch(PLACE, client.process, "configmaps", str(world.api.version))
+    options = WatchOptions(str(world.api.version))
+    watch = WatchStream(world.api, PLACE, client.process, KINDS["configmaps"], options)
     told: list[str] = []
 
     async def read() -> None:

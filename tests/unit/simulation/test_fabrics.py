@@ -12,7 +12,7 @@ import pytest
 from pacekeeper_analysis.protocol.plan import Plan
 from pacekeeper_operator.state import state_codec
 from pacekeeper_operator.state.routes import get_planned_routes
-from simulation.schedule import SimulatedJob
+from simulation.simulated_job import SimulatedJob
 from simulation.world import NAMESPACE, World, WorldSettings
 
 LEAF = "example.com/leaf"

@@ -22,7 +22,7 @@ from pacekeeper_operator.api.names import (
 from pacekeeper_operator.kube.leader_election import LEASE_NAME
 from pacekeeper_operator.state.desired_state import DesiredState, Incident
 from simulation.checkers import behavior
-from simulation.kubernetes.api.connection import Request
+from simulation.kubernetes.api.requests import Request
 from simulation.kubernetes.containers import SHARED
 from simulation.world import EPOCH
 from testing.operators import observations

@@ -17,7 +17,7 @@ from simulation.checkers import end_state, status_accuracy, training
 from simulation.checkers.checker import Checker
 from simulation.checkers.cluster_history import NEVER_HAPPENED
 from simulation.faults.fault import Cost
-from simulation.kubernetes.kubelet import ImagePulls
+from simulation.kubernetes.machine import ImagePulls
 from simulation.workers.volume import SavedState
 from simulation.world import EPOCH
 from testing.simulated.checker_harness import OPERATOR, CheckerHarness

@@ -15,7 +15,8 @@ from simulation.faults.ranks import RankCrashes
 from simulation.faults.triggers import AtTime
 from simulation.generator import OPERATOR_SETTINGS
 from simulation.run import run_schedule
-from simulation.schedule import Aim, FaultInjection, Schedule, SimulatedJob
+from simulation.schedule import Aim, FaultInjection, Schedule
+from simulation.simulated_job import SimulatedJob
 from simulation.world import EPOCH, WorldSettings
 
 STEPS = 200

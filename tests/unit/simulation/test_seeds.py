@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from pacekeeper_operator.services.probe_check import CIRCLE
 from simulation import batch
-from simulation.faults.fault import OperatorTarget
 from simulation.faults.machines import PowerFails
 from simulation.faults.operators import OperatorKilled, OperatorPaused
+from simulation.faults.targets import OperatorTarget
 from simulation.faults.triggers import AfterWrite, AtTime
 from simulation.generator import OPERATOR_SETTINGS, generate_schedule
 from simulation.run import run_schedule
-from simulation.schedule import MIN_RUN_SECONDS, Aim, FaultInjection, Schedule, SimulatedJob
+from simulation.schedule import MIN_RUN_SECONDS, Aim, FaultInjection, Schedule
+from simulation.simulated_job import SimulatedJob
 from simulation.world import WorldSettings
 
 CALM = Schedule(5, world=WorldSettings(nodes=5, operator=OPERATOR_SETTINGS), jobs=(SimulatedJob(replicas=2, spares=1),))

@@ -6,8 +6,9 @@ from simulation.faults.machines import PodDeleted, PowerFails
 from simulation.faults.operators import OperatorKilled
 from simulation.faults.ranks import NodeIsSlow, RankCrashes
 from simulation.faults.triggers import AfterFault, AtTime
-from simulation.schedule import FaultInjection, Schedule, SimulatedJob
+from simulation.schedule import FaultInjection, Schedule
 from simulation.shrink import iterate_simpler, shrink_schedule
+from simulation.simulated_job import SimulatedJob
 from simulation.world import WorldSettings
 
 MANY = Schedule(

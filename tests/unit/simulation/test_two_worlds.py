@@ -12,8 +12,8 @@ from simulation.conformance.scenario_run import is_job_calm
 from simulation.conformance.sequences import Comparison
 from simulation.conformance.simulated import run_in_simulation
 from simulation.faults import machines, people
-from simulation.faults.fault import TargetRole
-from simulation.schedule import SimulatedJob
+from simulation.faults.targets import TargetRole
+from simulation.simulated_job import SimulatedJob
 
 Change = Callable[[dict[str, Any]], None]
 

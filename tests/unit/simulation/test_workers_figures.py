@@ -19,7 +19,8 @@ from simulation.faults.triggers import AtTime
 from simulation.generator import OPERATOR_SETTINGS
 from simulation.prometheus import EXPORTER_NAMESPACE, MEMORY_METRIC, XID_BASELINE_SECONDS
 from simulation.run import run_schedule
-from simulation.schedule import Aim, FaultInjection, Schedule, SimulatedJob
+from simulation.schedule import Aim, FaultInjection, Schedule
+from simulation.simulated_job import SimulatedJob
 from simulation.workers.worker import SIDECAR_PROCESS
 from simulation.world import EPOCH, NAMESPACE, WorldSettings
 from testing.simulated.simulated_workers import SimulatedTeam

@@ -70,7 +70,7 @@ from .rendezvous.rounds import (
 from .rendezvous.transport import RendezvousClient, RendezvousServer
 from .settings import LauncherSettings
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the launcher starts without torch: it takes seconds to load
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
 LAUNCHER_TICK_SECONDS = 0.05

@@ -8,7 +8,7 @@ from pacekeeper_operator.api.names import METRICS_PORT
 from pacekeeper_operator.decide.nodes.quarantine_steps import ProbePod
 from pacekeeper_operator.observe.views import view_pod
 from simulation.kubernetes.api.errors import ApiError
-from simulation.kubernetes.kubelet import ImagePulls
+from simulation.kubernetes.machine import ImagePulls
 from simulation.network import SIMULATED_KUBELET_PORT
 from testing.simulated.simulated_machines import NAMESPACE, TRAINER, MachinesHarness
 

@@ -12,7 +12,7 @@ from pacekeeper_operator.api.names import FINALIZER_JOB, Object
 from pacekeeper_operator.pods.node_health import DEFAULT_LEAVE_TAINTS
 from pacekeeper_operator.state import state_codec
 from simulation.operators.pod import OperatorPod
-from simulation.schedule import SimulatedJob
+from simulation.simulated_job import SimulatedJob
 from simulation.world import NAMESPACE, World, WorldSettings
 
 Make = Callable[..., World]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,13 +14,14 @@ import pytest
 from pacekeeper_operator.api.training_job import JobPhase
 from simulation import generator
 from simulation.faults.context import FaultContext, is_operator_write
-from simulation.faults.fault import Cost, Fault, TargetMissing, TargetRole
+from simulation.faults.fault import Cost, Fault
 from simulation.faults.machines import NodeIsCutOff, NodePartition
+from simulation.faults.targets import TargetMissing, TargetRole
 from simulation.faults.triggers import AfterFault, AfterWrite, BeforeWrite, PhaseBegins, RoundGathers, Trigger
 from simulation.faults.value_codec import derive_kind, find_members, from_json, to_json
 from simulation.kubernetes.api.api_faults import RequestOutcome
 from simulation.kubernetes.api.api_server import ApiServer
-from simulation.kubernetes.api.connection import Request, RequestStage
+from simulation.kubernetes.api.requests import Request, RequestStage
 from simulation.loop import VirtualLoop
 from simulation.network import SimulatedNetwork
 from simulation.run_log import RunLog
@@ -85,7 +87,7 @@ class FakeWorld:
     def now(self) -> float:
         return self.loop.time()
 
-    def call_after(self, seconds: float, call: Any, *arguments: Any) -> object:
+    def call_after(self, seconds: float, call: Any, *arguments: Any) -> asyncio.TimerHandle:
         return self.loop.call_later(seconds, call, *arguments)
 
     def pass_time(self, seconds: float) -> None:
@@ -102,7 +104,7 @@ class TriggerHarness:
 
     def __init__(self, *moments: Trigger) -> None:
         self.world = FakeWorld()
-        self.context = FaultContext(cast(Any, self.world), Schedule(0))
+        self.context = FaultContext(cast(Any, self.world), Schedule(0).jobs)
         self.injected: dict[int, float] = {}
         for place, moment in enumerate(moments):
             moment.arm(self.context, lambda place=place: self.inject(place))  # type: ignore[misc]

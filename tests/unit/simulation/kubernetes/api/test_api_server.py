@@ -26,7 +26,8 @@ from pacekeeper_operator.kube.client import (
 )
 from simulation.kubernetes.api import admission, cel_rules
 from simulation.kubernetes.api.api_faults import Denial
-from simulation.kubernetes.api.api_server import ObjectChange
+from simulation.kubernetes.api.changes import ObjectChange
+from simulation.kubernetes.api.connection import SimulatedApiConnection
 from simulation.kubernetes.api.errors import ApiError
 from simulation.kubernetes.api.objects import KINDS, apply_merge_patch
 from simulation.kubernetes.api.schema import CRD_FOLDER
@@ -49,7 +50,7 @@ def world() -> ApiServerOnlyWorld:
 
 @pytest.fixture
 def operator(world: ApiServerOnlyWorld) -> Cluster:
-    return Cluster(world.api.open_connection("operator-0-0", Process(world.loop, "operator-0-0")))
+    return Cluster(SimulatedApiConnection(world.api, "operator-0-0", Process(world.loop, "operator-0-0")))
 
 
 def run(world: ApiServerOnlyWorld, work: Any) -> Any:
