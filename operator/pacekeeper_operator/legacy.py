@@ -42,7 +42,8 @@ def convert_legacy_state(data: Mapping[str, str], job: str, now: float) -> Desir
             f"ConfigMap {job}-plan of an earlier operator cannot be read ({error!r}); delete it, and the job's "
             "workers are replaced under a new plan"
         ) from error
-    workers = tuple(replace(worker, uid="", node="") for worker in state.placement.workers)  # read from the pods
+    # What the pods show is read from them.
+    workers = tuple(replace(worker, uid="", node="", starting_since=None) for worker in state.placement.workers)
     if any(not re.fullmatch(rf"{re.escape(job)}-w\d+-\d+", worker.name) for worker in workers):
         raise InputError(f"ConfigMap {job}-plan names workers that are not of job {job}; delete it")
     state = replace(state, placement=replace(state.placement, workers=workers))
@@ -50,9 +51,11 @@ def convert_legacy_state(data: Mapping[str, str], job: str, now: float) -> Desir
 
 
 def _select_fields(owner: type[Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {
-        f.name: LEGACY_FIELD_NAMES.get(f.name, camel_case(f.name))
-        for f in fields(owner)
-        if f.name not in DROPPED_LEGACY_FIELDS
-    }
-    return {camel_case(name): old[key] for name, key in keys.items() if key in old}
+    """Return the fields of `owner` in their current form. A number that was not known was 0 or -1 then."""
+    selected = {}
+    for item in fields(owner):
+        value = old.get(LEGACY_FIELD_NAMES.get(item.name, camel_case(item.name)))
+        is_unknown = item.default is None and value in (0, -1)
+        if item.name not in DROPPED_LEGACY_FIELDS and value is not None and not is_unknown:
+            selected[camel_case(item.name)] = value
+    return selected

@@ -88,7 +88,7 @@ _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 class PrometheusSample:
     """The result of a query. `job_values` is by query and (namespace, job)."""
 
-    queried_at: float = 0.0
+    queried_at: float | None = None
     job_values: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
     gpu_values: tuple[GpuValue, ...] = ()
     gpu_signs: tuple[GpuValue, ...] = ()
@@ -120,7 +120,7 @@ class QueryEffort:
 
     seconds: float = MIN_QUERY_SECONDS
     parts: int = 1
-    changed_at: float = 0.0
+    changed_at: float | None = None
 
     def __str__(self) -> str:
         return f"with {self.seconds:g} s" + (f" for each of {self.parts} parts" if self.parts > 1 else "")
@@ -138,7 +138,7 @@ class QueryEffort:
         self.changed_at = now
 
     def record_success(self, now: float) -> None:
-        if 0 <= now - self.changed_at < QUERY_EFFORT_EASE_SECONDS:
+        if self.changed_at is not None and 0 <= now - self.changed_at < QUERY_EFFORT_EASE_SECONDS:
             return
         self.parts = max(1, self.parts // 2)
         self.seconds = max(MIN_QUERY_SECONDS, self.seconds / 2)

@@ -96,7 +96,7 @@ async def create_state(
         desired = legacy.convert_legacy_state(legacy_map.get("data", {}), job.name, now)
     else:
         desired = build_initial_state(job, pods, now, reported_round).with_lifecycle(
-            separate_folder=separate_folder, training_since=now if trained else 0.0
+            separate_folder=separate_folder, training_since=now if trained else None
         )
     await incidents.supersede_unknown(cluster, job, desired.state.incidents.list_names())
     await write_state(cluster, job, cache, desired)

@@ -98,7 +98,9 @@ class NodeRegistry:
         self.failing_check = ""
         """The check that probe pods fail on nodes that are not suspected: see `services.probe_check`."""
         self._usage = QuarantineUsage()
-        self._reported_conditions: dict[str, tuple[str, float]] = {}  # node → (UID, since): its reported condition
+        self._reported_conditions: dict[
+            str, tuple[str, float | None]
+        ] = {}  # node → (UID, since): its reported condition
         self._pause: tuple[float, str] = (-math.inf, "")
         self._pause_lock = asyncio.Lock()
         self._approval_lock = asyncio.Lock()
@@ -165,7 +167,7 @@ class NodeRegistry:
         if not quarantine.is_suspicion or find_witness(quarantine, known_node.node) is None:
             return False
         await self._ensure_nodes_listed()
-        if not QuarantineContext(self.rules, node_count=len(self.nodes)).is_breaker_disabled:
+        if not QuarantineContext(self.rules, node_count=len(self.nodes) or None).is_breaker_disabled:
             return False  # most wait for a while, and must be recorded during that time
         async with self._lock_fresh_quarantines():
             return isinstance(self._decide_and_grant(quarantine, known_node), ApproveQuarantine)
@@ -187,7 +189,7 @@ class NodeRegistry:
             yield
 
     def _decide_and_grant(self, quarantine: Quarantine, known_node: KnownNode) -> QuarantineStep:
-        context = QuarantineContext(self.rules, self._usage, len(self.nodes), self._pause[1])
+        context = QuarantineContext(self.rules, self._usage, len(self.nodes) or None, self._pause[1])
         step = decide_quarantine_step(quarantine, known_node.node, None, context, self.runtime.now())
         if isinstance(step, ApproveQuarantine):
             self._usage.grant(quarantine.name)
@@ -220,7 +222,8 @@ class NodeRegistry:
 
     def get_broken_since(self, known_node: KnownNode) -> float:
         """Return since when the node is broken, but not a time in the future: clocks may differ."""
-        return min(known_node.node.broken_since, self.runtime.now()) or self.runtime.now()
+        since, now = known_node.node.broken_since, self.runtime.now()
+        return now if since is None else min(since, now)
 
     def mark_condition_reported(self, name: str, known_node: KnownNode) -> None:
         """Mark the condition as reported: a user who deletes the NodeQuarantine has ended it."""
@@ -267,7 +270,7 @@ class NodeRegistry:
         if node is None or find_witness(quarantine, node) is None:
             return QuarantineContext(self.rules, self._usage)
         await self._ensure_nodes_listed()
-        return QuarantineContext(self.rules, self._usage, len(self.nodes), await self.get_pause_reason())
+        return QuarantineContext(self.rules, self._usage, len(self.nodes) or None, await self.get_pause_reason())
 
     async def _ensure_nodes_listed(self) -> None:
         if not self.nodes.listed.is_set():

@@ -41,11 +41,11 @@ def build_setup(before: MachineCounters, after: MachineCounters) -> ProcessSetup
     limit = min(cgroup.read_cpu_limit(), float(len(os.sched_getaffinity(0))))
     return ProcessSetup(
         threads=torch.get_num_threads(),
-        processors=round(limit, 2) if math.isfinite(limit) else 0.0,
-        ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 0),
+        processors=round(limit, 2) if math.isfinite(limit) else None,
+        ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or None,
         throttled=_compute_share(after.throttled - before.throttled, periods) if periods > 0 else 0.0,
-        ran=_compute_share(after.ran_ns - before.ran_ns, seconds) if has_run_times else -1.0,
-        delayed=_compute_share(after.delayed_ns - before.delayed_ns, seconds) if has_run_times else -1.0,
+        ran=_compute_share(after.ran_ns - before.ran_ns, seconds) if has_run_times else None,
+        delayed=_compute_share(after.delayed_ns - before.delayed_ns, seconds) if has_run_times else None,
         infiniband=INFINIBAND_FOLDER.is_dir() and any(INFINIBAND_FOLDER.iterdir()),
         anomalies=torch.is_anomaly_enabled(),
         variables=tuple(
