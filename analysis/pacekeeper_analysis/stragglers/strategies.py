@@ -386,8 +386,8 @@ def propose_revert_to_sync(
     the steps that each rank did alone, and judged as such. The S of `bottleneck`, which led here, must fall below half
     of the threshold's excess (1.05 for 1.1). Any other S must fall below the threshold. With NONE, each must fall below
     half. A rank that stays slow does not matter if shares mend it nearly as well. `global_batch` is the number of
-    samples of a synchronous step. None means the sum of the ranks' local batches. `usual_slowdowns` are values of S that
-    do not count below them, because the job or its shared machines have always had them.
+    samples of a synchronous step; None means the sum of the ranks' local batches. `usual_slowdowns` are values of S
+    that do not count below them, because the job or its shared machines have always had them.
 
     New shares are proposed only for ranks that are slow in most of their steps.
     """

@@ -215,7 +215,7 @@ class EndpointConnection(socket.socket):
 
     @property
     def silent_seconds(self) -> float | None:
-        """Return the seconds since the last packet from the peer's machine; if closed, as of the close. None: unknown."""
+        """Return the seconds since the last packet from the peer's machine, or until the close; None: unknown."""
         return self._silent_seconds if self._connections is None else _read_silent_seconds(self)
 
     def disconnect(self) -> None:

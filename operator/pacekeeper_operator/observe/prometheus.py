@@ -182,7 +182,7 @@ class PrometheusClient:
         self._signs_query = build_gpu_signs_query(dcgm_namespace, matchers)
         self._logged: dict[str, str] = {}
         self._signs: tuple[GpuValue, ...] = ()
-        self._signs_at = -math.inf
+        self._signs_at: float | None = None
         self._run_query = run_query or (create_http_query(url) if url else None)
 
     async def sample(self, now: float, jobs: Collection[JobName] = ()) -> PrometheusSample:
@@ -209,7 +209,8 @@ class PrometheusClient:
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
             return PrometheusSample(now, gpu_signs=self._signs, error=reason)
-        if self._dcgm_namespace and not 0 <= now - self._signs_at < GPU_SIGNS_INTERVAL_SECONDS:
+        is_recent = self._signs_at is not None and 0 <= now - self._signs_at < GPU_SIGNS_INTERVAL_SECONDS
+        if self._dcgm_namespace and not is_recent:
             self._signs, self._signs_at = await self._query_signs(self._run_query), now
         return replace(sample, gpu_signs=self._signs)
 

@@ -781,8 +781,9 @@ def _build_spare_option(
 def _has_recovered(observation: Observation, last_relative_time: float | None) -> bool:
     """Return whether the slowest rank has lost RECOVERED_SHARE of its slowness since the evidence request.
 
-    It took `last_relative_time` × its peers' time then; None: it was not known. The metrics are current, but means over a window. Before that
-    share of a window is done, they cannot have fallen that far. For a rank that has just become slow, they still rise.
+    It took `last_relative_time` × its peers' time then; None: it was not known. The metrics are current, but means over
+    a window. Before that share of a window is done, they cannot have fallen that far. For a rank that has just become
+    slow, they still rise.
     """
     relative_time, investigation = observation.metrics.relative_time, observation.state.adaptation.investigation
     if relative_time is None or last_relative_time is None:
