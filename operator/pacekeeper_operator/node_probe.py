@@ -175,7 +175,7 @@ def measure_compute() -> dict[str, float]:
     wall, cpu_seconds, idle = timer.wall_seconds(), timer.thread_seconds(), timer.usable_idle_seconds()
     throttled = _read_throttled_seconds() - throttled
     held_back = max(0.0, min(wall - cpu_seconds, max(idle, throttled))) / wall
-    return {
+    results = {
         "core_seconds": statistics.median(cores),
         "slowest_core_seconds": max(cores),
         "cores": len(cores),
@@ -185,6 +185,7 @@ def measure_compute() -> dict[str, float]:
         "pressure": _read_cpu_pressure(),
         "frequency": _read_frequency_share(),
     }
+    return {name: value for name, value in results.items() if value is not None}
 
 
 class CpuTimer:
@@ -472,18 +473,18 @@ def _read_throttled_seconds() -> float:
     return 0.0
 
 
-def _read_cpu_pressure() -> float:
-    """Return the share of the last 10 s in which some task on the node waited for a core; 0: none, or unknown."""
+def _read_cpu_pressure() -> float | None:
+    """Return the share of the last 10 s in which some task on the node waited for a core; None: unknown."""
     fields = _read_file("/proc/pressure/cpu").split()
-    average = next((item for item in fields if item.startswith("avg10=")), "avg10=0")
-    return float(average.removeprefix("avg10=")) / 100
+    average = next((item for item in fields if item.startswith("avg10=")), None)
+    return None if average is None else float(average.removeprefix("avg10=")) / 100
 
 
-def _read_frequency_share() -> float:
-    """Return the first core's frequency over its maximum; 0: unknown, as in most VMs."""
+def _read_frequency_share() -> float | None:
+    """Return the first core's frequency over its maximum; None: unknown, as in most VMs."""
     folder = "/sys/devices/system/cpu/cpu0/cpufreq"
     now, highest = _read_file(f"{folder}/scaling_cur_freq").strip(), _read_file(f"{folder}/cpuinfo_max_freq").strip()
-    return int(now) / int(highest) if now.isdecimal() and highest.isdecimal() and int(highest) else 0.0
+    return int(now) / int(highest) if now.isdecimal() and highest.isdecimal() and int(highest) else None
 
 
 def _read_file(path: str) -> str:

@@ -94,8 +94,8 @@ class Bookkeeping:
             restarts=tuple(state["budget"]["restarts"]),
             total_restarts=state["budget"]["totalRestarts"],
             finished=tuple(lifecycle["finished"]),
-            ended=bool(lifecycle["completedAt"] or lifecycle["failedReason"]),
-            trained=bool(lifecycle.get("trainingSince")),
+            ended="completedAt" in lifecycle or bool(lifecycle["failedReason"]),
+            trained="trainingSince" in lifecycle,
             incidents={incident["name"]: incident for incident in incidents["current"]},
             requested_quarantines=tuple(
                 (request["node"], request["incident"]) for request in incidents["quarantineRequests"]

@@ -111,7 +111,7 @@ def build_untrained(replicas: int = 4, spares: int = 1, **changes: Any) -> Obser
     observation = change_members(
         build_training(replicas, spares, **changes), first_step_at=0.0, step=-1, steps_in_round=0
     )
-    return observation.with_desired(observation.desired.with_lifecycle(training_since=0.0))
+    return observation.with_desired(observation.desired.with_lifecycle(training_since=None))
 
 
 def build_fresh(replicas: int = 2, spares: int = 1, **changes: Any) -> Observation:

@@ -34,9 +34,9 @@ def build_pattern(  # noqa: PLR0913  # options of a harness: each caller names w
     use: float = 0.95,
     idle: frozenset[tuple[str, TimeOwner]] = frozenset(),
     setup: ProcessSetup | None = None,
-    length: float = 0.0,
-    samples: int = 0,
-    follows_lengths: float = 0.0,
+    length: float | None = None,
+    samples: int | None = None,
+    follows_lengths: float | None = None,
 ) -> RankPattern:
     """`idle`: functions that leave the processor alone."""
     functions = [*work, *([WAIT_FUNCTION] if WAIT_FUNCTION not in work else [])]

@@ -45,7 +45,7 @@ async def test_a_rank_that_becomes_slow_is_found_and_mended_in_seconds_and_a_hea
 ) -> None:
     async with run_operator_harness(workers, wanted()) as operator:
         await operator.wait_until(
-            lambda: operator.observation.progress.step >= HEALTHY_STEPS, "healthy steps", PATIENCE
+            lambda: (operator.observation.progress.step or 0) >= HEALTHY_STEPS, "healthy steps", PATIENCE
         )
         assert not operator.incidents
         condition = next(c for c in operator.status.conditions if c.type == JobCondition.METRICS_AVAILABLE)

@@ -20,7 +20,7 @@ _SCRIPT_HANG_KINDS = (HangKind.NEVER_ENTERED, HangKind.MISMATCH, HangKind.KERNEL
 class RepeatedFailure:
     """How many rounds in a row have ended at the furthest step that any round reached."""
 
-    step: Position = -1  # last completed step, the furthest so far; -1: none is known
+    step: Position | None = None  # last completed step, the furthest so far; None: none is known
     ends: int = 0
     round: int = 0  # the last round that counts
 
@@ -62,6 +62,6 @@ class RepeatedFailure:
         A failure before a rank's first step in the round does not count, because a dependency (names, storage) may be
         missing. Ends before the furthest step do not count either.
         """
-        if not fault.completed_step or fault.round <= self.round or step < max(0, self.step):
+        if not fault.completed_step or fault.round <= self.round or step < (self.step or 0):
             return self
         return RepeatedFailure(step, self.ends + 1 if step == self.step else 1, fault.round)

@@ -97,7 +97,7 @@ class DelayCell:
     receiver_limited_seconds: float = 0.0
     retransmitted_bytes: int = 0
     same_node: bool = False
-    early_bytes: int = 0  # in a fast one of its first windows; 0: not known
+    early_bytes: int | None = None  # in a fast one of its first windows; None: not known
     early_busy_seconds: float = 0.0
     counted_by_nccl: bool = False  # then its busy time is the sum over channels
 
@@ -108,6 +108,7 @@ class DelayCell:
 
     @property
     def early_delay(self) -> float:
+        assert self.early_bytes is not None
         return math.log(1e6 * max(self.early_busy_seconds, MIN_COUNTED_SECONDS) / self.early_bytes)
 
     @property
@@ -119,11 +120,11 @@ class DelayCell:
 
 @dataclass(frozen=True)
 class HotSpot:
-    """A spot of the delay matrix that is slower than the others. -1 means all ranks."""
+    """A spot of the delay matrix that is slower than the others."""
 
     kind: SpotKind
-    source: int
-    destination: int
+    source: int | None  # rank; None: all ranks
+    destination: int | None
     ratio: float  # time per byte over the usual
     windows: int  # in which it was hot
     bytes_per_second: float  # in the newest of them
@@ -279,7 +280,7 @@ def _build_cells(
             limited,
             int(retransmitted),
             same_node[source, destination],
-            int(early_bytes),
+            int(early_bytes) or None,
             early_busy,
             by_nccl,
         )
@@ -332,7 +333,7 @@ class _DelayMatrix:
 
 
 def _polish_matrix(cells: Sequence[DelayCell]) -> _DelayMatrix:
-    with_early = [cell for cell in cells if cell.early_bytes]
+    with_early = [cell for cell in cells if cell.early_bytes is not None]
     cells = with_early if 2 * len(with_early) >= len(cells) and len(with_early) >= MIN_CELLS_PER_LINE else cells
     early = np.array([cell.early_delay if cells is with_early else 0.0 for cell in cells])
     delay = np.array([cell.delay for cell in cells]) - early
@@ -370,7 +371,7 @@ def _merge_hot_spots(polished: Mapping[int, Sequence[_DelayMatrix]]) -> tuple[Ho
 
     A job with only one window so far has none.
     """
-    seen: dict[tuple[bool, int, int], list[HotSpot]] = defaultdict(list)
+    seen: dict[tuple[bool, int | None, int | None], list[HotSpot]] = defaultdict(list)
     for _, matrices in sorted(polished.items()):
         for matrix in matrices:
             for spot in _find_hot_spots(matrix):
@@ -412,8 +413,8 @@ def _is_acknowledgement_queue(spot: HotSpot, cause: HotSpot) -> bool:
     return by_source or by_destination if cause.kind is SpotKind.PAIR else by_source and by_destination
 
 
-def _may_share_rank(rank: int, other_rank: int) -> bool:
-    return rank == other_rank or -1 in (rank, other_rank)
+def _may_share_rank(rank: int | None, other_rank: int | None) -> bool:
+    return rank == other_rank or None in (rank, other_rank)
 
 
 def _find_hot_spots(matrix: _DelayMatrix) -> Iterable[HotSpot]:
@@ -474,8 +475,8 @@ def _build_line_spot(
     cells = [matrix.cells[position] for position in positions[np.argsort(-matrix.delay[positions], kind="stable")]]
     return HotSpot(
         kind=kind,
-        source=rank if kind is SpotKind.SENDER else -1,
-        destination=rank if kind is SpotKind.RECEIVER else -1,
+        source=rank if kind is SpotKind.SENDER else None,
+        destination=rank if kind is SpotKind.RECEIVER else None,
         ratio=math.exp(effect),
         windows=1,
         bytes_per_second=float(sum(cell.acked_bytes for cell in cells) / sum(cell.busy_seconds for cell in cells)),

@@ -276,7 +276,7 @@ def _find_rank_cause(view: _TableView, row: int, peers: _ComparedStatistics) -> 
             busy=float(table.now.busy[row, own].sum() - peers.usual.busy[row, own].sum()),
             distance=peers.distances(row)[own],
             excess_seconds=float(view.ahead[row]),
-            length_ratio=_safe_ratio(float(lengths[row]), float(np.median(lengths))),
+            length_ratio=_compute_ratio(float(lengths[row]), float(np.median(lengths))),
             length_correlation=float(table.follows_lengths[row]),
             throttled=setups.check_throttling(setup, peer_setups),
             delayed=setups.check_scheduling_delay(setup, peer_setups),
@@ -347,7 +347,7 @@ def _explain_common_growth(view: _TableView) -> list[Explanation]:
                 0.0,
             ),
             excess_seconds=grown,
-            length_ratio=_safe_ratio(float(np.median(lengths)), float(np.median(early_lengths))),
+            length_ratio=_compute_ratio(float(np.median(lengths)), float(np.median(early_lengths))),
             length_correlation=1.0,
             throttled=throttled,
             delayed=delayed,
@@ -429,7 +429,7 @@ class _ExcessWork:
     busy: float  # additional seconds in which it used its resource
     distance: NDArray[np.float64]
     excess_seconds: float  # seconds of a step
-    length_ratio: float  # of its samples, over the usual ones; 0: not known
+    length_ratio: float | None  # of its samples, over the usual ones; None: not known
     length_correlation: float  # correlation with them
     throttled: Signal | None
     delayed: Signal | None
@@ -495,7 +495,8 @@ def _check_joint_growth(work: _ExcessWork, all_growth: NDArray[np.float64]) -> t
 
 def _classify_joint_growth(work: _ExcessWork, factor: float, part: float) -> _WorkCause:
     signal = Signal(SignalKind.PROFILE, f"all of its functions take longer alike, {factor:.2f} × in all")
-    if work.length_correlation >= MIN_LENGTH_CORRELATION and work.length_ratio - 1 >= 0.5 * (factor - 1):
+    has_longer_samples = work.length_ratio is not None and work.length_ratio - 1 >= 0.5 * (factor - 1)
+    if work.length_correlation >= MIN_LENGTH_CORRELATION and has_longer_samples:
         longer_samples = Signal(SignalKind.HISTORY, f"its samples are {work.length_ratio:.2f} × as long in total")
         return _WorkCause(FaultClass.DATA, "", part, (signal, longer_samples), "balance the lengths over the ranks")
     if work.throttled is not None:
@@ -560,8 +561,9 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
-def _safe_ratio(value: float, usual: float) -> float:
-    return value / usual if usual > 0 else 0.0
+def _compute_ratio(value: float, usual: float) -> float | None:
+    """Return the ratio; None: nothing is usual."""
+    return value / usual if usual > 0 else None
 
 
 def _pick_common_signal(signals: Iterable[Signal | None]) -> Signal | None:

@@ -70,15 +70,15 @@ class FoldedStack(NamedTuple):
 class ProcessSetup:
     """The setup of the rank's process and the behavior of its machine, to detect wrong settings.
 
-    0 and -1 mean not known.
+    None means not known.
     """
 
-    threads: Annotated[int, Within(0, 2**16)] = 0  # of one operation, in torch
-    processors: Annotated[float, Within(0, 2**16)] = 0.0  # CPUs that the cgroup and the affinity leave to the worker
-    ranks: Annotated[int, Within(0, 2**16)] = 0  # on this worker, which share the CPUs
-    throttled: Annotated[float, Within(-1, 1)] = -1.0  # share of the quota's periods in which the worker was throttled
-    ran: Annotated[float, Within(-1, 1)] = -1.0  # share of the window's time that the training thread was on a CPU
-    delayed: Annotated[float, Within(-1, 1)] = -1.0  # … that it was ready to run while others had the CPUs
+    threads: Annotated[int, Within(1, 2**16)] | None = None  # of one operation, in torch
+    processors: Annotated[float, Within(0, 2**16)] | None = None  # CPUs that cgroup and affinity leave to the worker
+    ranks: Annotated[int, Within(1, 2**16)] | None = None  # on this worker, which share the CPUs
+    throttled: Annotated[float, Within(0, 1)] | None = None  # share of the quota's periods that throttled the worker
+    ran: Annotated[float, Within(0, 1)] | None = None  # share of the window that the training thread was on a CPU
+    delayed: Annotated[float, Within(0, 1)] | None = None  # … that it was ready to run while others had the CPUs
     infiniband: bool = False  # whether the machine has such devices
     anomalies: bool = False  # whether autograd detects anomalies: slow, for debugging
     variables: Annotated[
@@ -110,9 +110,9 @@ class _PatternHead:
     seconds: Annotated[float, Within(0, 1e6)]  # duration of these steps, without other phases
     stack_samples: Annotated[int, Within(0, 2**20)]  # number of samples of the Python stack
     mode: Mode = ""  # a plan.SyncMode; "": a monitored script
-    samples: Annotated[int, Within(0, 2**31)] = 0  # of this rank per step; 0: unknown
-    length: Annotated[float, Within(0, 1e24)] = 0.0  # sum over these samples per step (for example tokens); 0: unknown
-    follows_lengths: Annotated[float, Within(-1, 1)] = 0.0  # correlation of own work with `length`; 0: unknown
+    samples: Annotated[int, Within(1, 2**31)] | None = None  # of this rank per step
+    length: Annotated[float, Within(0, 1e24)] | None = None  # sum over these samples per step (for example tokens)
+    follows_lengths: Annotated[float, Within(-1, 1)] | None = None  # correlation of own work with `length`
     sources: SourceNaming = SourceNaming.HASH
     setup: ProcessSetup = field(default_factory=ProcessSetup)
 
@@ -254,7 +254,7 @@ def _drop_stacks(pattern: RankPattern | None) -> Any:
 
 _COLUMNS = ("share", "error", "use", "spread")
 _LOWEST = (0.0, 0.0, NOT_MEASURED, NOT_MEASURED)
-_DEFAULTS = {"mode": "", "samples": 0, "length": 0.0, "follows_lengths": 0.0, "setup": None}
+_DEFAULTS = {"mode": "", "samples": None, "length": None, "follows_lengths": None, "setup": None}
 
 
 def _extract_head(pattern: RankPattern) -> _PatternHead:

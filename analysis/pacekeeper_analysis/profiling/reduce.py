@@ -101,8 +101,8 @@ def reduce_window(window: WindowRecording) -> RankPattern:
         seconds=round(float(window.step_seconds.sum()), 6),
         stack_samples=len(window.stack_samples.taken_ns),
         mode=window.mode,
-        samples=window.samples,
-        length=round(float(window.lengths.mean()), 3) if len(window.lengths) else 0.0,
+        samples=window.samples or None,
+        length=round(float(window.lengths.mean()), 3) if len(window.lengths) else None,
         follows_lengths=_correlate_lengths(window.own_seconds, window.lengths),
         sources=window.sources,
         setup=window.setup,
@@ -287,9 +287,10 @@ def _merge_spans(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[ND
     return starts[first], ends[np.append(first[1:], len(starts)) - 1] if len(first) else ends
 
 
-def _correlate_lengths(own: NDArray[np.float64], lengths: NDArray[np.float64]) -> float:
+def _correlate_lengths(own: NDArray[np.float64], lengths: NDArray[np.float64]) -> float | None:
+    """Return the correlation of own work with lengths; None: too few steps, or all alike."""
     if len(lengths) != len(own) or len(own) < MIN_CORRELATION_STEPS or not (np.ptp(own) and np.ptp(lengths)):
-        return 0.0
+        return None
     return round(float(np.clip(np.corrcoef(own, lengths)[0, 1], -1.0, 1.0)), 3)
 
 

@@ -163,13 +163,13 @@ def _encode_pattern(shown: _ShownPattern, skipped_frames: int, names: dict[str, 
 def _describe_setup(setup: ProcessSetup) -> list[tuple[str, str]]:
     """Return the known settings as pairs of name and text."""
 
-    def part(share: float) -> str:
-        return "" if share < 0 else f"{share:.0%}"
+    def part(share: float | None) -> str:
+        return "" if share is None else f"{share:.0%}"
 
     rows = (
-        ("threads of an operation", f"{setup.threads}" if setup.threads else ""),
-        ("processors", f"{setup.processors:g}" if setup.processors else ""),
-        ("ranks on them", f"{setup.ranks}" if setup.ranks else ""),
+        ("threads of an operation", "" if setup.threads is None else f"{setup.threads}"),
+        ("processors", "" if setup.processors is None else f"{setup.processors:g}"),
+        ("ranks on them", "" if setup.ranks is None else f"{setup.ranks}"),
         ("throttled by its quota, of the periods", part(setup.throttled)),
         ("on a processor, of the time", part(setup.ran)),
         ("ready, and others had the processors", part(setup.delayed)),

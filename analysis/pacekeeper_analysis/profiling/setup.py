@@ -40,16 +40,18 @@ def check_throttling(
     setup: ProcessSetup, usual: Sequence[ProcessSetup] = (), min_excess: float = MIN_THROTTLED_SHARE
 ) -> Signal | None:
     """Return a signal if the CPU quota throttles the worker, by `min_excess` more than it does `usual`."""
-    if setup.throttled < min_excess + _compute_median([usual_setup.throttled for usual_setup in usual]):
+    usual_share = _compute_median([usual_setup.throttled for usual_setup in usual])
+    if setup.throttled is None or setup.throttled < min_excess + usual_share:
         return None
-    quota = f" of {setup.processors:g} processors" if setup.processors else ""
+    quota = f" of {setup.processors:g} processors" if setup.processors is not None else ""
     message = f"the processor quota{quota} has throttled its worker in {setup.throttled:.0%} of the periods"
     return Signal(SignalKind.PROCESS, message)
 
 
 def check_scheduling_delay(setup: ProcessSetup, usual: Sequence[ProcessSetup] = ()) -> Signal | None:
     """Return a signal if others had the CPUs that the rank was ready to run on, more than with `usual`."""
-    if setup.delayed < MIN_THROTTLED_SHARE + _compute_median([usual_setup.delayed for usual_setup in usual]):
+    usual_share = _compute_median([usual_setup.delayed for usual_setup in usual])
+    if setup.delayed is None or setup.delayed < MIN_THROTTLED_SHARE + usual_share:
         return None
     message = f"it was ready to run while others had the processors for {setup.delayed:.0%} of the time"
     return Signal(SignalKind.PROCESS, message)
@@ -64,10 +66,12 @@ def _describe_wrong_settings(setup: ProcessSetup) -> Iterator[str]:
             yield f"{variable} sends over sockets, although there is InfiniBand"
     if setup.anomalies:
         yield "autograd anomaly detection is on in every step"
-    ranks = max(setup.ranks, 1)
+    ranks = setup.ranks or 1
+    if setup.threads is None or setup.processors is None:
+        return
     if setup.threads == 1 and setup.processors >= 2 * ranks:
         yield f"operations have 1 thread, but each rank has {setup.processors / ranks:g} processors"
-    if setup.processors and setup.threads * ranks >= 2 * max(setup.processors, 1):
+    if setup.threads * ranks >= 2 * max(setup.processors, 1):
         yield f"operations of {ranks} ranks have {setup.threads} threads each, on {setup.processors:g} processors"
 
 
@@ -76,7 +80,7 @@ def _describe_differences(setup: ProcessSetup, usual: Sequence[ProcessSetup], co
         return
     for name, label in (("threads", "threads of an operation"), ("processors", "processors")):
         usual_values, value = {getattr(usual_setup, name) for usual_setup in usual}, getattr(setup, name)
-        if len(usual_values) == 1 and value and 0 not in usual_values and value not in usual_values:
+        if len(usual_values) == 1 and value is not None and not usual_values & {None, value}:
             yield f"{value:g} {label}, {compared_with} {usual_values.pop():g}"
     if setup.anomalies and not any(usual_setup.anomalies for usual_setup in usual):
         yield f"autograd anomaly detection is on, unlike {compared_with}"
@@ -91,5 +95,5 @@ def _describe_differences(setup: ProcessSetup, usual: Sequence[ProcessSetup], co
             yield f"{variable} is not set, unlike {compared_with}"
 
 
-def _compute_median(values: Sequence[float]) -> float:
-    return max(0.0, median(values)) if values else 0.0
+def _compute_median(shares: Sequence[float | None]) -> float:
+    return median(share or 0.0 for share in shares) if shares else 0.0

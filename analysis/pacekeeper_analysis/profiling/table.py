@@ -66,8 +66,8 @@ class _PatternColumns:
 
     def add(self, row: int, pattern: RankPattern | None, names: dict[Name, int]) -> None:
         self.step_seconds.append(np.nan if pattern is None else pattern.step_seconds)
-        self.lengths.append(0.0 if pattern is None else pattern.length)
-        self.samples.append(0.0 if pattern is None else pattern.samples)
+        self.lengths.append(0.0 if pattern is None else pattern.length or 0.0)
+        self.samples.append(0.0 if pattern is None else pattern.samples or 0.0)
         if pattern is None or not len(pattern.functions):
             return
         keys = zip(pattern.functions.tolist(), pattern.owners.tolist(), strict=True)
@@ -100,7 +100,7 @@ def read_table(answers: Iterable[tuple[int, bytes]]) -> PatternTable:
         ranks.append(rank)
         setups.append(answer.pattern.setup)
         early_setups.append(None if baseline is None else baseline.setup)
-        follows_lengths.append(answer.pattern.follows_lengths)
+        follows_lengths.append(answer.pattern.follows_lengths or 0.0)
         now.add(row, answer.pattern, names)
         early.add(row, baseline, names)
     columns = _choose_functions(now, len(names))

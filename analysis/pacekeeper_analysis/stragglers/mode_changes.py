@@ -27,7 +27,7 @@ each such return doubles the time it stays.
 
 
 def propose_lasting_revert(
-    windows: Sequence[RankWindow], *, threshold: float, bottleneck: Bottleneck, global_batch: int = 0
+    windows: Sequence[RankWindow], *, threshold: float, bottleneck: Bottleneck, global_batch: int | None = None
 ) -> Strategy | None:
     """Propose to revert to synchronous SGD, as `propose_revert_to_sync`, by what machines always show.
 

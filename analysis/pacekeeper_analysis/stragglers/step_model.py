@@ -205,11 +205,13 @@ class StepModel:
         )
 
 
-def reconstruct_synchronous_window(windows: Sequence[RankWindow], global_batch: int = 0) -> AlignedWindow | None:
+def reconstruct_synchronous_window(
+    windows: Sequence[RankWindow], global_batch: int | None = None
+) -> AlignedWindow | None:
     """Return synchronous steps composed at random from the steps that each rank did alone. None if too little is known.
 
     `windows` are those of all ranks in a Local-SGD mode. `global_batch` is the number of samples of a synchronous step.
-    0 means the sum of the ranks' local batches. A transfer is exposed in a synchronous step to the extent that the
+    None means the sum of the ranks' local batches. A transfer is exposed in a synchronous step to the extent that the
     backward pass cannot hide it, and that it was in the job's first steady steps.
     """
     by_rank = sorted(windows, key=lambda window: window.rank)
@@ -232,9 +234,10 @@ def reconstruct_synchronous_window(windows: Sequence[RankWindow], global_batch: 
         return None
     local_batch = np.array([window.samples[-1] for window in by_rank], dtype=np.int64)
     factor = np.ones(len(by_rank))
-    granularity = find_share_granularity(by_rank, global_batch, *local_batch.tolist())
-    if local_batch.min() > 0 and global_batch >= len(by_rank) * granularity and global_batch != local_batch.sum():
-        equal_shares = np.array(shares.divide_equally(global_batch, len(by_rank), granularity), dtype=np.int64)
+    wanted = int(local_batch.sum()) if global_batch is None else global_batch
+    granularity = find_share_granularity(by_rank, wanted, *local_batch.tolist())
+    if local_batch.min() > 0 and wanted >= len(by_rank) * granularity and wanted != local_batch.sum():
+        equal_shares = np.array(shares.divide_equally(wanted, len(by_rank), granularity), dtype=np.int64)
         factor, local_batch = equal_shares / local_batch, equal_shares
     compute = compute * factor
     own_seconds, baseline_seconds, baseline_exposed = (
@@ -242,10 +245,10 @@ def reconstruct_synchronous_window(windows: Sequence[RankWindow], global_batch: 
         find_baseline_seconds(by_rank),
         find_baseline_exposed(by_rank),
     )
-    exposed = max(
-        transfer - HIDDEN_TRANSFER_SHARE * own_seconds,
-        min(transfer, max(0.0, baseline_seconds - own_seconds) if baseline_exposed is None else baseline_exposed),
-    )
+    usual_exposed = baseline_exposed
+    if usual_exposed is None:
+        usual_exposed = 0.0 if baseline_seconds is None else max(0.0, baseline_seconds - own_seconds)
+    exposed = max(transfer - HIDDEN_TRANSFER_SHARE * own_seconds, min(transfer, usual_exposed))
     window = add_cost_units(
         AlignedWindow(
             steps=np.arange(SYNCHRONOUS_STEP_DRAWS),

@@ -250,7 +250,7 @@ def _is_broken(diagnosis: Diagnosis) -> bool:
 
 
 def diagnose_broken_ranks(
-    windows: Sequence[RankWindow], plan: Plan, *, threshold: float, global_batch: int = 0
+    windows: Sequence[RankWindow], plan: Plan, *, threshold: float, global_batch: int | None = None
 ) -> Diagnosis | None:
     """Find ranks without which a job in a Local-SGD mode would be better off.
 
@@ -377,7 +377,7 @@ def propose_revert_to_sync(
     *,
     threshold: float,
     bottleneck: Bottleneck = Bottleneck.NONE,
-    global_batch: int = 0,
+    global_batch: int | None = None,
     smallest_share: int = 1,
     largest_share: int | None = None,
     usual_slowdowns: Mapping[Bottleneck, float] | None = None,
@@ -388,8 +388,8 @@ def propose_revert_to_sync(
     the steps that each rank did alone, and judged as such. The S of `bottleneck`, which led here, must fall below half
     of the threshold's excess (1.05 for 1.1). Any other S must fall below the threshold. With NONE, each must fall below
     half. A rank that stays slow does not matter if shares mend it nearly as well. `global_batch` is the number of
-    samples of a synchronous step. 0 means the sum of the ranks' local batches. `usual_slowdowns` are values of S that
-    do not count below them, because the job or its shared machines have always had them.
+    samples of a synchronous step; None means the sum of the ranks' local batches. `usual_slowdowns` are values of S
+    that do not count below them, because the job or its shared machines have always had them.
 
     New shares are proposed only for ranks that are slow in most of their steps.
     """
@@ -427,7 +427,12 @@ def propose_revert_to_sync(
 
 
 def lengthen_sync_interval(
-    windows: Sequence[RankWindow], interval: float, lasted_seconds: float, *, threshold: float, global_batch: int = 0
+    windows: Sequence[RankWindow],
+    interval: float,
+    lasted_seconds: float,
+    *,
+    threshold: float,
+    global_batch: int | None = None,
 ) -> float:
     """Return the new interval of synchronizations in mode AsyncEDiT, in seconds.
 
@@ -456,24 +461,24 @@ class Hysteresis:
 
     first: float = 60.0
     longest: float = 3600.0
-    hold_seconds: float = 0.0  # after the last change; 0: there was none
-    changed_at: float = 0.0
+    hold_seconds: float = 0.0  # after the last change
+    changed_at: float | None = None  # None: not yet
 
     def allows(self, now: float) -> bool:
-        return now >= self.changed_at + self.hold_seconds or self.hold_seconds == 0
+        return self.changed_at is None or now >= self.changed_at + self.hold_seconds
 
     def with_change(self, now: float) -> Hysteresis:
         """Return the state after a change of mode at `now`.
 
         A change long after the previous one starts from `first` again.
         """
-        is_flap = self.hold_seconds > 0 and now < self.changed_at + 4 * self.hold_seconds
+        is_flap = self.changed_at is not None and now < self.changed_at + 4 * self.hold_seconds
         hold = min(2 * self.hold_seconds, self.longest) if is_flap else self.first
         return replace(self, hold_seconds=hold, changed_at=now)
 
 
 def _reconstruct_synchronous_steps(
-    windows: Sequence[RankWindow], global_batch: int, threshold: float
+    windows: Sequence[RankWindow], global_batch: int | None, threshold: float
 ) -> tuple[StepModel, float] | None:
     """Return the model of synchronous steps of ranks in a Local-SGD mode, and the seconds of a transfer.
 
@@ -531,6 +536,8 @@ def _estimate_communication_growth(model: StepModel) -> float:
     grown, too, so it is subtracted only if the exposed communication exceeds the whole.
     """
     baseline_seconds, baseline_exposed = model.window.baseline_seconds, model.window.baseline_exposed
+    if baseline_seconds is None:
+        return 0.0
     if baseline_exposed is None:
         baseline_exposed = baseline_seconds - model.steady_seconds
         if baseline_exposed <= 0:
@@ -591,7 +598,7 @@ def _describe_bottleneck(model: StepModel, bottleneck: Bottleneck) -> str:
             return (
                 f"{_format_milliseconds(model.exposed_seconds)} of a step are communication that no computation hides; "
                 "the job's first steady "
-                f"steps took {_format_milliseconds(model.window.baseline_seconds)} altogether"
+                f"steps took {_format_milliseconds(model.window.baseline_seconds or 0.0)} altogether"
             )
         case Bottleneck.GC:
             wait_seconds = _estimate_gc_wait_seconds(_exclude_simultaneous_gc(model.gc_seconds), model)

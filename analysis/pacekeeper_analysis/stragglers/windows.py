@@ -39,7 +39,7 @@ class AlignedWindow:
     squares: npt.NDArray[np.float64] | None = None  # sum of the squared lengths; None: not known of every rank
     sample_cost_units: npt.NDArray[np.float64] | None = None  # cost units of the samples; None: not known of every rank
     sequence_cost: SequenceCost | None = None  # the cost behind `weight`
-    baseline_seconds: float = 0.0  # step time in the job's first steady steps; 0: not known
+    baseline_seconds: float | None = None  # step time in the job's first steady steps; None: not known
     baseline_exposed: float | None = None  # of it, communication that no computation hid; None: not known
     costs: ShareCosts | None = (
         None  # of each rank, from all steps that it sent; None: some rank's samples are not known
@@ -122,12 +122,12 @@ def select_slower_steps(window: AlignedWindow, min_ratio: float, ignore_hiccups:
     return window.select_steps(slice(split, None))
 
 
-def count_window_steps(max_steps: int, step_seconds: float) -> int:
+def count_window_steps(max_steps: int, step_seconds: float | None) -> int:
     """Return the number of steps to judge together: at most `max_steps`, and at most MAX_STEP_WINDOW_SECONDS.
 
-    It is never below MIN_COMMON_STEPS, except for `max_steps`. A `step_seconds` of 0 means not known.
+    It is never below MIN_COMMON_STEPS, except for `max_steps`. A `step_seconds` of None means not known.
     """
-    if step_seconds * max_steps <= MAX_STEP_WINDOW_SECONDS:
+    if step_seconds is None or step_seconds * max_steps <= MAX_STEP_WINDOW_SECONDS:
         return max_steps
     return min(max_steps, max(MIN_COMMON_STEPS, int(MAX_STEP_WINDOW_SECONDS / step_seconds)))
 
@@ -166,9 +166,12 @@ def _subtract_seconds(
     return np.maximum(seconds - subtracted, 0.1 * seconds)
 
 
-def find_baseline_seconds(windows: Sequence[RankWindow]) -> float:
-    """Return the step time of the job's first steady steps: the smallest, since late ranks missed them."""
-    return min((window.baseline_seconds for window in windows if window.baseline_seconds > 0), default=0.0)
+def find_baseline_seconds(windows: Sequence[RankWindow]) -> float | None:
+    """Return the step time of the job's first steady steps: the smallest, since late ranks missed them.
+
+    None: it is not known.
+    """
+    return min((window.baseline_seconds for window in windows if window.baseline_seconds > 0), default=None)
 
 
 def find_baseline_exposed(windows: Sequence[RankWindow]) -> float | None:

@@ -214,7 +214,10 @@ def _build_operations(trace: JobTrace, rows: NDArray[np.intp]) -> tuple[Operatio
     """Return the operation of each row."""
     columns = (trace.optype, trace.stage, trace.seq_id, np.maximum(trace.mc, 0), trace.mb_id)
     table = zip(*(column[rows].tolist() for column in columns), strict=True)
-    return tuple(Operation(OPERATION_TYPES[optype], stage, seq, chunk, mb) for optype, stage, seq, chunk, mb in table)
+    return tuple(
+        Operation(OPERATION_TYPES[optype], stage, seq, chunk, mb if mb >= 0 else None)
+        for optype, stage, seq, chunk, mb in table
+    )
 
 
 def _check_metadata(trace: JobTrace) -> None:

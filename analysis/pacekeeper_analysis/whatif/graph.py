@@ -23,8 +23,8 @@ class Operation:
     """Its position among the operations of its type and stage in a step."""
     chunk: int = 0
     """Model chunk within the stage (interleaved schedules)."""
-    microbatch: int = -1
-    """Its microbatch. -1 for none."""
+    microbatch: int | None = None
+    """Its microbatch; None: it has none."""
 
     def __str__(self) -> str:
         return f"{self.type} {self.index} of stage {self.stage}"

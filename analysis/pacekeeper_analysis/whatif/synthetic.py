@@ -97,7 +97,12 @@ def list_operations(shape: JobShape) -> list[Operation]:
 
 
 def _add_operation(
-    operations: list[Operation], counts: dict[str, int], stage: int, name: str, chunk: int = 0, microbatch: int = -1
+    operations: list[Operation],
+    counts: dict[str, int],
+    stage: int,
+    name: str,
+    chunk: int = 0,
+    microbatch: int | None = None,
 ) -> None:
     operations.append(Operation(name, stage, counts[name], chunk, microbatch))
     counts[name] += 1
@@ -164,7 +169,7 @@ def make_trace(shape: JobShape, operations: Sequence[Operation], seconds: Array)
         mc=repeat_per_operation(
             [o.chunk if has_chunk else -1 for o, has_chunk in zip(operations, computes, strict=True)]
         ),
-        mb_id=repeat_per_operation([operation.microbatch for operation in operations]),
+        mb_id=repeat_per_operation([-1 if o.microbatch is None else o.microbatch for o in operations]),
         start_ts=starts.ravel().astype(np.float32),
         duration=(ends - starts).ravel().astype(np.float32),
         metadata=shape.metadata,

@@ -47,11 +47,11 @@ def inject_length_imbalance(
     operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator
 ) -> Array:
     """Draw lengths from a long-tailed distribution. A microbatch costs the same factor in every stage and direction."""
-    count = max(operation.microbatch for operation in operations) + 1
+    count = max(operation.microbatch or 0 for operation in operations) + 1
     factor = rng.lognormal(0.0, 0.2 + 0.5 * strength, (count, *seconds.shape[1:]))
     changed = seconds.copy()
     for node, operation in enumerate(operations):
-        if _is_computation(operation):
+        if operation.microbatch is not None and _is_computation(operation):
             changed[node] *= factor[operation.microbatch]
     return changed
 

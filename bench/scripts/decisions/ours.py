@@ -283,7 +283,7 @@ def is_idle(observation: Observation, rules: Rules) -> bool:
         or bool(state.incidents.open)
         or bool(plan.evidence_request)
         or plan.profile is not None
-        or bool(state.placement.vacant_since or state.placement.checkpoint_requested_at)
+        or (state.placement.vacant_since, state.placement.checkpoint_requested_at) != (None, None)
         or any(worker.leaving for worker in state.placement.workers)
     )
     if (

@@ -72,7 +72,7 @@ class FabricJob:
             heartbeat.state is LauncherState.WARM and heartbeat.rendezvous_port for heartbeat in self._read_heartbeats()
         )
 
-    def build_traffic(self, round_seconds: float = 0.0) -> JobTraffic:
+    def build_traffic(self, round_seconds: float | None = None) -> JobTraffic:
         """As planning sees it: all that its ranks do is wait for each other's data."""
         slots = tuple(NodeRanks(host.namespace, (rank,)) for rank, host in enumerate(self.hosts))
         membership = self._plan.membership

@@ -207,10 +207,12 @@ class Bench:
             load=load,
         )
 
-    def _plan_traffic(self, wiring: Wiring, jobs: Sequence[FabricJob], round_seconds: float = 0.0) -> TrafficPlan:
-        """The operator's, of all of them. `round_seconds`: what a round costs each; 0: they begin one anyway."""
+    def _plan_traffic(
+        self, wiring: Wiring, jobs: Sequence[FabricJob], round_seconds: float | None = None
+    ) -> TrafficPlan:
+        """The operator's, of all of them. `round_seconds`: what a round costs each; None: they begin one anyway."""
         job_traffics = [job.build_traffic(round_seconds) for job in jobs]
-        if not round_seconds:
+        if round_seconds is None:
             job_traffics = [replace(job, routes={}) for job in job_traffics]
         plan = traffic.plan_joint_traffic(wiring, job_traffics)
         assert plan is not None

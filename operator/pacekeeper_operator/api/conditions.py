@@ -148,5 +148,5 @@ class ConditionStatus:
     status: str  # True | False | Unknown
     reason: str
     message: str = ""
-    last_transition_time: float = 0.0
+    last_transition_time: float | None = None
     observed_generation: int = 0

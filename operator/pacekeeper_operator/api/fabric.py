@@ -104,7 +104,7 @@ class Fabric:
     name: str
     uid: str
     generation: int
-    created_at: float
+    created_at: float | None
     spec: FabricSpec
     status: FabricStatus = field(default_factory=FabricStatus)
     parse_error: str = ""
@@ -124,6 +124,6 @@ class Fabric:
             status = FabricStatus.parse(body.get("status") or {})
         except InputError:
             status = FabricStatus()  # it is written again
-        created_at = parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0
+        created_at = parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else None
         generation = metadata.get("generation", 0)
         return cls(metadata["name"], metadata["uid"], generation, created_at, spec, status, parse_error)

@@ -49,8 +49,8 @@ class ProbeMetrics:
     held_back: _Share = 0.0  # of the time that the work could not run, other work on the node excluded
     idle_cores: Annotated[float, Within(0.0, 1e5)] = 0.0  # during the measurement
     throttled: _Share = 0.0  # share of the time that a CPU quota throttled the pod
-    pressure: _Share = 0.0  # share of the last ten seconds that a task on the node waited for a core
-    frequency: Annotated[float, Within(0.0, 10.0)] = 0.0  # of the first core, relative to its highest; 0: unknown
+    pressure: _Share | None = None  # share of the last ten seconds that a task on the node waited for a core
+    frequency: Annotated[float, Within(0.0, 10.0)] | None = None  # of the first core, relative to its highest
     memory_bytes_per_second: _Rate = 0.0
     links: Annotated[tuple[ProbeLink, ...], MaxLength(8)] = ()
 

@@ -171,7 +171,7 @@ class TrainingJob:
     uid: str
     generation: int
     spec: JobSpec
-    created_at: float = 0.0
+    created_at: float | None = None
     deleting: bool = False  # deletion was requested
     profile_request: str = ""  # value of ANNOTATION_PROFILE: a changed value requests a profile
     queue: str = ""  # the Kueue queue that has to admit it; "": none
@@ -206,7 +206,7 @@ class TrainingJob:
             uid=metadata["uid"],
             generation=metadata.get("generation", 0),
             spec=spec,
-            created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
+            created_at=parse_time(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else None,
             deleting="deletionTimestamp" in metadata,
             queue=str(labels.get(LABEL_QUEUE, "")),
             priority_class=str(labels.get(LABEL_PRIORITY, "")),

@@ -190,6 +190,6 @@ def _format_phase_duration(loaded: LoadedJob, now: float) -> str:
     condition = next(
         (candidate for candidate in loaded.status.conditions if candidate.type == loaded.status.phase), None
     )
-    if condition is None or condition.status != "True":
+    if condition is None or condition.status != "True" or condition.last_transition_time is None:
         return ""
     return f" for {format_elapsed(max(0.0, now - condition.last_transition_time))}"

@@ -28,7 +28,7 @@ def describe_pod(pod: Object, events: Sequence[Object], now: float) -> str:
 
     "": there are none (the API server keeps them for an hour).
     """
-    newest = sorted(events, key=_last_seen, reverse=True)
+    newest = sorted(events, key=_get_sort_time, reverse=True)
     warnings = [event for event in newest if event.get("type") == "Warning"]
     by_reason = {event.get("reason", ""): event for event in reversed(warnings or newest[:1])}
     if not by_reason:
@@ -37,7 +37,7 @@ def describe_pod(pod: Object, events: Sequence[Object], now: float) -> str:
     location = f" on {node}" if node else ""
     phase = pod.get("status", {}).get("phase", "Pending")
     title = f"Pod {metadata['name']}{location} is {phase} (kubectl describe pod {metadata['name']}):"
-    shown = islice(sorted(by_reason.values(), key=_last_seen, reverse=True), MOST_EVENTS)
+    shown = islice(sorted(by_reason.values(), key=_get_sort_time, reverse=True), MOST_EVENTS)
     return "\n".join(
         [format_paragraph(title), *(format_paragraph(_describe_event(event, now), "    ", "  ") for event in shown)]
     )
@@ -45,7 +45,7 @@ def describe_pod(pod: Object, events: Sequence[Object], now: float) -> str:
 
 def _describe_event(event: Object, now: float) -> str:
     seen_at = _last_seen(event)
-    age = f"{format_elapsed(max(0.0, now - seen_at))} ago" if seen_at else ""
+    age = "" if seen_at is None else f"{format_elapsed(max(0.0, now - seen_at))} ago"
     count = int(event.get("count") or (event.get("series") or {}).get("count") or 1)
     repeats = f"{count} times, the last" if count > 1 else ""
     when = " ".join(filter(None, (repeats, age)))
@@ -56,8 +56,13 @@ def _has_failed(pod: Object) -> bool:
     return bool(pod.get("status", {}).get("phase") == "Failed")
 
 
-def _last_seen(event: Object) -> float:
-    """Return the time of an event in seconds since the epoch; 0: unknown."""
+def _get_sort_time(event: Object) -> float:
+    """Return the time of an event by which it is sorted. One without a time is the oldest."""
+    return _last_seen(event) or 0.0
+
+
+def _last_seen(event: Object) -> float | None:
+    """Return the time of an event in seconds since the epoch; None: unknown."""
     times = (
         (event.get("series") or {}).get("lastObservedTime"),
         event.get("lastTimestamp"),
@@ -65,6 +70,6 @@ def _last_seen(event: Object) -> float:
         event["metadata"].get("creationTimestamp"),
     )
     try:
-        return next((parse_time(at) for at in times if at), 0.0)
+        return next((parse_time(at) for at in times if at), None)
     except (InputError, ValueError):
-        return 0.0
+        return None

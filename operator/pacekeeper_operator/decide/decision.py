@@ -115,7 +115,7 @@ class Decision:
     covered_by: str = ""  # name of the open incident that already covers this fault; no new one is opened
     live: bool = False  # needs no new round
     routine: bool = False  # Kubernetes or torchrun would do the same: applied even where remedies are only recommended
-    last_step: int = -1
+    last_step: int | None = None  # completed when it happened
     slowdown_before: float | None = None
     slowdown_after: float | None = None  # predicted
     reference_seconds: float | None = None  # time of a step without this bottleneck

@@ -129,6 +129,6 @@ def _list_deletion_effects(observation: Observation) -> Iterator[Effect]:
         lifecycle.is_over
         and ttl is not None
         and observation.clock_agrees
-        and observation.now >= lifecycle.stopped_at + ttl
+        and (lifecycle.stopped_at is None or observation.now >= lifecycle.stopped_at + ttl)
     ):
         yield DeleteJob(observation.job.uid)

@@ -209,13 +209,13 @@ class EndpointConnection(socket.socket):
         super().__init__(fileno=accepted.detach())
         self._connections: EndpointConnections | None = connections
         self.address = address
-        self._silent_seconds = 0.0
+        self._silent_seconds: float | None = None
         self.accepted_at = asyncio.get_running_loop().time()
         _enable_keepalive(self)
 
     @property
-    def silent_seconds(self) -> float:
-        """Return the seconds since the last packet from the peer's machine; if closed, as of the close."""
+    def silent_seconds(self) -> float | None:
+        """Return the seconds since the last packet from the peer's machine, or until the close; None: unknown."""
         return self._silent_seconds if self._connections is None else _read_silent_seconds(self)
 
     def disconnect(self) -> None:
@@ -260,10 +260,10 @@ def is_closed_by_peer(connection: socket.socket) -> bool:
     return False
 
 
-def _read_silent_seconds(connection: socket.socket) -> float:
-    """Return the seconds since the kernel received the last acknowledgment, by its `tcp_info`; 0: unknown."""
+def _read_silent_seconds(connection: socket.socket) -> float | None:
+    """Return the seconds since the kernel received the last acknowledgment, by its `tcp_info`; None: unknown."""
     with contextlib.suppress(OSError, struct.error):
         tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_LAST_ACK_OFFSET + 4)
         milliseconds: int = struct.unpack_from("I", tcp_info, _TCP_INFO_LAST_ACK_OFFSET)[0]
         return milliseconds / 1000
-    return 0.0
+    return None

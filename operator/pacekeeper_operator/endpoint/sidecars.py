@@ -192,13 +192,13 @@ class SidecarService:
         after: int,
         wait: float,
         max_wait: float = 0.0,
-        get_silent_seconds: Callable[[], float] | None = None,
+        get_silent_seconds: Callable[[], float | None] | None = None,
     ) -> WorkerPlan | None:
         """Return the caller's part of the first plan with a version > `after`; None: there is none in time.
 
         The limit is `wait` seconds, or up to `max_wait` if there are many workers. `get_silent_seconds` returns the
-        seconds since the worker's machine was last seen, now or when the connection ended. None: only heartbeats show
-        that. Raises Forbidden, InputError.
+        seconds since the worker's machine was last seen, now or when the connection ended; None: unknown. Without it,
+        only heartbeats show that. Raises Forbidden, InputError.
         """
         _require_own_worker(caller, heartbeat.worker)
         job = self._get_job(caller)
@@ -223,7 +223,7 @@ class SidecarService:
             contact.open_polls -= 1
             self._jobs.adjust_held_polls(job, -1)
             if get_silent_seconds is not None:
-                contact.last_seen_at = max(contact.last_seen_at, self._runtime.now() - get_silent_seconds())
+                contact.last_seen_at = max(contact.last_seen_at, self._runtime.now() - (get_silent_seconds() or 0.0))
         return _get_plan_part(job, caller, after)
 
     def _choose_hold_seconds(self, contact: WorkerContact, wait: float, max_wait: float) -> float:

@@ -137,8 +137,8 @@ class ApiResponse:
 
     status: int
     body: Object
-    retry_after: float = 0.0  # seconds, as the server asks; 0: it does not
-    date: float = 0.0  # seconds since the epoch, by the server's clock; 0: unknown
+    retry_after: float | None = None  # seconds, as the server asks; None: it does not
+    date: float | None = None  # seconds since the epoch, by the server's clock; None: unknown
 
 
 class ApiConnection(Protocol):
@@ -330,7 +330,7 @@ class Cluster:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 message = f"the API server does not answer {method} {path}: {error!r}"
                 raise kopf.TemporaryError(message, delay=2) from error
-        if answer.date:
+        if answer.date is not None:
             self.on_server_date(answer.date)
         if answer.status < HTTPStatus.MULTIPLE_CHOICES:
             return answer.body
@@ -352,7 +352,7 @@ class HttpConnection:
         return ApiResponse(
             answer.status,
             parse_response(await answer.read()),
-            float(retry_after) if retry_after.isdecimal() else 0.0,
+            float(retry_after) if retry_after.isdecimal() else None,
             date,
         )
 
@@ -409,12 +409,12 @@ def _ignore_date(_date: float) -> None:
     return None
 
 
-def _parse_http_date(text: str) -> float:
-    """Return the seconds since the epoch of a date in HTTP's form; 0 if it cannot be parsed."""
+def _parse_http_date(text: str) -> float | None:
+    """Return the seconds since the epoch of a date in HTTP's form; None: it cannot be parsed."""
     try:
         return parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError):
-        return 0.0
+        return None
 
 
 def _build_path(kind: ResourceKind, namespace: str = "", name: str = "", subresource: str = "") -> str:

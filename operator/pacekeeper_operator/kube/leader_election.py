@@ -86,17 +86,17 @@ class LeaderElector:
         self._cluster = cluster
         self._settings = settings
         self._runtime = runtime
-        self._answered_at = -math.inf  # start of the last attempt that the API server answered
+        self._answered_at: float | None = None  # start of the last attempt that the API server answered
         self._changed = asyncio.Event()
         self._record: _LeaseRecord | None = None
         self._written = ""  # resourceVersion of this operator's last write of the Lease
-        self._renewed_at = -math.inf
+        self._renewed_at: float | None = None  # None: it does not hold the Lease
         self._was_serving = False
         self._task: asyncio.Task[None] | None = None
 
     def is_leader(self) -> bool:
         """Return whether this operator may act at this moment."""
-        return self._runtime.monotonic() < self._renewed_at + self._settings.lease_seconds * LEASE_RENEW_DEADLINE_SHARE
+        return self._was_renewed_within(self._settings.lease_seconds * LEASE_RENEW_DEADLINE_SHARE)
 
     def require_leadership(self) -> None:
         """Raise NotLeading unless this operator may act. `Cluster` calls it before each write."""
@@ -105,7 +105,10 @@ class LeaderElector:
 
     def can_serve(self) -> bool:
         """Return whether no other operator can lead at this moment."""
-        return self._runtime.monotonic() < self._renewed_at + self._settings.lease_seconds
+        return self._was_renewed_within(self._settings.lease_seconds)
+
+    def _was_renewed_within(self, seconds: float) -> bool:
+        return self._renewed_at is not None and self._runtime.monotonic() < self._renewed_at + seconds
 
     @property
     def leader_address(self) -> str:
@@ -118,6 +121,8 @@ class LeaderElector:
     @property
     def is_candidate(self) -> bool:
         """Whether this operator may lead next: it is not cut off from the API server, and no other holder is alive."""
+        if self._answered_at is None:
+            return False
         cut_off = self._runtime.monotonic() - self._answered_at >= self._settings.lease_seconds * LEASE_CUT_OFF_SHARE
         return not cut_off and not self._has_live_leader()
 
@@ -140,7 +145,7 @@ class LeaderElector:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._renewed_at, has_led, self._written = -math.inf, self._written, ""
+        self._renewed_at, has_led, self._written = None, self._written, ""
         self._update_serving()
         if has_led:  # and the Lease may still name it, even if it could not renew in time
             try:
@@ -167,7 +172,7 @@ class LeaderElector:
             await self._runtime.sleep(self._settings.lease_seconds * LEASE_RETRY_PERIOD_SHARE)
             await self._try_acquire_or_renew()
             if self._record is not None and self._is_lost(self._record):
-                self._renewed_at, self._written = -math.inf, ""
+                self._renewed_at, self._written = None, ""
                 self._update_serving()
                 reason = (
                     f"is now held by {self._record.holder}"

@@ -23,8 +23,8 @@ class ServerClock:
     """The API server's time by its newest answer."""
 
     runtime: OperatorRuntime
-    _date: float = field(default=0.0, init=False)  # seconds since the epoch; 0: no dated answer yet
-    _received_at: float = field(default=0.0, init=False)  # seconds of the monotonic clock
+    _date: float | None = field(default=None, init=False)  # seconds since the epoch; None: no dated answer yet
+    _received_at: float = field(default=0.0, init=False)  # when it arrived, by the monotonic clock
 
     def record_date(self, date: float) -> None:
         """Record the date of an answer that has just arrived, in seconds since the epoch."""
@@ -33,7 +33,7 @@ class ServerClock:
     @property
     def seconds_ahead(self) -> float:
         """The seconds that this machine's clock is ahead of the API server's; negative: behind."""
-        if not self._date:
+        if self._date is None:
             return 0.0
         return self.runtime.now() - (self._date + self.runtime.monotonic() - self._received_at)
 

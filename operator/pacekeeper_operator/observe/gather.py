@@ -119,7 +119,7 @@ def _build_worker_view(
         contact.heartbeat,
         silent_seconds=0.0 if contact.open_polls else now - max(contact.last_seen_at, operator_started_at),
         state_seconds=now - contact.state_since,
-        seconds_since_step=now - contact.stepped_at if contact.stepped_at else math.inf,
+        seconds_since_step=None if contact.stepped_at is None else now - contact.stepped_at,
     )
 
 

@@ -41,7 +41,7 @@ class WorkerContact:
     open_polls: int = 0  # number of held polls
     is_cut_off: bool = False  # its connection ended during the last poll
     state_since: float = 0.0  # when it first reported its present state
-    stepped_at: float = 0.0  # when it first reported its last completed step; 0: unknown
+    stepped_at: float | None = None  # when it first reported its last completed step; None: unknown
     raw_heartbeat: Heartbeat = field(default_factory=Heartbeat)  # as sent, with times of the worker's clock
     rank_rows: RankRows = field(default_factory=lambda: NO_RANK_ROWS)  # of its ranks; `heartbeat` does not hold them
     poll_phase: float = 0.0  # its part of the interval between two polls, from 0 to below 1
@@ -61,7 +61,7 @@ class ProfileAnswers:
 
     by_rank: dict[int, bytes] = field(default_factory=dict)
     total_bytes: int = 0
-    newest_at: float = 0.0  # time of the newest answer
+    newest_at: float | None = None  # time of the newest answer
     localized: LocalizedProfile | None = None  # result of the last profile
 
     def add(self, rank: int, data: bytes, now: float) -> None:
@@ -194,7 +194,7 @@ class JobRegistry:
         if existing is not None and existing.job is not None and existing.job.uid == job.uid:
             return existing
         cache = JobCache(job)
-        if existing is None or existing.job is None or existing.job.created_at <= job.created_at:
+        if existing is None or existing.job is None or (existing.job.created_at or 0.0) <= (job.created_at or 0.0):
             if existing is not None:
                 self._drop(key, existing)
             self._jobs[key] = cache

@@ -39,7 +39,7 @@ class NodeSnapshot:
 
     views: Mapping[str, NodeView] = field(default_factory=dict)
     leaving_since: Mapping[str, float] = field(default_factory=dict)
-    store_changes: int = -1  # `change_count` of the store when it was built
+    store_changes: int | None = None  # `change_count` of the store when it was built
 
     def refresh(self, store: ResourceStore[NodeView], now: float) -> NodeSnapshot:
         """Return the present snapshot."""
@@ -322,7 +322,7 @@ class _NamespaceJobs:
         self.blamed = RecentNodes(SUSPECT_NODE_SECONDS)
         self.hung = RecentNodes(HUNG_NODE_SECONDS)
         self.durations = IncidentDurations()
-        self._elsewhere = (-1, -1), frozenset[str]()
+        self._elsewhere: tuple[tuple[int, int] | None, frozenset[str]] = None, frozenset()
 
     def find_hung_elsewhere(self, everywhere: RecentNodes, now: float) -> frozenset[str]:
         """Return the nodes on which jobs of other namespaces have hung recently."""
@@ -339,14 +339,16 @@ def _build_folder_claim(job: TrainingJob, desired: DesiredState) -> FolderClaim 
     if desired.state.lifecycle.is_over or (job.spec.suspend and not has_workers):
         return None
     folder = identify_checkpoint_folder(job)
-    return FolderClaim(not has_workers, (job.created_at, job.uid), job.name, folder) if folder else None
+    return FolderClaim(not has_workers, (job.created_at or 0.0, job.uid), job.name, folder) if folder else None
 
 
 def _build_placement_turn(job: TrainingJob, desired: DesiredState) -> PlacementTurn | None:
     """Return the job's turn; None if it does not wait for other jobs, as at its first attempt."""
     attempts = desired.state.placement.attempts
     return (
-        PlacementTurn((job.created_at, job.uid), job.name, attempts) if attempts and not desired.plan.members else None
+        PlacementTurn((job.created_at or 0.0, job.uid), job.name, attempts)
+        if attempts and not desired.plan.members
+        else None
     )
 
 

@@ -89,7 +89,7 @@ _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 class PrometheusSample:
     """The result of a query. `job_values` is by query and (namespace, job)."""
 
-    queried_at: float = 0.0
+    queried_at: float | None = None
     job_values: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
     gpu_values: tuple[GpuValue, ...] = ()
     gpu_signs: tuple[GpuValue, ...] = ()
@@ -121,7 +121,7 @@ class QueryEffort:
 
     seconds: float = MIN_QUERY_SECONDS
     parts: int = 1
-    changed_at: float = 0.0
+    changed_at: float | None = None
 
     def __str__(self) -> str:
         return f"with {self.seconds:g} s" + (f" for each of {self.parts} parts" if self.parts > 1 else "")
@@ -139,7 +139,7 @@ class QueryEffort:
         self.changed_at = now
 
     def record_success(self, now: float) -> None:
-        if 0 <= now - self.changed_at < QUERY_EFFORT_EASE_SECONDS:
+        if self.changed_at is not None and 0 <= now - self.changed_at < QUERY_EFFORT_EASE_SECONDS:
             return
         self.parts = max(1, self.parts // 2)
         self.seconds = max(MIN_QUERY_SECONDS, self.seconds / 2)
@@ -183,7 +183,7 @@ class PrometheusClient:
         self._signs_query = build_gpu_signs_query(dcgm_namespace, matchers)
         self._logged: dict[str, str] = {}
         self._signs: tuple[GpuValue, ...] = ()
-        self._signs_at = -math.inf
+        self._signs_at: float | None = None
         self._run_query = run_query or (create_http_query(url) if url else None)
 
     async def sample(self, now: float, jobs: Collection[JobName] = ()) -> PrometheusSample:
@@ -210,7 +210,8 @@ class PrometheusClient:
         except (RequestException, PrometheusApiClientException, ValueError, KeyError) as error:
             reason = f"Prometheus at {self._url} does not answer: {type(error).__name__}"
             return PrometheusSample(now, gpu_signs=self._signs, error=reason)
-        if self._dcgm_namespace and not 0 <= now - self._signs_at < GPU_SIGNS_INTERVAL_SECONDS:
+        is_recent = self._signs_at is not None and 0 <= now - self._signs_at < GPU_SIGNS_INTERVAL_SECONDS
+        if self._dcgm_namespace and not is_recent:
             self._signs, self._signs_at = await self._query_signs(self._run_query), now
         return replace(sample, gpu_signs=self._signs)
 

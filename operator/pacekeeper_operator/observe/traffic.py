@@ -67,15 +67,15 @@ def build_job_traffic(name: JobName, cache: JobCache, now: float, *, acts: bool 
     )
 
 
-def _estimate_round_seconds(job: TrainingJob, state: State, now: float, *, trains: bool) -> float:
-    """Return the seconds that a new round costs; 0 if the job does not train.
+def _estimate_round_seconds(job: TrainingJob, state: State, now: float, *, trains: bool) -> float | None:
+    """Return the seconds that a new round costs; None if the job does not train.
 
     It is infinite while other routes are tried, and if the user forbids traffic planning. It is also infinite for a
     while after a round due to slow communication, twice as long after each further one: waits that others report do not
     keep a job restarting.
     """
     if not trains:
-        return 0.0
+        return None
     if state.adaptation.route_trial is not None or Remedy.PLAN_TRAFFIC not in job.spec.remediation.allow:
         return math.inf
     since = now - REROUTE_HISTORY_SECONDS
@@ -84,7 +84,8 @@ def _estimate_round_seconds(job: TrainingJob, state: State, now: float, *, train
     ]
     if times and now - max(times) < REROUTE_HOLD_SECONDS * 2.0 ** (len(times) - 1):
         return math.inf
-    return state.budget.round_seconds or DEFAULT_ROUND_SECONDS
+    measured = state.budget.round_seconds
+    return DEFAULT_ROUND_SECONDS if measured is None else measured
 
 
 def collect_route_observations(jobs: Mapping[JobName, JobTraffic]) -> dict[str, tuple[RouteObservation, ...]]:

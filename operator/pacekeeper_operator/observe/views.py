@@ -34,7 +34,7 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
         address=status.get("podIP", ""),
         created_at=parse_time(metadata["creationTimestamp"]),
         deleting="deletionTimestamp" in metadata,
-        delete_by=parse_time(metadata["deletionTimestamp"]) if "deletionTimestamp" in metadata else 0.0,
+        delete_by=parse_time(metadata["deletionTimestamp"]) if "deletionTimestamp" in metadata else None,
         disruption_reason=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
         unschedulable_message=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         exit_code=ended.get("exitCode"),

@@ -74,16 +74,16 @@ class NodeHealthRules:
                     reason = f" ({condition['reason']})" if condition.get("reason") else ""
                     since = condition.get("lastTransitionTime")
                     yield MatchedNodeCondition(
-                        f"condition {kind} is {condition['status']}{reason}", parse_time(since) if since else 0.0
+                        f"condition {kind} is {condition['status']}{reason}", parse_time(since) if since else None
                     )
 
 
 @dataclass(frozen=True)
 class MatchedNodeCondition:
-    """A condition of a node. `since` is in seconds since the epoch, as the condition has it; 0: unknown."""
+    """A condition of a node. `since` is in seconds since the epoch, as the condition has it; None: unknown."""
 
     description: str
-    since: float
+    since: float | None
 
 
 @dataclass(frozen=True)

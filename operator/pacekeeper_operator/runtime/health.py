@@ -21,7 +21,7 @@ def find_liveness_failure(operator: Operator, lease: LeaderElector) -> str:
         return f"the operator has not checked its Lease for {now - lease.last_attempt_at:.0f} s"
     if not lease.elected.is_set():
         return ""
-    if operator.last_tick_at and now - operator.last_tick_at > LIVENESS_TIMEOUT_SECONDS:
+    if operator.last_tick_at is not None and now - operator.last_tick_at > LIVENESS_TIMEOUT_SECONDS:
         return f"the operator's periodic tasks have not run for {now - operator.last_tick_at:.0f} s"
     return operator.stores.find_watch_failure(operator.runtime.now())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from ..api.names import Object
@@ -24,5 +23,5 @@ class JobContext:
     status_writer: StatusWriter
     written_incidents: dict[str, Incident] = field(default_factory=dict)  # as they are stored in the cluster
     status: JobStatus | None = None  # as it is stored
-    status_written_at: float = -math.inf  # by the monotonic clock: wall time may jump
+    status_written_at: float | None = None  # by the monotonic clock: wall time may jump
     status_jitter: float = 0.0  # share of the interval that is added, so that jobs do not write at once

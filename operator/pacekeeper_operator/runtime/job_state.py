@@ -87,7 +87,7 @@ async def create_state(
         desired = cache.desired.with_plan()  # the state was deleted while this operator runs
     else:
         desired = build_initial_state(job, pods, now, reported_round).with_lifecycle(
-            training_since=now if trained else 0.0
+            training_since=now if trained else None
         )
     await incidents.supersede_unknown(cluster, job, desired.state.incidents.list_names())
     await write_state(cluster, job, cache, desired)

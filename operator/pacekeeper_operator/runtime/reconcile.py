@@ -359,7 +359,8 @@ async def _patch_status(operator: Operator, context: JobContext, status: JobStat
         MAX_STATUSES_PER_SECOND, MIN_STATUS_INTERVAL_SECONDS
     )
     metrics_only = status_known and _select_urgent_fields(status) == _select_urgent_fields(before)
-    if metrics_only and now - context.status_written_at < pause:
+    written_at = context.status_written_at
+    if metrics_only and written_at is not None and now - written_at < pause:
         return
 
     async def write() -> None:
@@ -395,11 +396,12 @@ def _get_pass_interval(operator: Operator, context: JobContext, observation: Obs
     if observation.job.queue_hold_reason:
         return QUEUE_POLL_SECONDS
     if observation.state.lifecycle.is_over:
-        ttl = observation.job.spec.run_policy.ttl_seconds_after_finished
+        ttl, stopped_at = (
+            observation.job.spec.run_policy.ttl_seconds_after_finished,
+            observation.state.lifecycle.stopped_at,
+        )
         remaining = (
-            IDLE_PASS_INTERVAL_SECONDS
-            if ttl is None
-            else observation.state.lifecycle.stopped_at + ttl - observation.now
+            IDLE_PASS_INTERVAL_SECONDS if ttl is None or stopped_at is None else stopped_at + ttl - observation.now
         )
         busy = any(view.pod is not None and not view.pod.ended for view in observation.workers)
         return max(0.5, min(remaining, 5.0 if busy else IDLE_PASS_INTERVAL_SECONDS))
@@ -442,7 +444,7 @@ def _has_timed_work(context: JobContext, observation: Observation, sample_second
         or state.adaptation.local_sgd is not None
         or state.adaptation.route_trial is not None
         or plan.profile is not None
-        or bool(state.placement.vacant_since)
+        or state.placement.vacant_since is not None
         or observation.job.spec.run_policy.active_deadline_seconds is not None
         or observation.progress.steps_in_round < get_window_steps(observation)
     )

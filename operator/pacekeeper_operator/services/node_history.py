@@ -58,7 +58,8 @@ class NodeHistories:
         try:
             async with self._write_lock:  # several jobs may have lost the same node
                 node = await self.cluster.find(NODE_OBJECTS, incident.node)
-                if node is None or _get_created_at(node) > incident.detected:
+                created_at = None if node is None else _get_created_at(node)
+                if node is None or (created_at is not None and created_at > incident.detected):
                     return  # the Incident's node is gone, and its history with it
                 body = await self._get_or_create_history(node)
                 before = NodeHistory.parse(body)
@@ -138,7 +139,7 @@ class NodeHistories:
         return await self.cluster.patch(NODE_HISTORIES, history.node, patch, subresource="status")
 
 
-def _get_created_at(node: Object) -> float:
-    """Return the creation time in seconds since the epoch; 0: unknown."""
+def _get_created_at(node: Object) -> float | None:
+    """Return the creation time in seconds since the epoch; None: unknown."""
     text = node["metadata"].get("creationTimestamp")
-    return parse_time(text) if text else 0.0
+    return parse_time(text) if text else None

@@ -98,11 +98,14 @@ class NodeRegistry:
         self.failing_check = ""
         """The check that probe pods fail on nodes that are not suspected: see `services.probe_check`."""
         self._usage = QuarantineUsage()
-        self._reported_conditions: dict[str, tuple[str, float]] = {}  # node → (UID, since): its reported condition
-        self._pause: tuple[float, str] = (-math.inf, "")
+        self._reported_conditions: dict[
+            str, tuple[str, float | None]
+        ] = {}  # node → (UID, since): its reported condition
+        self._pause_reason = ""  # why no node may be touched; "": nodes may be
+        self._pause_read_at: float | None = None  # by the monotonic clock
         self._pause_lock = asyncio.Lock()
         self._approval_lock = asyncio.Lock()
-        self._read_at = -math.inf  # when the last list for an approval began, by the monotonic clock
+        self._read_at: float | None = None  # when the last list for an approval began, by the monotonic clock
 
     def invalidate(self) -> None:
         """Start to lead: cached data does not count until it is listed again."""
@@ -165,7 +168,7 @@ class NodeRegistry:
         if not quarantine.is_suspicion or find_witness(quarantine, known_node.node) is None:
             return False
         await self._ensure_nodes_listed()
-        if not QuarantineContext(self.rules, node_count=len(self.nodes)).is_breaker_disabled:
+        if not QuarantineContext(self.rules, node_count=len(self.nodes) or None).is_breaker_disabled:
             return False  # most wait for a while, and must be recorded during that time
         async with self._lock_fresh_quarantines():
             return isinstance(self._decide_and_grant(quarantine, known_node), ApproveQuarantine)
@@ -177,17 +180,16 @@ class NodeRegistry:
         Approvals are decided one by one.
         """
         async with self._approval_lock:
-            if self.runtime.monotonic() - self._read_at > APPROVAL_LIST_CACHE_SECONDS:
-                began = self.runtime.monotonic()
+            began = self.runtime.monotonic()
+            if self._read_at is None or began - self._read_at > APPROVAL_LIST_CACHE_SECONDS:
                 await self.quarantines.refresh(self.cluster, ())
                 await self._ensure_nodes_listed()
                 self._read_at = began
-            if self.runtime.monotonic() - self._pause[0] > APPROVAL_PAUSE_CACHE_SECONDS:
-                await self._check_pause()
+            await self._refresh_pause(APPROVAL_PAUSE_CACHE_SECONDS)
             yield
 
     def _decide_and_grant(self, quarantine: Quarantine, known_node: KnownNode) -> QuarantineStep:
-        context = QuarantineContext(self.rules, self._usage, len(self.nodes), self._pause[1])
+        context = QuarantineContext(self.rules, self._usage, len(self.nodes) or None, self._pause_reason)
         step = decide_quarantine_step(quarantine, known_node.node, None, context, self.runtime.now())
         if isinstance(step, ApproveQuarantine):
             self._usage.grant(quarantine.name)
@@ -201,9 +203,13 @@ class NodeRegistry:
     async def get_pause_reason(self) -> str:
         """Return why no node may be touched. Empty: nodes may be. If the pause state cannot be read, none may."""
         async with self._pause_lock:  # hundreds of concurrent callers share one read
-            if self.runtime.monotonic() - self._pause[0] > PAUSE_CACHE_SECONDS:
-                await self._check_pause()
-        return self._pause[1]
+            await self._refresh_pause(PAUSE_CACHE_SECONDS)
+        return self._pause_reason
+
+    async def _refresh_pause(self, max_age: float) -> None:
+        """Read the pause state again if the last reading is older than `max_age` seconds."""
+        if self._pause_read_at is None or self.runtime.monotonic() - self._pause_read_at > max_age:
+            await self._check_pause()
 
     def has_new_condition(self, name: str, known_node: KnownNode | None) -> bool:
         """Return whether the node has a condition that by the settings accuses it, and that is not reported yet."""
@@ -220,7 +226,8 @@ class NodeRegistry:
 
     def get_broken_since(self, known_node: KnownNode) -> float:
         """Return since when the node is broken, but not a time in the future: clocks may differ."""
-        return min(known_node.node.broken_since, self.runtime.now()) or self.runtime.now()
+        since, now = known_node.node.broken_since, self.runtime.now()
+        return now if since is None else min(since, now)
 
     def mark_condition_reported(self, name: str, known_node: KnownNode) -> None:
         """Mark the condition as reported: a user who deletes the NodeQuarantine has ended it."""
@@ -267,7 +274,7 @@ class NodeRegistry:
         if node is None or find_witness(quarantine, node) is None:
             return QuarantineContext(self.rules, self._usage)
         await self._ensure_nodes_listed()
-        return QuarantineContext(self.rules, self._usage, len(self.nodes), await self.get_pause_reason())
+        return QuarantineContext(self.rules, self._usage, len(self.nodes) or None, await self.get_pause_reason())
 
     async def _ensure_nodes_listed(self) -> None:
         if not self.nodes.listed.is_set():
@@ -283,7 +290,7 @@ class NodeRegistry:
                     reason = f"remedies are paused by ConfigMap {settings.namespace}/{PAUSE_CONFIG_MAP}"
             except (kopf.TemporaryError, kopf.PermanentError):
                 reason = f"whether ConfigMap {settings.namespace}/{PAUSE_CONFIG_MAP} pauses remedies cannot be read"
-        self._pause = (self.runtime.monotonic(), reason)
+        self._pause_reason, self._pause_read_at = reason, self.runtime.monotonic()
 
     def _reduce_node(self, body: Mapping[str, Any]) -> KnownNode:
         metadata = body["metadata"]

@@ -44,7 +44,7 @@ class Operator:
     webhook: Webhook | None = None
     """Where Incidents are posted in addition to the cluster."""
     paused: str = PAUSE_UNKNOWN
-    last_tick_at: float = 0.0  # last run of `periodic_tasks`, by the monotonic clock
+    last_tick_at: float | None = None  # last run of `periodic_tasks`, by the monotonic clock
     network: NetworkState | None = None  # as of the last pass of services.fabrics
     clock: ServerClock = field(init=False)
     probe_claims: ProbeClaims = field(init=False)

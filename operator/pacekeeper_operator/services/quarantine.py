@@ -222,15 +222,15 @@ class _WorkQueue:
     _last_held_at: deque[float] = field(
         default_factory=lambda: deque(maxlen=NODE_PRIORITY_THRESHOLD + 1)
     )  # times of the last ones, by the same clock
-    _listed_at: float = -math.inf
-    _metrics_at: float = -math.inf
+    _list_due_at: float | None = None  # None: at once
+    _metrics_due_at: float | None = None  # None: at once
 
     async def dispatch(self) -> float:
         """Start what is due, within the limit, and return the seconds until more may be due."""
         registry, now = self.registry, self.registry.runtime.monotonic()
-        if now >= self._listed_at + QUARANTINE_RESYNC_SECONDS:
+        if self._list_due_at is None or now >= self._list_due_at:
             await self._enqueue_all()
-            self._listed_at = now
+            self._list_due_at = now + QUARANTINE_RESYNC_SECONDS
         self._waiting |= registry.changed_nodes
         registry.changed_nodes.clear()
         for name in [name for name, at in self._due_at.items() if at <= now]:
@@ -249,18 +249,12 @@ class _WorkQueue:
                 work = self._process(name, write_report=write_report)
                 self._running[name] = registry.runtime.start_task(work, f"quarantine of {name}")
         registry.priority_gate.set_backlog(len(self._waiting))
-        if now >= self._metrics_at + QUARANTINE_METRICS_SECONDS:
+        if self._metrics_due_at is None or now >= self._metrics_due_at:
             registry.publish_metrics()
-            self._metrics_at = now
+            self._metrics_due_at = now + QUARANTINE_METRICS_SECONDS
         if now < registry.busy_until:
             return registry.busy_until - now
-        next_ = min(
-            [
-                self._listed_at + QUARANTINE_RESYNC_SECONDS,
-                self._metrics_at + QUARANTINE_METRICS_SECONDS,
-                *self._due_at.values(),
-            ]
-        )
+        next_ = min([self._list_due_at, self._metrics_due_at, *self._due_at.values()])
         return max(0.0, next_ - now)
 
     async def close(self) -> None:

@@ -51,7 +51,7 @@ class PodView:
     address: str = ""
     created_at: float = 0.0
     deleting: bool = False
-    delete_by: float = 0.0  # end of its grace period; 0: not being deleted
+    delete_by: float | None = None  # end of its grace period; None: not being deleted
     disruption_reason: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
     unschedulable_message: str = ""  # the scheduler's message
     exit_code: int | None = None  # exit code of the trainer, or of `failed_init_container`; None: it has not ended
@@ -90,7 +90,7 @@ class WorkerView:
     state_seconds: float = math.inf  # since the first report of the state that it is in
     reachable: bool | None = None  # result of the operator's own probe; None: there was no reason to probe
     node_reachable: bool | None = None
-    seconds_since_step: float = math.inf  # since the first report of its last completed step; infinity: not known
+    seconds_since_step: float | None = None  # since the first report of its last completed step; None: not known
 
     @property
     def node(self) -> str:

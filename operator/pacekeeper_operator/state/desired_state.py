@@ -54,22 +54,22 @@ class WorkerRecord:
     dead: bool = False  # it no longer trains: its checkpoint is not awaited
     force: bool = False  # its node is lost: deleted without waiting for the kubelet
     waits_for_checkpoint: bool = False  # nothing forces it out: it stays until the requested checkpoint is published
-    starting_since: float = 0.0  # when its trainer's container was first seen running; 0: not running, or warm
+    starting_since: float | None = None  # when its trainer's container first ran; None: not running, or warm
 
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """The job as a whole: begun, trained, ended. Times are seconds since the epoch; 0: not yet."""
+    """The job as a whole: begun, trained, ended. Times are seconds since the epoch; None: not yet."""
 
-    start_time: float = 0.0  # when the operator started or resumed the job
-    training_since: float = 0.0  # first step of the job
-    progress_since: float = 0.0  # first step since it started or resumed; progress is measured from there
+    start_time: float | None = None  # when the operator started or resumed the job
+    training_since: float | None = None  # first step of the job
+    progress_since: float | None = None  # first step since it started or resumed; progress is measured from there
     progress_step: int = 0  # the step at that time
     finished: tuple[str, ...] = ()  # workers whose trainer succeeded
-    completed_at: float = 0.0
+    completed_at: float | None = None
     failed_reason: str = ""
     failed_message: str = ""
-    stopped_at: float = 0.0  # when the ranks were directed to leave (suspend, finish)
+    stopped_at: float | None = None  # when the ranks were directed to leave (suspend, finish)
     misdated: bool = False  # the clock was wrong after the job had ended: `stopped_at` is set again once it is right
 
     @cached_property
@@ -79,12 +79,12 @@ class Lifecycle:
     @property
     def has_trained(self) -> bool:
         """Whether the job has completed a step in any round, so that its script and its image can train."""
-        return bool(self.training_since)
+        return self.training_since is not None
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended for good."""
-        return bool(self.completed_at or self.failed_reason)
+        return self.completed_at is not None or bool(self.failed_reason)
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,21 @@ class Placement:
 
     workers: tuple[WorkerRecord, ...] = ()
     incarnations: Mapping[str, int] = field(default_factory=dict)  # ordinal → highest incarnation ever reserved
-    template_accepted: int = -1  # generation of the job whose template the API server accepts
-    template_rejected: int = -1  # the last generation whose template it rejects
+    template_accepted: int | None = None  # generation of the job whose template the API server accepts
+    template_rejected: int | None = None  # the last generation whose template it rejects
     rejection: str = ""  # its message
-    placing_since: float = 0.0  # beginning of the present attempt to place all workers; 0: none under way
+    placing_since: float | None = None  # beginning of the present attempt to place all workers; None: not under way
     attempts: int = 0  # failed attempts to place all workers since the job last trained
-    retry_at: float = 0.0
+    retry_at: float | None = None
     highest_round: int = 0  # highest round of the job that has been reported to the operator
-    vacant_since: float = 0.0  # since when a rank has no worker; 0: none
-    checkpoint_requested_at: float = 0.0
+    vacant_since: float | None = None  # since when a rank has no worker; None: all have one
+    checkpoint_requested_at: float | None = None
     failed_starts: int = 0  # workers in a row whose trainer ended before it was ready
     refused_pods: int = 0  # pods in a row that their kubelets have refused
-    refused_until: float = 0.0  # until then no more are created
+    refused_until: float | None = None  # until then no more are created
     scheduling_gated: bool = False  # some pod has a scheduling gate: the scheduling timeout does not run
-    start_seconds: float = 0.0  # from a pod's creation until its worker was warm, as measured last; 0: not yet
-    begun_at: float = 0.0  # when the present membership was decided; 0: not known
+    start_seconds: float | None = None  # from a pod's creation until its worker was warm, as measured last
+    begun_at: float | None = None  # when the present membership was decided
     # When workers may join again after the job has gone on with fewer.
     growth: Hysteresis = field(
         default_factory=lambda: Hysteresis(SYNC_MODE_COOL_DOWN_SECONDS, MAX_GROWTH_COOL_DOWN_SECONDS)
@@ -128,20 +128,20 @@ class RestartBudget:
     restarts: tuple[float, ...] = ()  # times of the restarts that count, within the window
     total_restarts: int = 0
     membership_restarts: int = 0  # those of them that the launchers made in the present membership
-    no_progress_round: int = 0  # last round that failed without a completed step; 0: a later one has completed some
+    no_progress_round: int | None = None  # last round that failed without a step; None: a later one has completed some
     no_progress_error: str = ""
     no_progress_worker: str = ""  # on which it failed
     repetition: RepeatedFailure = field(default_factory=RepeatedFailure)  # of ends at the same step
     backoffs: int = 0  # waits in a row before another round, since no round completes a step; 0: rounds begin at once
-    next_round_at: float = 0.0  # seconds since the epoch; while `backoffs` is not 0, no round begins before
+    next_round_at: float | None = None  # seconds since the epoch; while `backoffs` is not 0, no round begins before
     lost_seconds: float = 0.0  # by incidents that are closed
-    restart_seconds: float = 0.0  # of a round of this job from decision to first step, as measured last
-    spare_restart_seconds: float = 0.0  # the same of a round with a spare
+    restart_seconds: float | None = None  # of a round of this job from decision to first step, as measured last
+    spare_restart_seconds: float | None = None  # the same of a round with a spare
 
     @property
-    def round_seconds(self) -> float:
-        """Seconds that a round takes. Rounds with a spare count where there were no others; 0: not measured."""
-        return self.restart_seconds or self.spare_restart_seconds
+    def round_seconds(self) -> float | None:
+        """Seconds that a round takes. Rounds with a spare count where there were no others; None: not measured."""
+        return self.spare_restart_seconds if self.restart_seconds is None else self.restart_seconds
 
     def count_restarts_within(self, now: float, window: float) -> int:
         """Return the number of restarts that count in the last `window` seconds."""
@@ -158,21 +158,19 @@ class StragglerInvestigation:
     """A straggler under investigation."""
 
     since: float
-    step_seconds: float = 0.0  # of the job at that time; 0: not known
-    step: int = -1  # the last completed one at that time
+    step_seconds: float | None = None  # of the job at that time; None: not known
+    step: int | None = None  # the last completed one at that time
     request: str = ""  # pending evidence request
-    requested_at: float = 0.0
-    requested_step: int = -1  # the last completed one at that time
-    requested_relative_time: float = (
-        0.0  # relative step time of the slowest rank at that time, by the metrics; 0: not known
-    )
+    requested_at: float | None = None
+    requested_step: int | None = None  # the last completed one at that time
+    requested_relative_time: float | None = None  # relative step time of the slowest rank at that time, by the metrics
     last_bottleneck: Bottleneck | None = None  # bottleneck of the previous answer
-    last_clear_at: float = 0.0  # when an answer last showed no bottleneck; 0: none has
+    last_clear_at: float | None = None  # when an answer last showed no bottleneck; None: none has
 
     @property
     def first_sign(self) -> float:
         """First sign of the bottleneck that the last answers show."""
-        return max(self.since, self.last_clear_at)
+        return self.since if self.last_clear_at is None else max(self.since, self.last_clear_at)
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ class FruitlessInvestigation:
 
     at: float
     cool_down_seconds: float  # seconds
-    step_seconds: float  # of the job at that time, or since that bottleneck is over
+    step_seconds: float | None  # of the job at that time, or since that bottleneck is over; None: not known
     forbidden: bool = False  # a remedy was found, but was only recommended
 
 
@@ -193,27 +191,34 @@ class LocalSgdChoice:
     bottleneck: Bottleneck
     reason: str
     incident: str
-    requested_at: float = 0.0  # when the ranks were last asked for evidence of that
+    requested_at: float | None = None  # when the ranks were last asked for evidence of that
     clear_answers: int = 0  # answers in a row that showed that it is over
-    first_clear_step: int = 0  # the step at the first of them
+    first_clear_step: int | None = None  # the step at the first of them
 
 
 @dataclass(frozen=True)
 class LinkCheck:
-    """The evidence of the job's connections, and the probe of the hottest place. Ranks: -1, none."""
+    """The evidence of the job's connections, and the probe of the hottest place."""
 
     at: float
     request: str  # evidence request that was answered
-    kind: SpotKind | None = None  # of the hottest place; None: none is hot
-    source: int = -1
-    destination: int = -1
+    hottest: HottestPlace | None = None  # None: none is hot
     hot_places: tuple[str, ...] = ()  # all hot places, for people, hottest first
     conclusive: bool = False  # enough connections could be told apart to be compared
     sides: tuple[LinkSide, ...] = ()  # slowest ones
-    bytes_per_second: float = 0.0  # of the hottest place while it was busy; 0: none is hot
     incident: str = ""  # for which it is, or was, probed
     probe: str = ""  # pending probe; "": none
-    probed_at: float = 0.0
+    probed_at: float | None = None
+
+
+@dataclass(frozen=True)
+class HottestPlace:
+    """The slowest place between the job's ranks."""
+
+    kind: SpotKind
+    source: int  # rank
+    destination: int
+    bytes_per_second: float  # while it was busy
 
 
 @dataclass(frozen=True)
@@ -266,7 +271,7 @@ class RouteChange:
     draw_before: int = 0
     spine: str = ""
     draw: int = 0
-    bytes_per_second: float = 0.0  # of its connections before, while they were busy; 0: not known
+    bytes_per_second: float | None = None  # of its connections before, while they were busy; None: not known
 
 
 @dataclass(frozen=True)
@@ -275,16 +280,16 @@ class RouteTrial:
 
     incident: str  # "": they are the earlier routes, restored, and there is nothing to measure
     membership: int  # that takes these routes
-    step_seconds: float  # of the job before
+    step_seconds: float | None  # of the job before; None: not known
     sync_mode: SyncMode = SyncMode.SYNC  # the mode at that time
     changes: tuple[RouteChange, ...] = ()  # (): more than are remembered, so they cannot be reverted
-    since: float = 0.0  # the first step by these routes; 0: not completed yet
-    slowdown: float = 0.0  # step time by these routes over that before; 0: not known yet
+    since: float | None = None  # the first step by these routes; None: not completed yet
+    slowdown: float | None = None  # step time by these routes over that before; None: not known yet
 
     @property
     def has_rates(self) -> bool:
         """Whether the earlier throughput of some of the connections is known."""
-        return any(change.bytes_per_second for change in self.changes)
+        return any(change.bytes_per_second is not None for change in self.changes)
 
 
 @dataclass(frozen=True)
@@ -308,9 +313,8 @@ class Adaptation:
     link_check: LinkCheck | None = None
     link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
     route_observations: tuple[RouteObservation, ...] = ()  # the newest observation of each flow and route, oldest first
-    connections_requested_at: float = (
-        0.0  # when the connections were last asked for evidence before a round for other routes
-    )
+    connections_requested_at: float | None = None
+    """When the connections were last asked for evidence before a round for other routes."""
     route_trial: RouteTrial | None = None
     failed_routes: tuple[FailedRoute, ...] = ()  # oldest first
     local_sgd: LocalSgdChoice | None = None  # None: mode Sync, or the mode that the job's spec wants
@@ -318,8 +322,8 @@ class Adaptation:
     mode_reason: str = ""  # of the last change of mode
     mode_refusal: str = ""  # the ranks' message when they could not follow a Local-SGD mode
     shares_refusal: str = ""  # the same for shares, of the present members
-    suppressed_relative_time: float = 0.0  # suppressed relative step time (per sample) of the slowest rank; 0: none
-    suppressed_peer_slowdown: float = 0.0  # the slowest rank's own work at that time, as in `JobMetrics.behind`
+    suppressed_relative_time: float | None = None  # suppressed relative step time (per sample) of the slowest rank
+    suppressed_peer_slowdown: float | None = None  # the slowest rank's own work at that time, as in `JobMetrics.behind`
 
     def accumulate_loss(self, now: float, slowdown: float, since: float) -> AccumulatedLoss:
         """Return the loss by slow ranks, which cost `slowdown` now, and first showed that at `since`."""
@@ -350,7 +354,7 @@ class AvoidedNode:
 class Preflight:
     """The state of the preflight checks."""
 
-    started_at: float = 0.0  # since when checks are pending; 0: none are
+    started_at: float | None = None  # since when checks are pending; None: none are
     avoided_nodes: tuple[AvoidedNode, ...] = ()
 
 
@@ -375,7 +379,7 @@ class Incident:
     remedies: tuple[RemedyPrice, ...] = ()
     applied: float | None = None
     recovered: float | None = None
-    last_step: int = -1  # completed when it happened
+    last_step: int | None = None  # completed when it happened
     steps_lost: int | None = None
     restart: Restart | None = None
     slowdown_before: float | None = None
@@ -469,9 +473,9 @@ class Profiling:
     """Profile windows: the pending one, and what has been investigated."""
 
     incident: str = ""  # whose profile it is; "": no incident was open
-    round: int = 0  # in which it was requested
-    requested_at: float = 0.0
-    until: float = 0.0  # answers are awaited until then
+    round: int | None = None  # in which it was requested
+    requested_at: float | None = None
+    until: float | None = None  # answers are awaited until then
     reason: str = ""  # for people
     requested_times: tuple[float, ...] = ()  # times of the windows of the last hour that the operator chose to open
     investigated: tuple[str, ...] = ()  # investigated incidents, the newest last

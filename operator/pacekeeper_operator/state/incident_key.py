@@ -20,7 +20,7 @@ class IncidentKey:
     cause: IncidentCause
     round: int
     worker: str = ""
-    rank: int = -1
+    rank: int | None = None
     gpu: str = ""  # one error of one GPU: "<node>/<gpu>/<error>"
     occurrence: int = 1  # tells apart incidents that recur in one round: live remedies begin no new one
 
@@ -42,7 +42,7 @@ class IncidentKey:
         subject = ""
         if self.worker:
             subject = f"-{self.worker.removeprefix(f'{job.name}-')}"
-        elif self.rank >= 0:
+        elif self.rank is not None:
             subject = f"-rank{self.rank}"
         elif self.gpu:
             subject = f"-gpu{hashlib.sha256(self.gpu.encode()).hexdigest()[:8]}"

@@ -74,4 +74,4 @@ class JobMetrics:
     reporting_ranks: float | None = None  # ranks of the job that export their steps
     min_step: float | None = None  # the least step of these ranks
     scrape_age: float | None = None  # seconds since all of these ranks were scraped, at the time of the query
-    queried_at: float = 0.0  # time of the query
+    queried_at: float | None = None  # time of the query; None: there was none

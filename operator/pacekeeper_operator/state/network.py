@@ -43,7 +43,9 @@ class JobTraffic:
     uses_nccl: bool = False  # rather than by gloo
     ports: PortRange | None = None  # of its connections; None: any
     wait_share: float = 0.0  # share of its steps that its ranks wait
-    round_seconds: float = 0.0  # cost of a round for other routes; 0: it does not train yet; inf: not allowed yet
+    round_seconds: float | None = (
+        None  # cost of a round for other routes; None: it does not train; inf: not allowed yet
+    )
     keeps_routes: bool = False  # it leaves no route that is alive: others were tried without result
     can_move: bool = True  # False: other routes are only recommended
     route_observations: tuple[RouteObservation, ...] = ()  # what its flows have shown of their routes
@@ -55,7 +57,7 @@ class JobTraffic:
     @property
     def round_cost(self) -> float:
         """Cost of a round, in seconds of its ranks."""
-        return self.ranks * self.round_seconds
+        return self.ranks * (self.round_seconds or 0.0)
 
 
 @dataclass(frozen=True)

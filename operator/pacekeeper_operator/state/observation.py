@@ -40,7 +40,7 @@ class Observation:
     # Decisions about the nodes that incidents blame.
     quarantine_decisions: Mapping[NodeKey, QuarantineDecision] = field(default_factory=dict)
     profile_answers: int = 0  # ranks that have answered in the pending profile window
-    last_profile_answer_at: float = 0.0  # when their newest answer arrived
+    last_profile_answer_at: float | None = None  # when their newest answer arrived
     localized_profile: LocalizedProfile | None = None  # result of the last profile window
     node_checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → its preflight check
     stray_pods: tuple[PodView, ...] = ()  # pods of this job without a worker record
@@ -61,8 +61,7 @@ class Observation:
         """What the members report about the training."""
         plan = self.plan
         heartbeats = tuple(view.heartbeat for view in self.members if view.heartbeat is not None)
-        step_seconds = self.metrics.step_seconds or 0.0
-        return TrainingProgress(plan.membership, plan.round, len(plan.members), heartbeats, step_seconds)
+        return TrainingProgress(plan.membership, plan.round, len(plan.members), heartbeats, self.metrics.step_seconds)
 
     @property
     def restarts(self) -> RestartEstimates:
@@ -182,7 +181,11 @@ class Observation:
 
         It is neither in the future nor before the last restart.
         """
-        return min(max([at, self.state.lifecycle.start_time, *self.state.budget.restarts[-1:]]), self.now)
+        start_time = self.state.lifecycle.start_time
+        bounds = [at, *self.state.budget.restarts[-1:]]
+        if start_time is not None:
+            bounds.append(start_time)
+        return min(max(bounds), self.now)
 
     def is_budget_spent(self, policy: Policy) -> bool:
         """Return whether the window's budget allows no further restart."""

@@ -37,7 +37,7 @@ def begin_round(observation: Observation, members: tuple[Member, ...]) -> Desire
         )
         .with_lifecycle(finished=())
         .with_placement(
-            placing_since=0.0, attempts=0, vacant_since=0.0, checkpoint_requested_at=0.0, begun_at=observation.now
+            placing_since=None, attempts=0, vacant_since=None, checkpoint_requested_at=None, begun_at=observation.now
         )
         .with_budget(membership_restarts=0)
         .with_adaptation(
@@ -46,8 +46,8 @@ def begin_round(observation: Observation, members: tuple[Member, ...]) -> Desire
             fruitless_investigation=None,
             link_check=None,
             shares_refusal=desired.state.adaptation.shares_refusal if same_workers else "",
-            suppressed_relative_time=desired.state.adaptation.suppressed_relative_time if same_workers else 0.0,
-            suppressed_peer_slowdown=desired.state.adaptation.suppressed_peer_slowdown if same_workers else 0.0,
+            suppressed_relative_time=desired.state.adaptation.suppressed_relative_time if same_workers else None,
+            suppressed_peer_slowdown=desired.state.adaptation.suppressed_peer_slowdown if same_workers else None,
         )
     )
 

@@ -247,8 +247,8 @@ def _write_placement(placement: Placement, job: str) -> Json:
         **_write_names([worker.name for worker in workers], job),
         "uids": " ".join(worker.uid for worker in workers),
         "nodes": " ".join(worker.node for worker in workers),
-        # While a job starts, thousands have a value.
-        "startingSince": write_runs([int(worker.starting_since) for worker in workers]),
+        # While a job starts, thousands have a value. 0: it is not starting.
+        "startingSince": write_runs([int(worker.starting_since or 0) for worker in workers]),
         "marks": {
             str(i): marks
             for i, worker in enumerate(workers)
@@ -277,7 +277,7 @@ def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Js
             *_parse_worker_numbers(name, job),
             uid=uids[i],
             node=nodes[i],
-            starting_since=float(starting[i]),
+            starting_since=float(starting[i]) if starting[i] else None,
             **{key: value for key, value in marks.get(str(i), {}).items() if key in _WORKER_MARKS},
         )
         for i, name in enumerate(names)

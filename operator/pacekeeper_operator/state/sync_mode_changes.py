@@ -32,8 +32,8 @@ def revert_to_sync(desired: DesiredState, reason: str) -> DesiredState:
         local_sgd=None,
         mode_reason=reason,
         fruitless_investigation=None,
-        suppressed_relative_time=0.0,
-        suppressed_peer_slowdown=0.0,
+        suppressed_relative_time=None,
+        suppressed_peer_slowdown=None,
     )
 
 

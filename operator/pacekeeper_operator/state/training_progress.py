@@ -16,7 +16,7 @@ class TrainingProgress:
     planned_round: int  # the plan's
     member_count: int  # of the plan, with those that have not reported
     heartbeats: tuple[Heartbeat, ...]  # of the members that have reported, in rank order
-    step_seconds: float  # by the ranks' statistics; 0: not known
+    step_seconds: float | None  # by the ranks' statistics; None: not known
 
     @cached_property
     def round(self) -> int:
@@ -25,9 +25,14 @@ class TrainingProgress:
         return max([self.planned_round, *seen])
 
     @property
-    def step(self) -> int:
-        """The last step that some member has reported as completed; -1: none."""
-        return max((heartbeat.step for heartbeat in self.heartbeats), default=-1)
+    def step(self) -> int | None:
+        """The last step that some member has reported as completed; None: none."""
+        return max((heartbeat.step for heartbeat in self.heartbeats if heartbeat.step >= 0), default=None)
+
+    def count_steps_since(self, step: int | None) -> int:
+        """Return how many steps the job has completed after `step`; None: since its start."""
+        first, last = (-1 if number is None else number for number in (step, self.step))
+        return last - first
 
     @cached_property
     def steps_in_round(self) -> int:
@@ -51,18 +56,22 @@ class TrainingProgress:
         return None if not reported else reported.pop() if len(reported) == 1 else 0
 
     @property
-    def checkpoint_step(self) -> int:
-        return max((heartbeat.checkpoint_step for heartbeat in self.heartbeats), default=-1)
+    def checkpoint_step(self) -> int | None:
+        """The step of the newest checkpoint; None: none is known."""
+        steps = (heartbeat.checkpoint_step for heartbeat in self.heartbeats)
+        return max((step for step in steps if step >= 0), default=None)
 
     @property
-    def checkpoint_age(self) -> float:
-        """Seconds since the newest checkpoint was published; 0: not known."""
-        return max(0.0, max((heartbeat.checkpoint_age_seconds for heartbeat in self.heartbeats), default=0.0))
+    def checkpoint_age(self) -> float | None:
+        """Seconds since the newest checkpoint was published; None: not known."""
+        ages = (heartbeat.checkpoint_age_seconds for heartbeat in self.heartbeats)
+        return max((age for age in ages if age >= 0), default=None)
 
     @property
-    def snapshot_step(self) -> int:
-        """The step of the newest snapshot in the members' memory; -1: there is none."""
-        return max((heartbeat.snapshot_step for heartbeat in self.heartbeats), default=-1)
+    def snapshot_step(self) -> int | None:
+        """The step of the newest snapshot in the members' memory; None: there is none."""
+        steps = (heartbeat.snapshot_step for heartbeat in self.heartbeats)
+        return max((step for step in steps if step >= 0), default=None)
 
     @cached_property
     def training_since(self) -> float | None:
@@ -75,25 +84,25 @@ class TrainingProgress:
         return max(times) if times and len(times) == self.member_count else None
 
     @cached_property
-    def round_start_seconds(self) -> float:
-        """Seconds from the present round's start to its first step, the least of all members; 0: not known.
+    def round_start_seconds(self) -> float | None:
+        """Seconds from the present round's start to its first step, the least of all members; None: not known.
 
         All members begin together, so that no member's report can make it longer.
         """
         reported = [
             heartbeat for heartbeat in self.heartbeats if heartbeat.first_step_at > heartbeat.round_started_at > 0
         ]
-        return min((heartbeat.first_step_at - heartbeat.round_started_at for heartbeat in reported), default=0.0)
+        return min((heartbeat.first_step_at - heartbeat.round_started_at for heartbeat in reported), default=None)
 
     @property
-    def global_batch(self) -> int:
-        """Samples per step of the whole job; 0: the script does not report it."""
-        return max((heartbeat.global_batch for heartbeat in self.heartbeats), default=0)
+    def global_batch(self) -> int | None:
+        """Samples per step of the whole job; None: the script does not report it."""
+        return max((heartbeat.global_batch for heartbeat in self.heartbeats), default=0) or None
 
     @property
-    def replica_ranks(self) -> int:
-        """The job trains exactly with any multiple of this number of ranks; 0: the script does not report it."""
-        return max((heartbeat.replica_ranks for heartbeat in self.heartbeats), default=0)
+    def replica_ranks(self) -> int | None:
+        """The job trains exactly with any multiple of this number of ranks; None: the script does not report it."""
+        return max((heartbeat.replica_ranks for heartbeat in self.heartbeats), default=0) or None
 
     @property
     def refusal(self) -> str:

@@ -530,7 +530,7 @@ class TestTraffic:
     def test_who_does_not_train_yet_pays_nothing_for_a_round(self, place: Place) -> None:
         found = of_job(place.job(phase=JobPhase.STARTING, metrics=JobMetrics(wait_share=0.5)))
         assert found is not None
-        assert (found.wait_share, found.round_seconds) == (0.0, 0.0)
+        assert (found.wait_share, found.round_seconds) == (0.0, None)
 
     @pytest.mark.parametrize("measured", ["restart_seconds", "spare_restart_seconds"])
     def test_what_a_round_took_last_is_what_it_takes(self, place: Place, measured: str) -> None:
@@ -544,6 +544,7 @@ class TestTraffic:
             past = tuple(PastIncident(IncidentCause.SLOW_COMMUNICATION, NOW - age, 1.0) for age in ages)
             found = of_job(place.job(desired=build_training(4, 0).desired.with_incidents(past=past)))
             assert found is not None
+            assert found.round_seconds is not None
             return found.round_seconds
 
         assert replanned(REROUTE_HOLD_SECONDS - 1) == math.inf

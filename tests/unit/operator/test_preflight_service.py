@@ -108,7 +108,7 @@ async def test_healthy_nodes_pass_and_are_not_looked_at_again() -> None:
 
 
 def _rest() -> Object:
-    names = ("slowestCoreSeconds", "cores", "heldBack", "idleCores", "throttled", "pressure", "frequency")
+    names = ("slowestCoreSeconds", "cores", "heldBack", "idleCores", "throttled")
     return dict.fromkeys((*names, "memoryBytesPerSecond"), 0) | {"links": []}
 
 

@@ -390,9 +390,9 @@ class TestNeverReady:
         assert seats(thought) == ["j-w1-0", "j-w2-0"]
         assert deleted(thought) == [("j-w0-0", False)]
         assert thought.desired.state.placement.failed_starts == 1
-        assert thought.desired.state.placement.retry_at > NOW + WARM_UP_TIMEOUT_SECONDS, (
-            "what may hang again is not hurried"
-        )
+        retry_at = thought.desired.state.placement.retry_at
+        assert retry_at is not None
+        assert retry_at > NOW + WARM_UP_TIMEOUT_SECONDS, "what may hang again is not hurried"
         assert only(thought).class_ is IncidentClass.UNKNOWN
 
     def test_a_slow_image_is_waited_for(self) -> None:
@@ -408,7 +408,7 @@ class TestNeverReady:
         content = state_codec.encode_state(world.desired, "j")
         assert state_codec.decode_state(content, "j").desired.state.placement.workers[0].starting_since == NOW
         warm = change_worker(world, "j-w0-0", heartbeat={"state": LauncherState.WARM})
-        assert evaluate_job(warm, build_policy()).desired.state.placement.workers[0].starting_since == 0
+        assert evaluate_job(warm, build_policy()).desired.state.placement.workers[0].starting_since is None
 
     def test_how_long_the_last_one_took_is_known(self) -> None:
         world = self.starting()
@@ -422,11 +422,11 @@ class TestNeverReady:
         )
         assert warm.with_desired(draft).restarts.start_seconds == 25.0
         young = replace(warm, operator_age=9.0)
-        assert evaluate_job(young, build_policy()).desired.state.placement.start_seconds == 0.0, (
+        assert evaluate_job(young, build_policy()).desired.state.placement.start_seconds is None, (
             "it may have been warm for long"
         )
         ended = change_worker(later, "j-w0-0", pod={"exit_code": 1})
-        assert evaluate_job(ended, build_policy()).desired.state.placement.start_seconds == 0.0, "it was never warm"
+        assert evaluate_job(ended, build_policy()).desired.state.placement.start_seconds is None, "it was never warm"
 
     def test_a_young_operator_that_has_not_heard_of_a_warm_spare_writes_nothing_of_it(self) -> None:
         world = change_worker(build_training(), "j-w4-0", pod={"started": True})

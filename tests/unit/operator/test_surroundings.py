@@ -239,7 +239,7 @@ class TestObserved:
         memory.contacts["j-w0-0"] = WorkerContact(Heartbeat(), NOW - 3, state_since=NOW - 9, stepped_at=NOW - 5)
         memory.contacts["j-w1-0"] = WorkerContact(Heartbeat(), NOW - 3, state_since=NOW - 9)
         ages = [(view.state_seconds, view.seconds_since_step) for view in self.world(memory).workers[:3]]
-        assert ages == [(9.0, 5.0), (9.0, float("inf")), (0.0, float("inf"))]
+        assert ages == [(9.0, 5.0), (9.0, None), (0.0, None)]
 
 
 def test_a_node_is_ready_by_that_condition_and_no_other() -> None:

@@ -49,7 +49,7 @@ def collect_computations(window: RecordedWindow, type_: str) -> Computations | N
     by_place: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for node, operation in enumerate(window.operations):
         if operation.type == type_:
-            microbatch = operation.microbatch if operation.microbatch >= 0 else operation.index
+            microbatch = operation.index if operation.microbatch is None else operation.microbatch
             by_place.setdefault((operation.chunk, operation.stage), []).append((microbatch, node))
     if not by_place or len({len(nodes) for nodes in by_place.values()}) > 1:
         return None

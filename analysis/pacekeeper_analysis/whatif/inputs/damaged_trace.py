@@ -83,7 +83,7 @@ def _read_events(text: str, error: InputError) -> Readable:
         following = _EVENT_BOUNDARY.search(text, position)
         end = len(text) if following is None else following.start() + 1
         event, remaining = _read_event(text[position:end])
-        if remaining >= 0:
+        if remaining is not None:
             events.append(event)
             position = end - remaining
         elif following is not None:
@@ -107,8 +107,8 @@ def _read_events(text: str, error: InputError) -> Readable:
     return Readable(content, notes)
 
 
-def _read_event(chunk: str) -> tuple[Any, int]:
-    """Return the event at the beginning, and the number of characters after it. -1 if it cannot be read.
+def _read_event(chunk: str) -> tuple[Any, int | None]:
+    """Return the event at the beginning, and the number of characters after it; None: it cannot be read.
 
     The text is a separate string, because the decoder counts the lines before an error.
     """
@@ -116,4 +116,4 @@ def _read_event(chunk: str) -> tuple[Any, int]:
         with contextlib.suppress(ValueError, RecursionError):
             event, end = _decoder.raw_decode(text)
             return event, len(text) - end
-    return None, -1
+    return None, None

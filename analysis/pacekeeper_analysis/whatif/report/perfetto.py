@@ -80,6 +80,7 @@ def _generate_track(
     for index in np.argsort(starts, kind="stable"):
         operation, begin = window.operations[nodes[index]], max(float(starts[index]), busy_until)
         busy_until = max(float(ends[index]), begin)
+        microbatch = {} if operation.microbatch is None else {"microbatch": operation.microbatch}
         yield {
             "ph": "X",
             "name": operation.type,
@@ -88,7 +89,7 @@ def _generate_track(
             "tid": track[1],
             "ts": round((origin + begin) * 1e6, 3),
             "dur": round((busy_until - begin) * 1e6, 3),
-            "args": {"step": window.steps[step_index], "index": operation.index, "microbatch": operation.microbatch},
+            "args": {"step": window.steps[step_index], "index": operation.index, **microbatch},
         }
 
 

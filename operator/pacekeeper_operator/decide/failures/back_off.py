@@ -30,18 +30,19 @@ def advance_back_off(observation: Observation, policy: Policy) -> DesiredState:
     if not observation.state.budget.backoffs or not policy.applies_routine_remedies or _has_lost_a_worker(observation):
         return observation.desired  # a lost worker has its own remedy
     observation = observation.with_desired(_count_failed_round(observation, policy))
-    if not observation.state.budget.next_round_at or observation.now < compute_next_round_time(observation, policy):
+    if observation.state.budget.next_round_at is None or observation.now < compute_next_round_time(observation, policy):
         return observation.desired
     if policy.find_refusal(Remedy.RESTART_RANKS) or _has_running_ranks(observation):
         return observation.desired
     desired = rounds.begin_round(observation, observation.plan.members).count_restart(observation.now)
-    return desired.with_budget(next_round_at=0.0)
+    return desired.with_budget(next_round_at=None)
 
 
 def compute_next_round_time(observation: Observation, policy: Policy) -> float:
     """Return when the next round may begin, in seconds since the epoch."""
     budget, now = observation.state.budget, observation.now
-    due = now if workforce.is_due(budget.next_round_at, now) else budget.next_round_at
+    planned = budget.next_round_at
+    due = now if planned is None or workforce.is_due(planned, now) else planned
     return max(due, budget.find_next_restart_time(max(1, policy.max_restarts), now, policy.restart_window))
 
 
@@ -65,7 +66,7 @@ def _describe_failed_starts(observation: Observation) -> str:
         return ""
     next_start = (
         f"the next one is made at {_format_clock_time(retry_at)}"
-        if observation.now < retry_at
+        if retry_at is not None and observation.now < retry_at
         else "the next one starts"
     )
     incident = start_failed.newest_incident(observation)
@@ -97,7 +98,7 @@ def _describe_rounds(observation: Observation, policy: Policy) -> str:
     if not budget.backoffs:
         return ""
     due = compute_next_round_time(observation, policy)
-    if not budget.next_round_at:
+    if budget.next_round_at is None:
         timing = "is under way"
     elif due > max(budget.next_round_at, observation.now):
         timing = f"begins at {_format_clock_time(due)}, when {ANOTHER}"

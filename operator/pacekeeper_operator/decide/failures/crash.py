@@ -96,7 +96,7 @@ def _decide_crash(
         worker=fault.worker,
         settled_faults=tuple(round_fault.name for round_fault in round_faults),
         routine=True,
-        last_step=max(fault.step, observation.progress.step),
+        last_step=_find_last_step(observation, fault),
         error=extract_error_signature(fault),
         no_progress=not fault.completed_step,
         repetition=repetition,
@@ -126,7 +126,8 @@ class _CrashHistory:
         repetition: RepeatedFailure,
     ) -> _CrashHistory:
         budget, error = observation.state.budget, extract_error_signature(fault)
-        no_progress_again = not fault.completed_step and 0 < budget.no_progress_round < fault.round
+        earlier = budget.no_progress_round
+        no_progress_again = not fault.completed_step and earlier is not None and earlier < fault.round
         seen_on_peer = any(
             round_fault.worker != fault.worker and extract_error_signature(round_fault) == error
             for round_fault in round_faults
@@ -195,6 +196,12 @@ def _parse_error_type(error: str) -> str:
     """Return `ValueError` for `[rank0]: ValueError: …`; "": the line names no exception."""
     parts = (part.rpartition(".")[2] for part in error.split(":")[:2])
     return next((part.strip() for part in parts if part.strip().isidentifier()), "")
+
+
+def _find_last_step(observation: Observation, fault: FaultReport) -> int | None:
+    """Return the last step that the rank or the job has completed; None: there is none."""
+    steps = (fault.step, observation.progress.step)
+    return max((step for step in steps if step is not None and step >= 0), default=None)
 
 
 def record_no_progress(desired: DesiredState, decision: Decision) -> DesiredState:

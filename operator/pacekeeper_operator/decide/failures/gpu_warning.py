@@ -79,7 +79,7 @@ def is_still_warned(observation: Observation, incident: Incident) -> bool:
     view = observation.find_worker(incident.worker or "")
     if view is None or view.record.leaving:
         return False
-    return view.heartbeat is None or not observation.metrics.queried_at or has_gpu_warning(observation, view)
+    return view.heartbeat is None or observation.metrics.queried_at is None or has_gpu_warning(observation, view)
 
 
 def describe_gpu_signs(observation: Observation, view: WorkerView | None) -> tuple[str, ...]:

@@ -165,7 +165,8 @@ class _LivenessSigns:
     @cached_property
     def _last_steps(self) -> Sequence[tuple[float, str]]:
         """The two members that completed a step most recently, with the seconds since then."""
-        return heapq.nsmallest(2, ((view.seconds_since_step, view.name) for view in self.observation.members))
+        members = ((view.seconds_since_step, view.name) for view in self.observation.members)
+        return heapq.nsmallest(2, ((seconds, name) for seconds, name in members if seconds is not None))
 
 
 def _find_loss_proof(signs: _LivenessSigns, policy: Policy, view: WorkerView) -> str:
@@ -204,7 +205,7 @@ def _find_abandonment_proof(signs: _LivenessSigns, policy: Policy, view: WorkerV
 
 
 def _compute_silence_limit(observation: Observation) -> float:
-    return max(WORKER_SILENCE_LIMIT_SECONDS, 3 * observation.progress.step_seconds)
+    return max(WORKER_SILENCE_LIMIT_SECONDS, 3 * (observation.progress.step_seconds or 0.0))
 
 
 def _list_complaints(observation: Observation) -> tuple[FaultReport, ...]:
@@ -220,6 +221,7 @@ def _compute_scraped_seconds(observation: Observation, view: WorkerView) -> floa
     if (
         metrics.prometheus_error
         or metrics.scrape_age is None
+        or metrics.queried_at is None
         or (metrics.reporting_ranks or 0) < observation.plan.world_size
     ):
         return math.inf

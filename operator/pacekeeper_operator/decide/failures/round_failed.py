@@ -31,7 +31,7 @@ def check_failed_rounds(observation: Observation, policy: Policy) -> Decision | 
         and view.heartbeat.state in (LauncherState.LOST, LauncherState.FAILED)
     ]
     budget = observation.state.budget
-    if not faults and (not given_up or budget.next_round_at):
+    if not faults and (not given_up or budget.next_round_at is not None):
         return None  # launchers that gave up wait for the round that `back_off` begins
     if faults and observation.is_younger(faults[0], ROUND_FAILED_SETTLE_SECONDS):
         return None

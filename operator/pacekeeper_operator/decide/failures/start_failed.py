@@ -40,13 +40,13 @@ def check_failed_starts(observation: Observation, policy: Policy) -> Decision | 
             return (_decide_failed_start if view.pod.exit_code is not None else _decide_refused_pod)(
                 observation, policy, view
             )
-        late = observation.clock_agrees and 0 < view.record.starting_since < observation.now - WARM_UP_TIMEOUT_SECONDS
-        if view.usable and late:
+        since = view.record.starting_since
+        if since is None or not observation.clock_agrees:
+            continue
+        if view.usable and since < observation.now - WARM_UP_TIMEOUT_SECONDS:
             reason = f"it was not ready {WARM_UP_TIMEOUT_SECONDS:.0f} s after its container had begun to run"
             reason += _describe_missing_launcher(view)
-            return _build_replacement(
-                observation, policy, view, reason, IncidentClass.UNKNOWN, view.record.starting_since
-            )
+            return _build_replacement(observation, policy, view, reason, IncidentClass.UNKNOWN, since)
     return None
 
 
@@ -91,7 +91,7 @@ def _build_replacement(
     observation: Observation, policy: Policy, view: WorkerView, reason: str, class_: IncidentClass, first_sign: float
 ) -> Decision:
     """Replace a worker that may never be ready. The job does not fail of it, since the next worker may start."""
-    trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
+    trains = bool(observation.plan.members) and observation.state.placement.vacant_since is None
     allowed = not policy.find_refusal(Remedy.REPLACE_WORKER)
     refused = class_ is IncidentClass.INFRASTRUCTURE
     action = ReplaceWorker(view.name, reason, dead=True, never_ready=not refused, refused=refused)
@@ -138,7 +138,7 @@ def _decide_failed_start(observation: Observation, _policy: Policy, view: Worker
     pod = view.pod
     assert pod is not None
     message = _describe_exit(view, pod)
-    trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
+    trains = bool(observation.plan.members) and observation.state.placement.vacant_since is None
     is_repeated = (
         not trains
         and not observation.state.lifecycle.has_trained

@@ -26,7 +26,9 @@ def _apply_template_verdict(observation: Observation) -> DesiredState:
         return observation.desired
     if verdict.rejection:
         return observation.desired.with_placement(template_rejected=verdict.generation, rejection=verdict.rejection)
-    return observation.desired.with_placement(template_accepted=verdict.generation, template_rejected=-1, rejection="")
+    return observation.desired.with_placement(
+        template_accepted=verdict.generation, template_rejected=None, rejection=""
+    )
 
 
 def _apply_quarantine_decisions(observation: Observation) -> DesiredState:

@@ -58,10 +58,10 @@ def _resume_job(observation: Observation) -> DesiredState:
         return desired
     return (
         desired.with_plan(stop=Stop.NO, members=(), shares=None, paths=None, sequence_cost=None)
-        .with_lifecycle(start_time=observation.now, finished=(), progress_since=0.0)
-        .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
+        .with_lifecycle(start_time=observation.now, finished=(), progress_since=None)
+        .with_placement(placing_since=None, retry_at=None, attempts=0, workers=())
         .with_incidents(settled_faults=())
-        .with_budget(backoffs=0, next_round_at=0.0)
+        .with_budget(backoffs=0, next_round_at=None)
         .with_adaptation(mode_refusal="", shares_refusal="")
     )
 
@@ -69,20 +69,21 @@ def _resume_job(observation: Observation) -> DesiredState:
 def _record_start(observation: Observation) -> DesiredState:
     """Record what has started by now: the job, a round, training, all workers. Reset the counters of failures."""
     desired, state, progress = observation.desired, observation.state, observation.progress
-    if not state.lifecycle.start_time and not observation.job.spec.suspend:
+    if state.lifecycle.start_time is None and not observation.job.spec.suspend:
         desired = desired.with_lifecycle(start_time=observation.now)
     if observation.plan.members and progress.round > state.placement.highest_round:
         desired = desired.with_placement(highest_round=progress.round)
-    if 0 < state.budget.no_progress_round < progress.round and progress.training_since is not None:
-        desired = desired.with_budget(no_progress_round=0, no_progress_error="", no_progress_worker="")
+    no_progress_round = state.budget.no_progress_round
+    if no_progress_round is not None and no_progress_round < progress.round and progress.training_since is not None:
+        desired = desired.with_budget(no_progress_round=None, no_progress_error="", no_progress_worker="")
     if state.budget.backoffs and _has_resumed_training(observation):
-        desired = desired.with_budget(backoffs=0, next_round_at=0.0)
-    if not state.lifecycle.training_since and progress.training_since is not None:
+        desired = desired.with_budget(backoffs=0, next_round_at=None)
+    if state.lifecycle.training_since is None and progress.training_since is not None:
         desired = desired.with_lifecycle(training_since=progress.training_since)
-    if not state.lifecycle.progress_since and progress.training_since is not None:
+    if state.lifecycle.progress_since is None and progress.training_since is not None:
         desired = desired.with_lifecycle(progress_since=progress.training_since, progress_step=progress.restored_step)
     if (state.placement.failed_starts or state.placement.refused_pods) and is_complete(observation):
-        desired = desired.with_placement(failed_starts=0, refused_pods=0, refused_until=0.0)
+        desired = desired.with_placement(failed_starts=0, refused_pods=0, refused_until=None)
     return desired
 
 
@@ -93,17 +94,18 @@ def _has_resumed_training(observation: Observation) -> bool:
     """
     heartbeats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
     runs = all(heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED) for heartbeat in heartbeats)
+    failed_round = observation.state.budget.no_progress_round
     return (
         runs
         and observation.progress.training_since is not None
-        and observation.progress.round > observation.state.budget.no_progress_round
+        and (failed_round is None or observation.progress.round > failed_round)
     )
 
 
 def is_complete(observation: Observation) -> bool:
     """Return whether the job trains, and all its workers and spares are ready."""
     spec, assigned = observation.job.spec, {member.worker for member in observation.plan.members}
-    trains = observation.progress.training_since is not None and not observation.state.placement.vacant_since
+    trains = observation.progress.training_since is not None and observation.state.placement.vacant_since is None
     ready = sum(view.usable and (view.warm or view.name in assigned) for view in observation.workers)
     return trains and ready >= spec.replicas + spec.spares
 
@@ -150,10 +152,10 @@ def _has_rejoined(view: WorkerView) -> bool:
 def _enforce_deadline(observation: Observation) -> DesiredState:
     desired, limit = observation.desired, observation.job.spec.run_policy.active_deadline_seconds
     state = desired.state
-    if limit is None or not state.lifecycle.start_time or desired.plan.stop is not Stop.NO:
+    if limit is None or state.lifecycle.start_time is None or desired.plan.stop is not Stop.NO:
         return desired
     # An operator whose clock was behind may have recorded a start before the job's creation.
-    started_at = max(state.lifecycle.start_time, observation.job.created_at)
+    started_at = max(state.lifecycle.start_time, observation.job.created_at or 0.0)
     if not observation.clock_agrees or observation.now - started_at < limit:
         return desired
     message = f"the job has run for spec.runPolicy.activeDeadlineSeconds = {limit} s"
@@ -177,7 +179,7 @@ def explain_stuck_start(observation: Observation) -> str:
     It applies only to a job that is being placed.
     """
     since, stuck = observation.state.placement.placing_since, find_stuck_worker(observation)
-    if observation.plan.members or not since or stuck is None:
+    if observation.plan.members or since is None or stuck is None:
         return ""
     if not observation.clock_agrees or observation.now - since < observation.job.spec.scheduling_timeout:
         return ""

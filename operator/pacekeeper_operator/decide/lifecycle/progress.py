@@ -76,11 +76,11 @@ def round_remaining_seconds(seconds: float) -> float:
 
 def _measure_speed(observation: Observation, step: int, lasting_share: float | None) -> TrainingSpeed:
     lifecycle, metrics = observation.state.lifecycle, observation.metrics
-    recent = None
-    if metrics.throughput and observation.progress.global_batch and not metrics.unreported_members:
+    recent, global_batch = None, observation.progress.global_batch
+    if metrics.throughput and global_batch is not None and not metrics.unreported_members:
         # In Local-SGD modes no rank's step is the job's.
-        recent = observation.progress.global_batch / metrics.throughput
-    seconds = observation.now - lifecycle.progress_since if lifecycle.progress_since else 0.0
+        recent = global_batch / metrics.throughput
+    seconds = 0.0 if lifecycle.progress_since is None else observation.now - lifecycle.progress_since
     return TrainingSpeed(
         step - lifecycle.progress_step, seconds, recent, 1.0 if lasting_share is None else lasting_share
     )

@@ -67,10 +67,10 @@ def build_job_status(observation: Observation, policy: Policy, before: JobStatus
         _build_condition_status(condition, before, job.generation, observation.now)
         for condition in _build_conditions(observation, policy, phase, before)
     )
-    ended = bool(state.lifecycle.completed_at or state.lifecycle.failed_reason)
+    ended = state.lifecycle.is_over
     main = next((c for c in conditions if c.type == _PHASE_TO_CONDITION.get(phase, JobCondition.RUNNING)), None)
     slowdown = observation.metrics.slowdown if phase is JobPhase.RUNNING else None
-    step = observation.progress.step if observation.progress.step >= 0 else before.step
+    step = before.step if observation.progress.step is None else observation.progress.step
     goodput = before.goodput if ended else _compute_goodput(observation)
     total_steps, progress, remaining = progresses.report_progress(observation, phase, before, step, goodput)
     return replace(
@@ -80,16 +80,16 @@ def build_job_status(observation: Observation, policy: Policy, before: JobStatus
         message=main.message if main else None,
         observed_generation=job.generation,
         conditions=conditions,
-        start_time=state.lifecycle.start_time or None,
-        completion_time=(state.lifecycle.completed_at or state.lifecycle.stopped_at or None) if ended else None,
+        start_time=state.lifecycle.start_time,
+        completion_time=_get_end_time(state.lifecycle) if ended else None,
         round=observation.progress.round if members else before.round,
         step=step,
         total_steps=total_steps,
         progress=progress,
         remaining=remaining,
-        last_checkpoint_step=observation.progress.checkpoint_step
-        if observation.progress.checkpoint_step >= 0
-        else before.last_checkpoint_step,
+        last_checkpoint_step=before.last_checkpoint_step
+        if observation.progress.checkpoint_step is None
+        else observation.progress.checkpoint_step,
         checkpoint_sub_path=choose_checkpoint_sub_path(job),
         workers=WorkerCounts.from_counts(
             job.spec.replicas, ready if members else 0, _count_running_spares(observation) if members else 0
@@ -139,12 +139,17 @@ def _is_too_early(observation: Observation, policy: Policy, before: JobStatus) -
     return young and steady and is_current and awaits_reports and not observation.blocked_actions
 
 
+def _get_end_time(lifecycle: Lifecycle) -> float | None:
+    """Return when the job ended; None: unknown."""
+    return lifecycle.stopped_at if lifecycle.completed_at is None else lifecycle.completed_at
+
+
 def compute_phase(observation: Observation) -> JobPhase:
     """Return the phase of the job."""
     state, plan = observation.state, observation.plan
     if state.lifecycle.failed_reason:
         return JobPhase.FAILED
-    if state.lifecycle.completed_at:
+    if state.lifecycle.completed_at is not None:
         return JobPhase.COMPLETE
     if observation.job.spec.suspend or plan.stop is Stop.SUSPEND:
         return JobPhase.SUSPENDED
@@ -154,7 +159,7 @@ def compute_phase(observation: Observation) -> JobPhase:
         return JobPhase.RECOVERING
     if observation.progress.training_since is not None:
         return JobPhase.RUNNING
-    return JobPhase.STARTING if not state.lifecycle.training_since else JobPhase.RECOVERING
+    return JobPhase.RECOVERING if state.lifecycle.has_trained else JobPhase.STARTING
 
 
 def _build_conditions(
@@ -181,11 +186,12 @@ def _build_conditions(
         Reason.QUEUED if queued and suspended else Reason.SUSPENDED if suspended else Reason.RESUMED,
         "; ".join(filter(None, ((queued or reason) if suspended else "", leaving))),
     )
+    complete = state.lifecycle.completed_at is not None
     yield _JobConditionState(
         JobCondition.COMPLETE,
-        bool(state.lifecycle.completed_at),
-        Reason.RANKS_FINISHED if state.lifecycle.completed_at else Reason.TRAINING,
-        "the ranks of all workers have finished" if state.lifecycle.completed_at else "",
+        complete,
+        Reason.RANKS_FINISHED if complete else Reason.TRAINING,
+        "the ranks of all workers have finished" if complete else "",
     )
     failure_reason = _get_failure_reason(state.lifecycle) if state.lifecycle.failed_reason else Reason.TRAINING
     yield _JobConditionState(
@@ -256,9 +262,8 @@ def _choose_kstatus_condition(
 def _was_ready(before: JobStatus, now: float) -> bool:
     """Return whether the job was Ready until the present recovery, which began a short time ago."""
     since = {c.type: c.last_transition_time for c in before.conditions if c.status == "True"}
-    return (
-        JobCondition.READY in since and now - since.get(JobCondition.RECOVERING, now) < READY_WHILE_RECOVERING_SECONDS
-    )
+    began = since.get(JobCondition.RECOVERING, now)
+    return JobCondition.READY in since and began is not None and now - began < READY_WHILE_RECOVERING_SECONDS
 
 
 def _build_recovering_condition(observation: Observation, policy: Policy, phase: JobPhase) -> _JobConditionState:
@@ -404,7 +409,7 @@ def _explain_waiting(observation: Observation) -> _JobConditionState:
     )
     if denied is not None:
         return _JobConditionState(JobCondition.RUNNING, False, Reason.POD_DENIED, denied.reason)
-    if state.placement.attempts and not state.placement.placing_since:
+    if state.placement.attempts and state.placement.placing_since is None:
         when = (
             f"after {cluster_view.older_waiting_job}, which is older" if cluster_view.older_waiting_job else "shortly"
         )
@@ -542,7 +547,7 @@ def _find_checkpoint_failure(observation: Observation) -> _JobConditionState | N
     rank_name = f"rank {failing.checkpoint_failed_rank}" if failing.checkpoint_failed_rank >= 0 else "a rank"
     last_good = (
         f"the newest good one is of step {observation.progress.checkpoint_step}"
-        if observation.progress.checkpoint_step >= 0
+        if observation.progress.checkpoint_step is not None
         else ""
     )
     if failing.checkpoint_age_seconds >= 0:
@@ -634,7 +639,7 @@ def _get_sync_mode(observation: Observation) -> SyncMode:
 def _compute_goodput(observation: Observation) -> float | None:
     """Return the share of the time since the first step that was not lost to incidents; None: no step is complete."""
     state = observation.state
-    if not state.lifecycle.training_since:
+    if state.lifecycle.training_since is None:
         return None
     elapsed = observation.now - state.lifecycle.training_since
     open_seconds = sum(observation.now - incident.first_sign for incident in state.incidents.open if not incident.live)

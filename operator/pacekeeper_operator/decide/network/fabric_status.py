@@ -32,7 +32,7 @@ class FabricState:
 def select_active_fabric(fabrics: Sequence[Fabric]) -> Fabric | None:
     """Return the Fabric in force: the oldest of those that can be read."""
     readable = [fabric for fabric in fabrics if not fabric.parse_error]
-    return min(readable, key=lambda fabric: (fabric.created_at, fabric.name), default=None)
+    return min(readable, key=lambda fabric: (fabric.created_at or 0.0, fabric.name), default=None)
 
 
 def build_fabric_status(fabric: Fabric, state: FabricState, now: float) -> FabricStatus:

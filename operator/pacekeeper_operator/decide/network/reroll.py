@@ -30,13 +30,14 @@ def check_port_reroll(observation: Observation, policy: Policy) -> Decision | No
         or network.spec.path_control.mode is not PathControl.REROLL
         or link_check is None
         or not link_check.probe
+        or link_check.hottest is None
     ):
         return None
     result, incident = (
         slow_communication.get_probe_result(observation),
         observation.state.incidents.find(link_check.incident),
     )
-    pair = link_check.source, link_check.destination
+    pair = link_check.hottest.source, link_check.hottest.destination
     if result is None or result.verdict is not LinkProbeVerdict.LINK or incident is None:
         return None
     if paths.count_port_draws(observation, pair) >= MAX_PORT_DRAWS or paths.reroll_ports(observation, pair) is None:
@@ -59,7 +60,7 @@ def check_port_reroll(observation: Observation, policy: Policy) -> Decision | No
         class_=IncidentClass.PERFORMANCE,
         message=f"the link {pair[0]} → {pair[1]} is slow, and other ports may take another route: {result.message}",
         first_sign=incident.first_sign,
-        actions=(PlanTraffic(reroll=pair, rates={pair: link_check.bytes_per_second}),),
+        actions=(PlanTraffic(reroll=pair, rates={pair: link_check.hottest.bytes_per_second}),),
         remedy=Remedy.PLAN_TRAFFIC,
         remedies=(*incident.remedies, *build_remedy_prices(choice.prices, choice.chosen)),
         evidence=incident.evidence,

@@ -49,10 +49,12 @@ ROUTE_EVIDENCE_PREFIX = "routes-"
 
 def is_baseline_known(observation: Observation) -> bool:
     """Return whether the connections have reported their throughput by the present routes, or had the time to."""
-    elapsed = observation.now - observation.state.adaptation.connections_requested_at
-    return (
-        slow_communication.has_link_evidence(observation)
-        or slow_communication.REROUTE_EVIDENCE_WAIT_SECONDS < elapsed <= REROUTE_EVIDENCE_TTL_SECONDS
+    requested_at = observation.state.adaptation.connections_requested_at
+    return slow_communication.has_link_evidence(observation) or (
+        requested_at is not None
+        and slow_communication.REROUTE_EVIDENCE_WAIT_SECONDS
+        < observation.now - requested_at
+        <= REROUTE_EVIDENCE_TTL_SECONDS
     )
 
 
@@ -75,7 +77,8 @@ def evaluate_route_trial(observation: Observation, incident: Incident, trial: Ro
         )
     result, before = _measure_trial(observation, trial), incident.slowdown_before or 1.0
     if result is None:
-        if observation.now - trial.since <= ROUTE_TRIAL_MEASURE_SECONDS or observation.metrics.unreported_members:
+        has_time = trial.since is not None and observation.now - trial.since <= ROUTE_TRIAL_MEASURE_SECONDS
+        if has_time or observation.metrics.unreported_members:
             return incident
         return replace(incident, outcome=IncidentOutcome.MITIGATED, remedy_result="their effect could not be measured")
     after = max(1.0, before * result.step_time_ratio)
@@ -117,10 +120,10 @@ def advance_route_trial(observation: Observation, policy: Policy) -> DesiredStat
         desired = desired.with_adaptation(failed_routes=remaining)
     if adaptation.route_trial is not None and _is_trial_over(observation, adaptation.route_trial):
         desired = desired.with_adaptation(route_trial=None)
+    requested_at = adaptation.connections_requested_at
     is_requested = (
-        now - adaptation.connections_requested_at <= REROUTE_EVIDENCE_TTL_SECONDS
-        or slow_communication.has_link_evidence(observation)
-    )
+        requested_at is not None and now - requested_at <= REROUTE_EVIDENCE_TTL_SECONDS
+    ) or slow_communication.has_link_evidence(observation)
     if (
         not is_requested
         and policy.applies_remedies
@@ -133,15 +136,18 @@ def advance_route_trial(observation: Observation, policy: Policy) -> DesiredStat
 
 def check_worse_routes(observation: Observation, policy: Policy) -> Decision | None:
     """Decide to restore the earlier routes if steps are longer and have lost by now what a round costs."""
-    trial = observation.state.adaptation.route_trial
+    trial, step_seconds = observation.state.adaptation.route_trial, observation.progress.step_seconds
     if (
         trial is None
-        or not trial.slowdown
+        or trial.slowdown is None
+        or trial.since is None
+        or trial.step_seconds is None
+        or step_seconds is None
         or trial.membership != observation.plan.membership
         or not is_steady(observation)
     ):
         return None
-    slowdown = min(trial.slowdown, observation.progress.step_seconds / trial.step_seconds)  # the slowdown may be over
+    slowdown = min(trial.slowdown, step_seconds / trial.step_seconds)  # the slowdown may be over
     if paths.restore_paths(observation, trial.changes) == observation.plan.paths:
         return None
     choice = price.choose_remedy(
@@ -177,7 +183,7 @@ def _request_link_evidence(observation: Observation) -> DesiredState:
     again = (
         request.startswith(ROUTE_EVIDENCE_PREFIX)
         and slow_communication.has_link_evidence(observation)
-        and now - requested_at >= ROUTE_EVIDENCE_PERIOD_SECONDS
+        and (requested_at is None or now - requested_at >= ROUTE_EVIDENCE_PERIOD_SECONDS)
     )
     if (request and not again) or desired.state.adaptation.investigation is not None or not is_steady(observation):
         return desired
@@ -205,20 +211,25 @@ class _RouteTrialResult:
 
 def _measure_trial(observation: Observation, trial: RouteTrial) -> _RouteTrialResult | None:
     """Return the result of the trial; None: not known yet."""
-    if not trial.since or not is_steady(observation) or not trial.step_seconds or not observation.progress.step_seconds:
+    step_seconds = observation.progress.step_seconds
+    if trial.since is None or trial.step_seconds is None or step_seconds is None or not is_steady(observation):
         return None
-    step_time_ratio = observation.progress.step_seconds / trial.step_seconds
-    steps_text = f"steps took {trial.step_seconds:.3g} s before, and {observation.progress.step_seconds:.3g} s now"
+    step_time_ratio = step_seconds / trial.step_seconds
+    steps_text = f"steps took {trial.step_seconds:.3g} s before, and {step_seconds:.3g} s now"
     throughputs = slow_communication.measure_pair_throughputs(observation)
     pairs = [
         (c, throughputs[c.source, c.destination]) for c in trial.changes if (c.source, c.destination) in throughputs
     ]
-    measured = [(change, throughput.bytes_per_second) for change, throughput in pairs if change.bytes_per_second]
+    measured = [
+        (change.bytes_per_second, throughput.bytes_per_second, change)
+        for change, throughput in pairs
+        if change.bytes_per_second is not None
+    ]
     if measured:
-        change, throughput = min(measured, key=lambda pair: pair[0].bytes_per_second)
+        before, now, change = min(measured, key=lambda rates: rates[0])
         slowest_flow = f"from rank {change.source} to rank {change.destination}"
-        rates_text = f"{change.bytes_per_second / 1e6:.3g} MB/s before, and {throughput / 1e6:.3g} MB/s now"
-        throughput_ratio = median(throughput / change.bytes_per_second for change, throughput in measured)
+        rates_text = f"{before / 1e6:.3g} MB/s before, and {now / 1e6:.3g} MB/s now"
+        throughput_ratio = median(now / before for before, now, _ in measured)
         return _RouteTrialResult(step_time_ratio, throughput_ratio, f"{slowest_flow} {rates_text}; {steps_text}")
     awaited = trial.has_rates and observation.now - trial.since <= THROUGHPUT_WAIT_SECONDS
     return None if awaited else _RouteTrialResult(step_time_ratio, None, steps_text)
@@ -233,4 +244,6 @@ def _is_trial_over(observation: Observation, trial: RouteTrial) -> bool:
         return True
     if not trial.incident:
         return observation.progress.training_since is not None
-    return bool(trial.slowdown) and observation.now - trial.since > TRIED_ROUTE_TTL_SECONDS
+    if trial.slowdown is None or trial.since is None:
+        return False
+    return observation.now - trial.since > TRIED_ROUTE_TTL_SECONDS

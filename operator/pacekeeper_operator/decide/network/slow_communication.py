@@ -29,7 +29,15 @@ from pacekeeper_analysis.stragglers.strategies import Bottleneck, Diagnosis
 from ...api.incident import IncidentCause, IncidentClass
 from ...api.training_job import Remedy
 from ...state.cluster_view import FRESH_WORKER_SECONDS, WorkerView
-from ...state.desired_state import MAX_LINK_VERDICTS, DesiredState, Incident, LinkCheck, LinkSide, LinkVerdict
+from ...state.desired_state import (
+    MAX_LINK_VERDICTS,
+    DesiredState,
+    HottestPlace,
+    Incident,
+    LinkCheck,
+    LinkSide,
+    LinkVerdict,
+)
 from ...state.incident_key import IncidentKey
 from ...state.network import RankPair
 from ...state.observation import Observation
@@ -79,17 +87,13 @@ def record_link_evidence(observation: Observation, _policy: Policy) -> DesiredSt
         return desired
     diagnosis = compute_delay_matrix(observation)
     hottest = diagnosis.hot_spots[0] if diagnosis.hot_spots else None
-    source, destination = hottest.pairs[0] if hottest else (-1, -1)
     sides = [LinkSide(rank, True, ratio) for rank, ratio in diagnosis.row_ratio.items()]
     sides += [LinkSide(rank, False, ratio) for rank, ratio in diagnosis.column_ratio.items()]
     link_check = LinkCheck(
         at=observation.now,
         request=request,
-        kind=hottest.kind if hottest else None,
-        source=source,
-        destination=destination,
+        hottest=None if hottest is None else HottestPlace(hottest.kind, *hottest.pairs[0], hottest.bytes_per_second),
         hot_places=tuple(delay_matrix.describe_hot_spot(spot) for spot in diagnosis.hot_spots),
-        bytes_per_second=hottest.bytes_per_second if hottest else 0.0,
         conclusive=diagnosis.is_known,
         sides=tuple(sorted(sides, key=lambda side: -side.ratio)[:MAX_LINK_SIDES]),
     )
@@ -124,7 +128,7 @@ def measure_pair_throughputs(observation: Observation) -> Mapping[RankPair, Pair
         if (
             cell.age < THROUGHPUT_WINDOWS
             and not cell.same_node
-            and cell.early_bytes
+            and cell.early_bytes is not None
             and cell.acked_bytes >= MIN_SLOW_CELL_BYTES
         ):
             pair = cell.source, cell.destination
@@ -144,10 +148,15 @@ def measure_pair_rates(observation: Observation) -> Mapping[RankPair, float]:
 
 def needs_pair_throughput(desired: DesiredState, now: float) -> bool:
     """Return whether routes are to be compared, so that every evidence request includes the connections."""
-    trial = desired.state.adaptation.route_trial
-    is_ready = trial is not None and bool(trial.since) and now - trial.since >= THROUGHPUT_READY_SECONDS
-    needs_new_rates = is_ready and trial is not None and not trial.slowdown and trial.has_rates
-    return needs_new_rates or now - desired.state.adaptation.connections_requested_at <= REROUTE_EVIDENCE_WAIT_SECONDS
+    trial, requested_at = desired.state.adaptation.route_trial, desired.state.adaptation.connections_requested_at
+    needs_new_rates = (
+        trial is not None
+        and trial.since is not None
+        and now - trial.since >= THROUGHPUT_READY_SECONDS
+        and trial.slowdown is None
+        and trial.has_rates
+    )
+    return needs_new_rates or (requested_at is not None and now - requested_at <= REROUTE_EVIDENCE_WAIT_SECONDS)
 
 
 def find_hot_pairs(observation: Observation) -> Mapping[RankPair, float]:
@@ -213,7 +222,9 @@ def build_communication_finding(observation: Observation, diagnosis: Diagnosis) 
         return merge_findings(None, Finding(FaultClass.NETWORK, "", tuple(signals)))
     places_text = "; ".join(link_check.hot_places) or "no connection is much slower than the others"
     transport = Signal(SignalKind.TRANSPORT, places_text)
-    return merge_findings(None, Finding(FaultClass.NETWORK, _describe_culprit(link_check), (*signals, transport)))
+    return merge_findings(
+        None, Finding(FaultClass.NETWORK, _describe_culprit(link_check.hottest), (*signals, transport))
+    )
 
 
 def advance_link_probe(observation: Observation, policy: Policy) -> DesiredState:
@@ -233,24 +244,19 @@ def advance_link_probe(observation: Observation, policy: Policy) -> DesiredState
     if view is not None:
         verdict = replace(verdict, worker=view.name, node=view.node)
     verdicts = (*desired.state.adaptation.link_verdicts, verdict)[-MAX_LINK_VERDICTS:]
-    if result.verdict is LinkProbeVerdict.REVERSED:  # the opposite direction is to be probed
-        reversed_check = replace(
-            link_check,
-            kind=SpotKind.PAIR,
-            source=link_check.destination,
-            destination=link_check.source,
-            incident="",
-            probe="",
-        )
+    hottest = link_check.hottest
+    if result.verdict is LinkProbeVerdict.REVERSED and hottest is not None:  # the opposite direction is to be probed
+        opposite = HottestPlace(SpotKind.PAIR, hottest.destination, hottest.source, hottest.bytes_per_second)
+        reversed_check = replace(link_check, hottest=opposite, incident="", probe="")
         updated = desired.with_adaptation(link_check=reversed_check, link_verdicts=verdicts)
         return _begin_probe(
             observation.with_desired(updated), policy, reversed_check
         )  # at once: the incident waits for nothing else
     desired = desired.with_adaptation(link_check=replace(link_check, probe=""), link_verdicts=verdicts)
     incident = desired.state.incidents.find(link_check.incident)
-    if incident is None:
+    if incident is None or hottest is None:
         return desired
-    desired = desired.with_incident(_add_probe_result(incident, link_check, result))
+    desired = desired.with_incident(_add_probe_result(incident, hottest, result))
     return _propose_quarantine(observation.with_desired(desired), policy, incident, verdict)
 
 
@@ -258,7 +264,10 @@ def check_slow_link_sides(observation: Observation, policy: Policy) -> Decision 
     """Decide to replace a worker whose side is slow, where that pays in addition to what has been done."""
     link_check = observation.state.adaptation.link_check
     result = None if link_check is None or not link_check.probe else get_probe_result(observation)
-    if link_check is None or result is None or (view := _find_slow_worker(observation, result.verdict)) is None:
+    if link_check is None or link_check.hottest is None or result is None:
+        return None
+    view = _find_slow_worker(observation, result.verdict)
+    if view is None:
         return None
     incident = observation.state.incidents.find(link_check.incident)
     if incident is None or view.record.leaving:
@@ -279,13 +288,15 @@ def check_slow_link_sides(observation: Observation, policy: Policy) -> Decision 
         return None
     still_open = incident.outcome is None
     incident_key = IncidentKey(IncidentCause.SLOW_COMMUNICATION, observation.progress.round, worker=view.name)
-    message = f"{_describe_side(link_check, result.verdict)} is slow: {result.message}"
+    message = f"{_describe_side(link_check.hottest, result.verdict)} is slow: {result.message}"
     return Decision(
         incident_key=incident_key,
         class_=IncidentClass.PERFORMANCE,
         message=message,
         first_sign=incident.first_sign,
-        actions=(ReplaceWorker(view.name, _describe_side(link_check, result.verdict) + " is slow", dead=False),),
+        actions=(
+            ReplaceWorker(view.name, _describe_side(link_check.hottest, result.verdict) + " is slow", dead=False),
+        ),
         remedy=Remedy.REPLACE_WORKER,
         remedies=(*incident.remedies, *build_remedy_prices(choice.prices, choice.chosen)),
         evidence=incident.evidence,
@@ -297,7 +308,7 @@ def check_slow_link_sides(observation: Observation, policy: Policy) -> Decision 
         slowdown_after=1.0,
         reference_seconds=incident.reference_seconds,
         predicted_gain=choice.chosen.gain_seconds,
-        finding=_add_probe_result(incident, link_check, result).finding,
+        finding=_add_probe_result(incident, link_check.hottest, result).finding,
     )
 
 
@@ -309,7 +320,7 @@ def _begin_probe(observation: Observation, policy: Policy, link_check: LinkCheck
         now - link_check.at > FRESH_LINK_EVIDENCE_SECONDS
         or link_check.incident
         or incident is None
-        or not link_check.hot_places
+        or link_check.hottest is None
         or not policy.applies_remedies
     ):
         return desired
@@ -321,8 +332,8 @@ def _begin_probe(observation: Observation, policy: Policy, link_check: LinkCheck
     if len(recent_verdicts) >= policy.link_probes_per_hour:
         return desired
     source, destination = (
-        _find_rank_party(observation, link_check.source),
-        _find_rank_party(observation, link_check.destination),
+        _find_rank_party(observation, link_check.hottest.source),
+        _find_rank_party(observation, link_check.hottest.destination),
     )
     if source is None or destination is None or source == destination:
         return desired
@@ -336,7 +347,8 @@ def get_probe_result(observation: Observation) -> LinkProbeResult | None:
     """Return the result of the pending probe; None: some have not answered, and have time left."""
     link_check, plan = observation.state.adaptation.link_check, observation.plan
     assert link_check is not None
-    if plan.probe is None or plan.probe.name != link_check.probe:
+    hottest = link_check.hottest
+    if hottest is None or plan.probe is None or plan.probe.name != link_check.probe:
         return LinkProbeResult(LinkProbeVerdict.INCONCLUSIVE, "the workers changed before it was answered")
     wanted_targets = {
         worker: {target.worker for target in targets}
@@ -346,24 +358,25 @@ def get_probe_result(observation: Observation) -> LinkProbeResult | None:
         report.worker: [probe for probe in report.probes if probe.target in wanted_targets.get(report.worker, ())]
         for report in observation.probes
     }
-    waited_seconds = observation.now - link_check.probed_at - link_probe.estimate_probe_seconds(plan.probe)
-    if any(source not in answers for source in plan.probe.sources) and waited_seconds < LINK_PROBE_ANSWER_SECONDS:
+    patience = link_probe.estimate_probe_seconds(plan.probe) + LINK_PROBE_ANSWER_SECONDS
+    has_time = link_check.probed_at is not None and observation.now - link_check.probed_at < patience
+    if has_time and any(source not in answers for source in plan.probe.sources):
         return None
     source, destination = (
-        observation.find_worker_of_rank(link_check.source),
-        observation.find_worker_of_rank(link_check.destination),
+        observation.find_worker_of_rank(hottest.source),
+        observation.find_worker_of_rank(hottest.destination),
     )
     return link_probe.evaluate_probe(answers, source or "", destination or "")
 
 
-def _add_probe_result(incident: Incident, link_check: LinkCheck, result: LinkProbeResult) -> Incident:
+def _add_probe_result(incident: Incident, hottest: HottestPlace, result: LinkProbeResult) -> Incident:
     """Return the incident with the probe's result. An inconclusive one is no signal, but is recorded as well."""
-    evidence = (*incident.evidence, f"a probe of the path from rank {link_check.source} to "
-                f"rank {link_check.destination}: {result.verdict}. {result.message}")  # fmt: skip
+    evidence = (*incident.evidence, f"a probe of the path from rank {hottest.source} to "
+                f"rank {hottest.destination}: {result.verdict}. {result.message}")  # fmt: skip
     if result.verdict is LinkProbeVerdict.INCONCLUSIVE or incident.finding is None:
         return replace(incident, evidence=evidence)
     signal = Signal(SignalKind.PROBE, result.message)
-    culprit = _describe_side(link_check, result.verdict)
+    culprit = _describe_side(hottest, result.verdict)
     probe_finding = Finding(FaultClass.NETWORK, culprit, (signal,), advice=LINK_VERDICT_ADVICE[result.verdict])
     return replace(incident, evidence=evidence, finding=merge_findings(incident.finding, probe_finding))
 
@@ -407,10 +420,11 @@ def get_remaining_slowdown(incident: Incident) -> float:
 
 def _find_slow_worker(observation: Observation, verdict: LinkProbeVerdict) -> WorkerView | None:
     link_check = observation.state.adaptation.link_check
+    hottest = None if link_check is None else link_check.hottest
     rank = (
-        {LinkProbeVerdict.SENDER: link_check.source, LinkProbeVerdict.RECEIVER: link_check.destination}.get(verdict)
-        if link_check
-        else None
+        None
+        if hottest is None
+        else {LinkProbeVerdict.SENDER: hottest.source, LinkProbeVerdict.RECEIVER: hottest.destination}.get(verdict)
     )
     worker = None if rank is None else observation.find_worker_of_rank(rank)
     return None if worker is None else observation.find_worker(worker)
@@ -446,20 +460,18 @@ def _choose_control_parties(
     return tuple(parties)
 
 
-def _describe_culprit(link_check: LinkCheck) -> str:
-    match link_check.kind:
-        case None:
-            return ""
-        case SpotKind.PAIR:
-            return f"between rank {link_check.source} and rank {link_check.destination}"
-        case kind:
-            return _describe_side(link_check, LinkProbeVerdict(kind.value))
+def _describe_culprit(hottest: HottestPlace | None) -> str:
+    if hottest is None:
+        return ""
+    if hottest.kind is SpotKind.PAIR:
+        return f"between rank {hottest.source} and rank {hottest.destination}"
+    return _describe_side(hottest, LinkProbeVerdict(hottest.kind.value))
 
 
-def _describe_side(link_check: LinkCheck, verdict: LinkProbeVerdict) -> str:
+def _describe_side(hottest: HottestPlace, verdict: LinkProbeVerdict) -> str:
     """Return the slow side, for people; "": neither."""
     return {
-        LinkProbeVerdict.LINK: f"link {link_check.source} → {link_check.destination}",
-        LinkProbeVerdict.SENDER: f"the sender side of rank {link_check.source}'s worker",
-        LinkProbeVerdict.RECEIVER: f"the receiver side of rank {link_check.destination}'s worker",
+        LinkProbeVerdict.LINK: f"link {hottest.source} → {hottest.destination}",
+        LinkProbeVerdict.SENDER: f"the sender side of rank {hottest.source}'s worker",
+        LinkProbeVerdict.RECEIVER: f"the receiver side of rank {hottest.destination}'s worker",
     }.get(verdict, "")

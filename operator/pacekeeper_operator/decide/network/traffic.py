@@ -103,7 +103,7 @@ def _is_movable(wiring: Wiring, job: JobTraffic) -> bool:
 
 
 def _is_free(job: JobTraffic) -> bool:
-    return math.isfinite(job.round_seconds) and not job.keeps_routes
+    return job.round_seconds != math.inf and not job.keeps_routes
 
 
 def _can_act(jobs: Sequence[JobTraffic], name: JobName) -> bool:
@@ -272,7 +272,7 @@ def _weigh_plan(
 ) -> _WeighedPlan:
     """Return the plan in which flows of `movable` may leave a live route. Their drifted flows get one again."""
     assignment = _assign_flows(topology, table, movable)
-    renewed = movable | {index for index, job in enumerate(table.jobs) if not job.round_seconds}
+    renewed = movable | {index for index, job in enumerate(table.jobs) if job.round_seconds is None}
     return _weigh_assignment(
         topology, table, speeds_before, assignment, renewed & set(table.job_index[table.drifted].tolist())
     )
@@ -297,7 +297,7 @@ def _weigh_assignment(
         topology, table, assignment.routes, table.drifted & ~np.isin(table.job_index, list(changed))
     )
     changed &= counted
-    training = frozenset(index for index in changed if 0 < table.jobs[index].round_seconds < math.inf)
+    training = frozenset(index for index in changed if table.jobs[index].round_seconds not in (None, math.inf))
     gain = sum(
         TRAFFIC_HORIZON_SECONDS * job.ranks * job.wait_share * (1.0 - speeds_before[index] / speeds_after[index])
         for index, job in enumerate(table.jobs)

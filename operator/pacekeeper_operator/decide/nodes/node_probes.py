@@ -141,10 +141,10 @@ def is_refused_for_room(probe: ProbeResult) -> bool:
     return probe.inconclusive is InconclusiveReason.NOT_RUN and _NO_ROOM_PATTERN.match(probe.message) is not None
 
 
-def compute_probe_due_time(probes: Sequence[ProbeResult]) -> float:
-    """Return when the back-off after these unsuccessful probes ends; it doubles with each. 0: there were none."""
+def compute_probe_due_time(probes: Sequence[ProbeResult]) -> float | None:
+    """Return when the back-off after these unsuccessful probes ends; it doubles with each. None: there were none."""
     if not probes:
-        return 0.0
+        return None
     back_off: float = FIRST_NODE_PROBE_BACKOFF_SECONDS * 2 ** (len(probes) - 1)
     ended_at = max(probe.finished or probe.started for probe in probes)
     return ended_at + min(back_off, MAX_NODE_PROBE_BACKOFF_SECONDS)

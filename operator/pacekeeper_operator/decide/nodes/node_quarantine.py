@@ -163,7 +163,9 @@ def _begin_quarantine(quarantine: Quarantine, node: TargetNode, now: float) -> W
 
 def _continue_quarantine(quarantine: Quarantine, node: TargetNode, since: float, now: float) -> QuarantineStep:
     """Return the next step of a quarantined node without a running probe."""
-    due = max(since + quarantine.spec.expires_after, _compute_next_probe_time(quarantine))
+    due, next_probe_at = since + quarantine.spec.expires_after, _compute_next_probe_time(quarantine)
+    if next_probe_at is not None:
+        due = max(due, next_probe_at)
     if now >= due:
         begun = replace(quarantine, status=node_probes.add_probe(quarantine, now))
         message = "a probe pod decides whether the node is released"
@@ -212,8 +214,11 @@ def _list_release_probes(quarantine: Quarantine) -> tuple[ProbeResult, ...]:
     return tuple(p for p in quarantine.status.probes if p.finished is not None and p.started >= since)
 
 
-def _compute_next_probe_time(quarantine: Quarantine) -> float:
-    """Return when the next probe may start: soon after one that passed, with a growing back-off after others."""
+def _compute_next_probe_time(quarantine: Quarantine) -> float | None:
+    """Return when the next probe may start: soon after one that passed, with a growing back-off after others.
+
+    None: there was none yet.
+    """
     probes = _list_release_probes(quarantine)
     passed = [i for i, probe in enumerate(probes) if probe.passed]
     if passed and passed[-1] == len(probes) - 1:

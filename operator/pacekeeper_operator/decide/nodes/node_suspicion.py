@@ -144,7 +144,7 @@ def _decide_unconfirmed(quarantine: Quarantine, context: QuarantineContext, now:
     if not is_worth_probing(quarantine):
         return _report_waiting(quarantine, "waits for a report from a second namespace", SUSPICION_TTL_SECONDS, now)
     due = node_probes.compute_probe_due_time(quarantine.inconclusive_probes)
-    if now < due:
+    if due is not None and now < due:
         last_result = node_probes.describe_probe_result(quarantine.inconclusive_probes[0])
         return _report_waiting(
             quarantine, f"the last probe {last_result}; the next one comes at {format_clock_time(due)}", due - now, now
@@ -241,9 +241,10 @@ def _choose_verdict(quarantine: Quarantine, context: QuarantineContext, tripped:
         return QuarantineVerdict.PAUSED, context.pause_reason
     # A request for approval uses no budget, but people must not be flooded with requests either.
     used = context.usage.count_used_budget(quarantine.name, include_requests=not rules.acts)
-    allowed = count_allowed_nodes(context.node_count, rules.max_nodes, rules.max_share)
+    nodes = context.node_count or 0
+    allowed = count_allowed_nodes(nodes, rules.max_nodes, rules.max_share)
     if used >= allowed:
-        return QuarantineVerdict.BUDGET_SPENT, f"the budget of {allowed} of {context.node_count} nodes is spent"
+        return QuarantineVerdict.BUDGET_SPENT, f"the budget of {allowed} of {nodes} nodes is spent"
     if rules.acts:
         return QuarantineVerdict.QUARANTINED, ""
     message = "waits for spec.approved to be set to true by the platform team; the node is untouched"
@@ -266,14 +267,16 @@ def _explain_breaker(
     return ""
 
 
-def _has_own_fault_since(quarantine: Quarantine, node: TargetNode, witness: Witness, since: float) -> bool:
+def _has_own_fault_since(quarantine: Quarantine, node: TargetNode, witness: Witness, since: float | None) -> bool:
     """Return whether the node has its own fault. A probe that failed while the others were down does not show one."""
     if witness is Witness.NODE_CONDITION:
         return bool(node.broken)
     if witness is Witness.PROBE:
         probe = quarantine.last_conclusive_probe
         sign_times = [sign.at for sign in quarantine.open_signs if sign.witness is Witness.PROBE]
-        return max([*sign_times, probe.started if probe is not None and probe.passed is False else 0.0]) >= since
+        if probe is not None and probe.passed is False:
+            sign_times.append(probe.started)
+        return since is None or max(sign_times, default=-math.inf) >= since
     return True
 
 
@@ -285,7 +288,8 @@ def _is_reprobe_due(quarantine: Quarantine, context: QuarantineContext, now: flo
     ):
         return False
     since_passed = [*takewhile(lambda probe: not probe.passed, reversed(quarantine.status.probes))]
-    return now >= node_probes.compute_probe_due_time(since_passed)
+    due = node_probes.compute_probe_due_time(since_passed)
+    return due is None or now >= due
 
 
 def _report_confirmed(

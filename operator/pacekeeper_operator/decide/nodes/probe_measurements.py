@@ -137,19 +137,21 @@ def _find_best_receive_rates(measurements: Mapping[str, ProbeMetrics]) -> dict[s
 
 def _describe_longer_time(what: str, seconds: Mapping[str, float], node: str) -> str:
     ratio = _compare_with_median(seconds, node)
-    return f"{what} {ratio:.1f} times as long as the others'" if ratio >= SLOW_COMPUTE_RATIO else ""
+    if ratio is None or ratio < SLOW_COMPUTE_RATIO:
+        return ""
+    return f"{what} {ratio:.1f} times as long as the others'"
 
 
 def _describe_lower_rate(what: str, rates: Mapping[str, float], node: str, limit: float) -> str:
     ratio = _compare_with_median(rates, node)
-    if not 0.0 <= ratio <= 1.0 / limit:
+    if ratio is None or ratio > 1.0 / limit:
         return ""
     return f"{what} {rates[node] / 1e6:.0f} MB/s, which is {ratio:.0%} of what the others do"
 
 
-def _compare_with_median(values: Mapping[str, float], node: str) -> float:
-    """Return the node's value over the median of the others'; -1: there is too little to compare with."""
+def _compare_with_median(values: Mapping[str, float], node: str) -> float | None:
+    """Return the node's value over the median of the others'; None: there is too little to compare with."""
     others = [value for name, value in values.items() if name != node and value > _MIN_MEASURED_VALUE]
     if node not in values or len(others) < MIN_COMPARED_NODES:
-        return -1.0
+        return None
     return values[node] / statistics.median(others)

@@ -149,7 +149,7 @@ class TargetNode:
     opted_out: bool = False
     ready: bool = True
     broken: str = ""  # description of a condition that the platform vouches for; "": none
-    broken_since: float = 0.0  # transition time of that condition; 0: not given
+    broken_since: float | None = None  # transition time of that condition; None: not given
     flagged: bool = False  # by us, with the condition for the tools that repair nodes
 
     @classmethod
@@ -176,7 +176,7 @@ class TargetNode:
             opted_out=LABEL_NO_QUARANTINE in metadata.get("labels", {}),
             ready=conditions.get("Ready") == "True",
             broken=broken.description if broken else "",
-            broken_since=broken.since if broken else 0.0,
+            broken_since=broken.since if broken else None,
             flagged=bool(condition) and conditions.get(condition) == "True" and _is_our_condition(metadata, condition),
         )
 

@@ -119,11 +119,10 @@ class QuarantineUsage:
         )
         return max(at_once, self._held_count - own_usage.held_by_breaker)
 
-    def get_last_cleared_at(self, name: str) -> float:
-        """Return when the last of the other nodes was cleared; 0: none is known."""
-        return max(
-            (usage.cleared_at or 0.0 for node, usage in self._usage_by_node.items() if node != name), default=0.0
-        )
+    def get_last_cleared_at(self, name: str) -> float | None:
+        """Return when the last of the other nodes was cleared; None: none is known."""
+        times = (usage.cleared_at for node, usage in self._usage_by_node.items() if node != name)
+        return max((at for at in times if at is not None), default=None)
 
     def count_used_budget(self, name: str, *, include_requests: bool) -> int:
         """Return how much of the budget other nodes use. `include_requests`: requests for approval count as well."""
@@ -229,10 +228,10 @@ class QuarantineContext:
 
     rules: QuarantineRules = field(default_factory=QuarantineRules)
     usage: QuarantineUsage = field(default_factory=QuarantineUsage)
-    node_count: int = 0  # of the whole cluster; 0: not known
+    node_count: int | None = None  # of the whole cluster; None: not known
     pause_reason: str = ""  # why remedies are paused; "": they are not
 
     @property
     def is_breaker_disabled(self) -> bool:
         """Whether the breaker cannot trip, since the cluster has fewer nodes than its threshold."""
-        return 0 < self.node_count < self.rules.breaker_nodes
+        return self.node_count is not None and self.node_count < self.rules.breaker_nodes

@@ -39,7 +39,8 @@ def can_shrink(observation: Observation, policy: Policy, members: Sequence[Membe
     spares.
     """
     enough = len(members) >= max(1, observation.job.spec.effective_min_replicas)
-    if not enough or not observation.progress.replica_ranks or observation.operator_age <= policy.grace_after_start:
+    is_exact = observation.progress.replica_ranks is not None
+    if not enough or not is_exact or observation.operator_age <= policy.grace_after_start:
         return False
     return _is_change_worthwhile(observation, before=0, after=len(members), redone=_compute_redone_seconds(observation))
 
@@ -87,7 +88,7 @@ def record_shrink(desired: DesiredState, observation: Observation) -> DesiredSta
 def _count_replica_workers(observation: Observation) -> int:
     """Return the least number of workers whose ranks are whole replicas; 1 if that is not known."""
     ranks, per_worker = observation.progress.replica_ranks, observation.job.spec.nproc_per_node
-    return math.lcm(ranks, per_worker) // per_worker if ranks else 1
+    return 1 if ranks is None else math.lcm(ranks, per_worker) // per_worker
 
 
 def _is_change_worthwhile(observation: Observation, before: int, after: int, redone: float = 0.0) -> bool:
@@ -114,18 +115,17 @@ def _estimate_warm_up_seconds(observation: Observation, pod: PodView | None) -> 
 
     None: it has no pod yet, and its ranks may have been vacant for some time.
     """
-    vacant_since = observation.state.placement.vacant_since or observation.now
-    since = vacant_since if pod is None else pod.created_at
+    since = observation.state.placement.vacant_since if pod is None else pod.created_at
     expected = observation.restarts.start_seconds
     if pod is not None and pod.unschedulable_message:
         # It may never start: use the limit for placing a whole job.
         expected = observation.job.spec.scheduling_timeout
-    age = max(0.0, observation.now - since)
+    age = 0.0 if since is None else max(0.0, observation.now - since)
     return expected - age if age < expected else age
 
 
 def _compute_redone_seconds(observation: Observation) -> float:
     """Return the seconds of training that only a change of the number of ranks costs."""
-    if observation.progress.replica_ranks <= 1:
+    if (observation.progress.replica_ranks or 1) <= 1:
         return 0.0
     return observation.restarts.estimate_cost(snapshots=False) - observation.restarts.estimate_cost()

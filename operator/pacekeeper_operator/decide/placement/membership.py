@@ -170,8 +170,10 @@ def _list_wanted_members(observation: Observation) -> Sequence[Member]:
 
 def _clear_waiting(desired: DesiredState) -> DesiredState:
     """Return the state in which nothing is awaited."""
-    waited = desired.state.placement.vacant_since or desired.state.placement.checkpoint_requested_at
-    return desired.with_placement(vacant_since=0.0, checkpoint_requested_at=0.0) if waited else desired
+    placement = desired.state.placement
+    if placement.vacant_since is None and placement.checkpoint_requested_at is None:
+        return desired
+    return desired.with_placement(vacant_since=None, checkpoint_requested_at=None)
 
 
 def _wait_or_shrink(observation: Observation, policy: Policy, members: Sequence[Member]) -> DesiredState:
@@ -181,14 +183,15 @@ def _wait_or_shrink(observation: Observation, policy: Policy, members: Sequence[
     if elastic_scaling.can_shrink(observation, policy, replicas):
         return _shrink_members(observation, replicas)
     members = replicas or members
-    if not state.placement.vacant_since:
+    vacant_since = state.placement.vacant_since
+    if vacant_since is None:
         return observation.desired.with_placement(vacant_since=observation.now)
     enough = len(members) >= max(1, job.spec.effective_min_replicas)
-    if not enough or observation.now - state.placement.vacant_since < SHRINK_DELAY_SECONDS:
+    if not enough or observation.now - vacant_since < SHRINK_DELAY_SECONDS:
         return observation.desired
     assigned = {member.worker for member in observation.plan.members}
     coming = any(_is_coming(view) for view in observation.workers if view.name not in assigned)
-    if coming and observation.now - state.placement.vacant_since < job.spec.scheduling_timeout:
+    if coming and observation.now - vacant_since < job.spec.scheduling_timeout:
         return observation.desired
     return _shrink_members(observation, members)
 
@@ -209,8 +212,8 @@ def _is_coming(view: WorkerView) -> bool:
 
 def _await_checkpoint(observation: Observation) -> DesiredState | None:
     """Return the state to wait with; None: the checkpoint is published, or cannot be expected."""
-    desired = observation.desired
-    if desired.state.placement.checkpoint_requested_at == 0.0:
+    desired, requested_at = observation.desired, observation.desired.state.placement.checkpoint_requested_at
+    if requested_at is None:
         return desired.with_plan(checkpoint_request=desired.plan.checkpoint_request + 1).with_placement(
             checkpoint_requested_at=observation.now
         )
@@ -218,10 +221,7 @@ def _await_checkpoint(observation: Observation) -> DesiredState | None:
     answered = min(answers, default=0) >= desired.plan.checkpoint_request
     forced = any(view.record.leaving and not view.record.waits_for_checkpoint for view in observation.members)
     has_time_limit = forced or not any(view.record.leaving for view in observation.members)
-    late = (
-        has_time_limit
-        and observation.now - desired.state.placement.checkpoint_requested_at > MEMBERSHIP_CHECKPOINT_WAIT_SECONDS
-    )
+    late = has_time_limit and observation.now - requested_at > MEMBERSHIP_CHECKPOINT_WAIT_SECONDS
     return None if answered or late or observation.select_faults(FaultKind.STALLED) else desired
 
 

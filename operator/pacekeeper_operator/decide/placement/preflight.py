@@ -44,7 +44,7 @@ def apply_preflight(observation: Observation, policy: Policy) -> DesiredState:
 def is_check_awaited(observation: Observation, view: WorkerView) -> bool:
     """Return whether the worker gets no ranks yet, since the check of its node is pending and has time left."""
     spec, started_at = observation.job.spec.preflight, observation.state.preflight.started_at
-    late = bool(started_at) and observation.now - started_at >= spec.timeout
+    late = started_at is not None and observation.now - started_at >= spec.timeout
     return spec.enabled and not late and get_node_check(observation, view) is None
 
 
@@ -135,6 +135,6 @@ def _update_start_time(observation: Observation) -> DesiredState:
         observation.state.preflight.started_at,
         bool(list_unchecked_workers(observation)),
     )
-    if is_pending == bool(started_at):
+    if is_pending == (started_at is not None):
         return desired
-    return desired.with_preflight(started_at=observation.now if is_pending else 0.0)
+    return desired.with_preflight(started_at=observation.now if is_pending else None)

@@ -149,7 +149,8 @@ def _update_records(observation: Observation, policy: Policy) -> DesiredState:
         record = view.record
         if view.pod is not None:
             record = _update_record(observation, policy, view, view.pod)
-            if record.starting_since < view.record.starting_since and view.warm and has_reports:
+            has_started = view.record.starting_since is not None and record.starting_since is None
+            if has_started and view.warm and has_reports:
                 start_seconds = observation.now - view.pod.created_at
         elif (record.uid or record.leaving) and record.name not in assigned:
             continue
@@ -176,7 +177,7 @@ def _is_end_unconfirmed(observation: Observation, pod: PodView) -> bool:
 
 def is_overdue(pod: PodView, now: float) -> bool:
     """Return whether the pod still exists long after its grace period."""
-    return pod.deleting and now > pod.delete_by + POD_DELETION_OVERDUE_SECONDS
+    return pod.delete_by is not None and now > pod.delete_by + POD_DELETION_OVERDUE_SECONDS
 
 
 def _is_node_lost(observation: Observation, pod: PodView) -> bool:
@@ -186,15 +187,17 @@ def _is_node_lost(observation: Observation, pod: PodView) -> bool:
     return bool(nodes) and bool(pod.node) and (node is None or not node.ready)
 
 
-def _get_starting_since(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> float:
-    """Return since when the worker has been starting, in whole seconds; 0: it is not.
+def _get_starting_since(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> float | None:
+    """Return since when the worker has been starting, in whole seconds; None: it is not.
 
     A young operator may lack reports of workers that are warm.
     """
     if not pod.started or pod.ended or _is_beyond_starting(view) or _is_assigned(observation, view):
-        return 0.0
+        return None
+    if view.record.starting_since is not None:
+        return view.record.starting_since
     has_reports = view.heartbeat is not None or observation.operator_age > policy.grace_after_start
-    return view.record.starting_since or (float(int(observation.now)) if has_reports else 0.0)
+    return float(int(observation.now)) if has_reports else None
 
 
 def _is_assigned(observation: Observation, view: WorkerView) -> bool:
@@ -210,12 +213,15 @@ def _enforce_placement_timeout(observation: Observation) -> DesiredState:
     desired, state, job = observation.desired, observation.state, observation.job
     if desired.plan.members:
         return desired
-    if not state.placement.placing_since:
+    placing_since = state.placement.placing_since
+    if placing_since is None:
         retry_at = state.placement.retry_at
         is_turn_of_older = (
-            bool(observation.cluster_view.older_waiting_job) and observation.now < retry_at + OLDER_JOB_TURN_SECONDS
+            retry_at is not None
+            and bool(observation.cluster_view.older_waiting_job)
+            and retry_at <= observation.now < retry_at + OLDER_JOB_TURN_SECONDS
         )
-        if not is_due(retry_at, observation.now) or (retry_at <= observation.now and is_turn_of_older):
+        if is_turn_of_older or not is_due(retry_at, observation.now):
             return desired
         return desired.with_placement(placing_since=observation.now)
     gated = any(view.pod is not None and view.pod.scheduling_gated for view in observation.workers)
@@ -224,13 +230,13 @@ def _enforce_placement_timeout(observation: Observation) -> DesiredState:
     if gated:
         return desired  # a queue decides when it may be placed: until then, the timeout does not run
     placed = sum(view.pod is not None and bool(view.pod.node) and view.usable for view in observation.workers)
-    if placed >= job.spec.replicas or observation.now - state.placement.placing_since < job.spec.scheduling_timeout:
+    if placed >= job.spec.replicas or observation.now - placing_since < job.spec.scheduling_timeout:
         return desired
     return desired.with_placement(
         workers=tuple(
             replace(worker, leaving=str(Reason.SCHEDULING_TIMEOUT), dead=True) for worker in state.placement.workers
         ),
-        placing_since=0.0,
+        placing_since=None,
         attempts=state.placement.attempts + 1,
         retry_at=observation.now + compute_backoff(job.uid, state.placement.attempts),
     )
@@ -243,9 +249,12 @@ def compute_backoff(uid: str, attempts: int) -> float:
     return min(MAX_WORKER_BACKOFF_SECONDS, doubled) * (0.75 + 0.5 * fraction)
 
 
-def is_due(at: float, now: float) -> bool:
-    """Return whether a wait until `at` is over. A longer wait than any was written by a clock that was ahead."""
-    return not 0.0 < at - now <= 1.25 * MAX_WORKER_BACKOFF_SECONDS
+def is_due(at: float | None, now: float) -> bool:
+    """Return whether a wait until `at` is over; None: there is none.
+
+    A longer wait than any was written by a clock that was ahead.
+    """
+    return at is None or not 0.0 < at - now <= 1.25 * MAX_WORKER_BACKOFF_SECONDS
 
 
 def _give_up_ended(observation: Observation, desired: DesiredState) -> DesiredState:
@@ -301,7 +310,7 @@ def delay_next_start(desired: DesiredState, observation: Observation) -> Desired
 def is_waiting_for_starts(observation: Observation) -> bool:
     """Return whether workers end before they are ready and so keep a job from training that has trained before."""
     placement = observation.state.placement
-    trains = bool(observation.plan.members) and not placement.vacant_since
+    trains = bool(observation.plan.members) and placement.vacant_since is None
     return observation.state.lifecycle.has_trained and not trains and placement.failed_starts > 0
 
 
@@ -340,14 +349,14 @@ def _reserve_names(observation: Observation, desired: DesiredState, substitutes:
     There are none while no attempt to place the job is under way. After workers that did not start, and pods that
     kubelets refused, new ones wait.
     """
-    placing = desired.plan.members or desired.state.placement.placing_since
+    placing = desired.plan.members or desired.state.placement.placing_since is not None
     if not placing or not is_due(desired.state.placement.refused_until, observation.now):
         return desired
     spec, state = observation.job.spec, desired.state
     waits = not is_due(state.placement.retry_at, observation.now)
     if waits and is_waiting_for_starts(observation):
         return desired
-    waits = waits and bool(desired.plan.members) and not state.placement.vacant_since
+    waits = waits and bool(desired.plan.members) and state.placement.vacant_since is None
     wanted = min(spec.replicas, len(desired.plan.members)) if waits else spec.replicas + spec.spares
     wanted += substitutes
     staying = [worker for worker in desired.state.placement.workers if not worker.leaving]
@@ -371,7 +380,8 @@ def _reserve_names(observation: Observation, desired: DesiredState, substitutes:
 
 def _list_stopping_workers(observation: Observation) -> tuple[WorkerView, ...]:
     """Return the pods of a job that is to stop: those that have left, and all of them once their time is over."""
-    late = observation.now - observation.state.lifecycle.stopped_at > WORKER_LEAVE_SECONDS
+    stopped_at = observation.state.lifecycle.stopped_at
+    late = stopped_at is None or observation.now - stopped_at > WORKER_LEAVE_SECONDS
     return tuple(
         view
         for view in observation.workers
@@ -425,4 +435,6 @@ def _list_running_pods_to_clean_up(observation: Observation) -> tuple[WorkerView
 
 
 def _is_late(observation: Observation, seconds: float) -> bool:
-    return observation.now - (observation.state.lifecycle.stopped_at or observation.now) > seconds
+    """Return whether the ranks were directed to leave more than `seconds` ago."""
+    stopped_at = observation.state.lifecycle.stopped_at
+    return stopped_at is not None and observation.now - stopped_at > seconds

@@ -31,7 +31,7 @@ def apply_strategy(action: Adapt, decision: Decision, observation: Observation) 
     return ActionResult(
         desired.with_adaptation(
             investigation=None,
-            suppressed_relative_time=observation.metrics.relative_time or 0.0,
-            suppressed_peer_slowdown=0.0,
+            suppressed_relative_time=observation.metrics.relative_time,
+            suppressed_peer_slowdown=None,
         )
     )

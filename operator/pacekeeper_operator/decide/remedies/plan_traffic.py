@@ -58,7 +58,7 @@ def apply_plan_traffic(action: PlanTraffic, decision: Decision, observation: Obs
 def _list_route_changes(action: PlanTraffic, observation: Observation, after: Paths | None) -> tuple[RouteChange, ...]:
     """Return the flows whose routes change; (): there are more than `MAX_ROUTE_CHANGES`."""
     changes = tuple(
-        replace(change, bytes_per_second=action.rates.get((change.source, change.destination), 0.0))
+        replace(change, bytes_per_second=action.rates.get((change.source, change.destination)))
         for change in paths.list_path_changes(observation.plan.paths, after)
     )
     return changes if len(changes) <= MAX_ROUTE_CHANGES else ()

@@ -94,7 +94,7 @@ def estimate_exchange_seconds(observation: Observation) -> float:
 def _estimate_spare_seconds(observation: Observation) -> float:
     """Return by how much a round with a spare takes longer than one with the same workers, as measured last."""
     measured = observation.state.budget.spare_restart_seconds
-    return max(0.0, measured - observation.restarts.restart_seconds) if measured else DEFAULT_SPARE_SECONDS
+    return max(0.0, measured - observation.restarts.restart_seconds) if measured is not None else DEFAULT_SPARE_SECONDS
 
 
 NO_WARM_SPARE = "no spare is warm"

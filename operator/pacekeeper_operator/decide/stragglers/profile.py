@@ -68,7 +68,7 @@ def check_profile(observation: Observation, _policy: Policy) -> Decision | None:
         incident_key=_build_incident_key(observation),
         class_=IncidentClass.PERFORMANCE,
         message=f"steps take {localization.excess_seconds:.3f} s longer than usual: {_describe_culprit(localization)}",
-        first_sign=profiling.requested_at,
+        first_sign=observation.now if profiling.requested_at is None else profiling.requested_at,
         evidence=describe_localization(localization),
         live=True,
         last_step=observation.progress.step,
@@ -87,14 +87,15 @@ def advance_profile_window(observation: Observation, policy: Policy) -> DesiredS
     result = _get_localization_result(observation)
     if result is not None:
         return _record_localization(observation, result)
-    remaining_seconds = (
-        observation.state.profiling.until
-        + (LOCALIZATION_TIMEOUT_SECONDS if observation.profile_answers else 0.0)
-        - observation.now
+    until, extra = (
+        observation.state.profiling.until,
+        LOCALIZATION_TIMEOUT_SECONDS if observation.profile_answers else 0.0,
     )
     return (
         _end_window(desired)
-        if remaining_seconds < 0 or (_is_round_over(observation) and not observation.profile_answers)
+        if until is None
+        or observation.now > until + extra
+        or (_is_round_over(observation) and not observation.profile_answers)
         else desired
     )
 
@@ -108,8 +109,7 @@ def list_profile_effects(observation: Observation) -> Iterator[Effect]:
     profile, profiling = observation.plan.profile, observation.state.profiling
     if profile is not None and observation.profile_answers and _get_localization_result(observation) is None:
         complete = observation.profile_answers >= observation.plan.world_size
-        late = observation.now >= min(profiling.until, observation.last_profile_answer_at + PROFILE_LATE_ANSWER_SECONDS)
-        if complete or late or _is_round_over(observation):
+        if complete or _is_late(observation) or _is_round_over(observation):
             yield LocalizeProfile(profile.name, observation.plan.world_size)
     result = observation.localized_profile
     if (
@@ -119,6 +119,13 @@ def list_profile_effects(observation: Observation) -> Iterator[Effect]:
         and profiling.reporting_incident
     ):
         yield SaveProfile(result.window, profiling.reporting_incident)
+
+
+def _is_late(observation: Observation) -> bool:
+    """Return whether no further answers are awaited: the time is over, or none has arrived for a while."""
+    until, last = observation.state.profiling.until, observation.last_profile_answer_at
+    is_silent = last is None or observation.now >= last + PROFILE_LATE_ANSWER_SECONDS
+    return is_silent or until is None or observation.now >= until
 
 
 def _begin_window(observation: Observation, policy: Policy) -> DesiredState:
@@ -139,17 +146,16 @@ def _begin_window(observation: Observation, policy: Policy) -> DesiredState:
         return desired
     elif incident is not None:
         reason = f"{incident.name} names no function"
-    elif uniform_slowdown:
+    elif uniform_slowdown is not None:
         reason = f"all ranks take {uniform_slowdown:.2f} × the time of their early steps"
     elif _has_slow_work(observation):
         reason = "the ranks' evidence shows slow work, and names no function"
     else:
         return desired
     window = _plan_window(observation)
-    lead_seconds = (window.first_step - observation.progress.step) * observation.progress.step_seconds
-    window_seconds = max(
-        min(window.steps * observation.progress.step_seconds, window.seconds), observation.progress.step_seconds
-    )
+    step_seconds = observation.progress.step_seconds or 0.0
+    lead_seconds = (window.first_step - (observation.progress.step or 0)) * step_seconds
+    window_seconds = max(min(window.steps * step_seconds, window.seconds), step_seconds)
     investigated = profiling.investigated if incident is None else (*profiling.investigated, incident.name)
     return desired.with_plan(profile=window).with_profiling(
         incident="" if incident is None else incident.name,
@@ -163,7 +169,7 @@ def _begin_window(observation: Observation, policy: Policy) -> DesiredState:
         reason=reason,
         requested_times=recent_times if user_requested else (*recent_times, now),
         investigated=investigated[-MAX_INVESTIGATED_INCIDENTS:],
-        uniform_slowdown=max(uniform_slowdown, profiling.uniform_slowdown),
+        uniform_slowdown=max(uniform_slowdown or 0.0, profiling.uniform_slowdown),
         followed_annotation=observation.job.profile_request if user_requested else profiling.followed_annotation,
     )
 
@@ -184,10 +190,10 @@ def _record_explained_slowdown(observation: Observation) -> DesiredState:
 
 def _plan_window(observation: Observation) -> ProfileRequest:
     """Return a request for the same steps of all ranks, far enough ahead for each of them to have received it."""
-    step_seconds = max(observation.progress.step_seconds, 1e-3)
+    step_seconds = max(observation.progress.step_seconds or 0.0, 1e-3)
     return ProfileRequest(
         name=f"{PROFILE_NAME_PREFIX}{observation.plan.version + 1}",
-        first_step=max(observation.progress.step, 0) + 2 + math.ceil(PROFILE_LEAD_SECONDS / step_seconds),
+        first_step=(observation.progress.step or 0) + 2 + math.ceil(PROFILE_LEAD_SECONDS / step_seconds),
         steps=max(PROFILE_WINDOW_STEPS, math.ceil(MIN_PROFILE_WINDOW_SECONDS / step_seconds)),
         seconds=min(MAX_PROFILE_WINDOW_SECONDS, max(MIN_PROFILE_WINDOW_SECONDS, PROFILE_WINDOW_STEPS * step_seconds)),
         sources=observation.job.spec.detection.profile.sources,
@@ -235,22 +241,22 @@ def _has_no_culprit(incident: Incident) -> bool:
     return incident.finding is not None and not incident.finding.culprit
 
 
-def _measure_uniform_slowdown(observation: Observation) -> float:
+def _measure_uniform_slowdown(observation: Observation) -> float | None:
     """Return how slow all ranks are alike, against their early steps.
 
-    0: they are not, or that is known and has not grown by as much again.
+    None: they are not, or that is known and has not grown by as much again.
     """
     threshold = observation.job.spec.detection.straggler_slowdown
     uniform_slowdown, relative_time = observation.metrics.uniform_slowdown, observation.metrics.relative_time
     if uniform_slowdown is None or uniform_slowdown < threshold * observation.state.profiling.uniform_slowdown:
-        return 0.0
+        return None
     grown = straggler.has_all_work_grown(observation)
     has_straggler = relative_time is not None and relative_time >= threshold and not grown
     changed = observation.plan.shares is not None or observation.plan.sync_mode is not SyncMode.SYNC
     investigation = observation.state.adaptation.investigation
     bottleneck = Bottleneck.NONE if investigation is None else investigation.last_bottleneck
     investigated = bottleneck is not Bottleneck.NONE and not grown  # the investigation may explain it
-    return 0.0 if has_straggler or changed or investigated else uniform_slowdown
+    return None if has_straggler or changed or investigated else uniform_slowdown
 
 
 def _get_localization_result(observation: Observation) -> LocalizedProfile | None:
@@ -286,7 +292,8 @@ def _find_target_incident(observation: Observation) -> Incident | None:
     opened_since = (
         incident
         for incident in reversed(incidents.current)
-        if incident.cause in SLOWNESS_CAUSES and incident.decided >= profiling.requested_at
+        if incident.cause in SLOWNESS_CAUSES
+        and (profiling.requested_at is None or incident.decided >= profiling.requested_at)
     )
     return target or next((incident for incident in opened_since if incident.round == observation.progress.round), None)
 

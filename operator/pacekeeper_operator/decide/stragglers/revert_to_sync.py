@@ -46,13 +46,12 @@ def _evaluate_answers(observation: Observation, policy: Policy, local_sgd: Local
         global_batch=observation.progress.global_batch,
     )
     if strategy is None:
-        updated = desired.with_adaptation(local_sgd=replace(local_sgd, clear_answers=0))
+        updated = desired.with_adaptation(local_sgd=replace(local_sgd, clear_answers=0, first_clear_step=None))
         return replace(updated, plan=_space_out_syncs(observation, updated.plan, windows, local_sgd))
-    since = local_sgd.first_clear_step if local_sgd.clear_answers else observation.progress.step
+    step = observation.progress.step or 0
+    since = step if local_sgd.first_clear_step is None else local_sgd.first_clear_step
     local_sgd = replace(local_sgd, clear_answers=local_sgd.clear_answers + 1, first_clear_step=since)
-    is_confirmed = mode_changes.is_mode_change_confirmed(
-        local_sgd.bottleneck, local_sgd.clear_answers, local_sgd.first_clear_step, observation.progress.step
-    )
+    is_confirmed = mode_changes.is_mode_change_confirmed(local_sgd.bottleneck, local_sgd.clear_answers, since, step)
     if not is_confirmed or not desired.state.adaptation.mode_changes.allows(observation.now):
         return desired.with_adaptation(local_sgd=local_sgd)
     plan = strategy.apply_to(desired.plan)
@@ -86,7 +85,8 @@ def _request_evidence(observation: Observation, local_sgd: LocalSgdChoice) -> De
         if local_sgd.clear_answers
         else max(MIN_EVIDENCE_REQUEST_SECONDS, compute_evidence_pause(now - local_sgd.since) / 2)
     )
-    if now - max(local_sgd.requested_at, local_sgd.since) < pause:
+    last = local_sgd.since if local_sgd.requested_at is None else max(local_sgd.requested_at, local_sgd.since)
+    if now - last < pause:
         return observation.desired
     request = f"revert-to-sync-{observation.plan.version + 1}"
     parts = (

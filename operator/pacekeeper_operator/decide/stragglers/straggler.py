@@ -181,8 +181,10 @@ def _is_usual_volatility(diagnosis: Diagnosis, threshold: float) -> bool:
     small and steps are not much longer than those.
     """
     baseline_seconds, step_seconds = diagnosis.window.baseline_seconds, float(np.median(diagnosis.window.step_seconds))
+    if baseline_seconds is None:
+        return True
     is_small = diagnosis.slowdown < VOLATILE_SLOWDOWN and step_seconds < VOLATILE_SLOWDOWN * baseline_seconds
-    return is_small or not step_seconds >= threshold * baseline_seconds > 0
+    return is_small or step_seconds < threshold * baseline_seconds
 
 
 def _is_already_optimal(observation: Observation, diagnosis: Diagnosis) -> bool:
@@ -218,26 +220,22 @@ def update_investigation(observation: Observation, policy: Policy) -> DesiredSta
         needs_investigation = (slow and not suppressed) or waits
         return _request_evidence(observation, _begin_investigation(observation)) if needs_investigation else desired
     # Restart it for another bottleneck, or end it without result.
-    grown = (
-        observation.progress.step_seconds
-        > investigation.step_seconds * observation.job.spec.detection.straggler_slowdown
-    )
+    step_seconds, threshold = observation.progress.step_seconds, observation.job.spec.detection.straggler_slowdown
+    grown = step_seconds is not None and step_seconds > (investigation.step_seconds or 0.0) * threshold
     if grown and (not slow or now - investigation.since > WAITING_INVESTIGATION_SECONDS):  # another bottleneck, now
-        investigation = replace(
-            investigation, since=now, step=observation.progress.step, step_seconds=observation.progress.step_seconds
-        )
+        investigation = replace(investigation, since=now, step=observation.progress.step, step_seconds=step_seconds)
     elif waits and not slow and _is_fruitless(observation, investigation) and not _has_bottleneck(observation, policy):
         return _cache_negative_result(observation, investigation.step_seconds)
     # Wait for the next request to be due, and for the answers to the last one.
     recovering = _has_recovered(observation, investigation.requested_relative_time)
-    if now - investigation.requested_at <= (
-        MIN_EVIDENCE_REQUEST_SECONDS if recovering else compute_evidence_pause(now - investigation.since)
-    ):
+    pause = MIN_EVIDENCE_REQUEST_SECONDS if recovering else compute_evidence_pause(now - investigation.since)
+    requested_at = investigation.requested_at
+    if requested_at is not None and now - requested_at <= pause:
         return desired
     if not slow and not waits:
         return _drop_investigation(desired)
     awaited = bool(observation.plan.evidence_request) and len(observation.evidence) < len(observation.plan.members)
-    if awaited and now - investigation.requested_at <= EVIDENCE_ANSWER_SECONDS:
+    if awaited and requested_at is not None and now - requested_at <= EVIDENCE_ANSWER_SECONDS:
         return desired
     # Record what the answers show, and stop if nothing is left to do.
     diagnosis = None if recovering else _diagnose_actionable(observation, policy)  # the answers are outdated
@@ -254,7 +252,7 @@ def update_investigation(observation: Observation, policy: Policy) -> DesiredSta
         settled = _shares_fit(observation, diagnosis) or _is_beyond_remedy(observation, policy, diagnosis)
         if slow and settled and not _is_spare_due(observation.with_desired(desired), policy):
             return _suppress_current_times(
-                _cache_negative_result(observation.with_desired(desired), observation.progress.step_seconds),
+                _cache_negative_result(observation.with_desired(desired), step_seconds),
                 observation,
             )
     return _request_evidence(observation.with_desired(desired), investigation)
@@ -271,7 +269,7 @@ def _reset_suppression(observation: Observation, policy: Policy) -> DesiredState
     desired, fruitless = observation.desired, observation.state.adaptation.fruitless_investigation
     if fruitless is not None and fruitless.forbidden and policy.applies_remedies:
         return desired.with_adaptation(
-            fruitless_investigation=None, suppressed_relative_time=0.0, suppressed_peer_slowdown=0.0
+            fruitless_investigation=None, suppressed_relative_time=None, suppressed_peer_slowdown=None
         )
     if fruitless is not None and _is_slowness_over(observation, fruitless):
         desired = desired.with_adaptation(
@@ -279,10 +277,10 @@ def _reset_suppression(observation: Observation, policy: Policy) -> DesiredState
         )
     adaptation = desired.state.adaptation
     settled = _are_ranks_alike(observation) and is_steady(observation) and not observation.metrics.needs_more_windows
-    if (adaptation.suppressed_relative_time or adaptation.loss is not None) and settled:
+    if (adaptation.suppressed_relative_time is not None or adaptation.loss is not None) and settled:
         if _has_outdated_shares(observation):
             desired = desired.with_adaptation(fruitless_investigation=None)
-        return desired.with_adaptation(suppressed_relative_time=0.0, suppressed_peer_slowdown=0.0, loss=None)
+        return desired.with_adaptation(suppressed_relative_time=None, suppressed_peer_slowdown=None, loss=None)
     return desired
 
 
@@ -291,13 +289,11 @@ def _is_slowness_over(observation: Observation, fruitless: FruitlessInvestigatio
 
     Steps that become as long again count as new.
     """
-    faster = (
-        0
-        < observation.progress.step_seconds * observation.job.spec.detection.straggler_slowdown
-        <= fruitless.step_seconds
-    )
+    step_seconds, threshold = observation.progress.step_seconds, observation.job.spec.detection.straggler_slowdown
+    if step_seconds is None or fruitless.step_seconds is None:
+        return False
     return (
-        faster
+        step_seconds * threshold <= fruitless.step_seconds
         and observation.metrics.wait_share is not None
         and not _has_long_waits(observation)
         and is_steady(observation)
@@ -329,7 +325,8 @@ def _find_first_sign(observation: Observation, diagnosis: Diagnosis) -> float:
     if observation.plan.sync_mode is not EXACT_SYNC_MODE:
         return investigation.first_sign
     covered_seconds = float(np.median(diagnosis.window.step_seconds, axis=1).sum())
-    since = min(investigation.first_sign, investigation.requested_at - covered_seconds)
+    requested_at = observation.now if investigation.requested_at is None else investigation.requested_at
+    since = min(investigation.first_sign, requested_at - covered_seconds)
     slowness, slow_ranks = (
         observation.metrics.persistent_slowness,
         diagnosis.bottleneck in {Bottleneck.NONE, Bottleneck.COMPUTE} and diagnosis.culprits,
@@ -433,7 +430,7 @@ def _is_suppressed(observation: Observation) -> bool:
         observation.metrics.peer_slowdown,
     )
     if (
-        not adaptation.suppressed_relative_time
+        adaptation.suppressed_relative_time is None
         or relative_time is None
         or relative_time >= adaptation.suppressed_relative_time * 1.1
     ):
@@ -442,7 +439,7 @@ def _is_suppressed(observation: Observation) -> bool:
         return True
     if observation.plan.shares is not None and relative_time <= adaptation.suppressed_relative_time / 1.1:
         return False
-    limit = max(adaptation.suppressed_peer_slowdown, observation.job.spec.detection.straggler_slowdown) * 1.1
+    limit = max(adaptation.suppressed_peer_slowdown or 0.0, observation.job.spec.detection.straggler_slowdown) * 1.1
     return peer_slowdown is None or peer_slowdown < limit
 
 
@@ -481,9 +478,8 @@ def _is_beyond_remedy(observation: Observation, policy: Policy, diagnosis: Diagn
     slowness = _get_lasting_slowness(observation)
     if slowness is None or observation.has_straggler or diagnosis.bottleneck is not Bottleneck.NONE:
         return False
-    if (
-        observation.now - slowness.since
-        < LASTING_SLOWNESS_WINDOWS * get_window_steps(observation) * observation.progress.step_seconds
+    if observation.now - slowness.since < LASTING_SLOWNESS_WINDOWS * get_window_steps(observation) * (
+        observation.progress.step_seconds or 0.0
     ):
         return False
     if not price.is_worth_change(
@@ -513,10 +509,13 @@ def _is_negatively_cached(observation: Observation) -> bool:
     )
     if fruitless is None or observation.now - fruitless.at > fruitless.cool_down_seconds:
         return False
-    longest = max(observation.progress.step_seconds, 0.0 if investigation is None else investigation.step_seconds)
-    return longest < fruitless.step_seconds * (
+    if fruitless.step_seconds is None:
+        return False
+    times = (observation.progress.step_seconds, None if investigation is None else investigation.step_seconds)
+    limit = fruitless.step_seconds * (
         1.0 + SIGNIFICANT_GROWTH_SHARE * (observation.job.spec.detection.straggler_slowdown - 1.0)
     )
+    return all(seconds is None or seconds < limit for seconds in times)
 
 
 def _is_fruitless(observation: Observation, investigation: StragglerInvestigation) -> bool:
@@ -524,7 +523,7 @@ def _is_fruitless(observation: Observation, investigation: StragglerInvestigatio
 
     While the job evaluates or writes a checkpoint, it completes no steps.
     """
-    window_complete = observation.progress.step - investigation.step >= get_window_steps(observation)
+    window_complete = observation.progress.count_steps_since(investigation.step) >= get_window_steps(observation)
     is_clear = investigation.last_bottleneck in (None, Bottleneck.NONE)
     return is_clear and window_complete and observation.now - investigation.since > WAITING_INVESTIGATION_SECONDS
 
@@ -553,11 +552,13 @@ def _suppress_current_times(desired: DesiredState, observation: Observation) -> 
     """Return the state in which the ranks' present relative step times are suppressed until they change."""
     metrics = observation.metrics
     return desired.with_adaptation(
-        suppressed_relative_time=metrics.relative_time or 0.0, suppressed_peer_slowdown=metrics.peer_slowdown or 0.0
+        suppressed_relative_time=metrics.relative_time, suppressed_peer_slowdown=metrics.peer_slowdown
     )
 
 
-def _cache_negative_result(observation: Observation, step_seconds: float, forbidden: bool = False) -> DesiredState:
+def _cache_negative_result(
+    observation: Observation, step_seconds: float | None, forbidden: bool = False
+) -> DesiredState:
     """Return the state with a negative result. `step_seconds`: what was investigated; longer steps count as new."""
     previous = observation.state.adaptation.fruitless_investigation
     cool_down = (
@@ -588,7 +589,7 @@ def _request_evidence(observation: Observation, investigation: StragglerInvestig
             request=request,
             requested_at=now,
             requested_step=observation.progress.step,
-            requested_relative_time=observation.metrics.relative_time or 0.0,
+            requested_relative_time=observation.metrics.relative_time,
         )
     )
 
@@ -607,9 +608,7 @@ def _decide_remedy(observation: Observation, policy: Policy, diagnosis: Diagnosi
         view is None or view.record.leaving or not _is_holding_up_peers(observation, diagnosis, culprit)
     ):
         return None
-    incident_key = IncidentKey(
-        BOTTLENECK_TO_CAUSE[diagnosis.bottleneck], observation.progress.round, rank=-1 if culprit is None else culprit
-    )
+    incident_key = IncidentKey(BOTTLENECK_TO_CAUSE[diagnosis.bottleneck], observation.progress.round, rank=culprit)
     choice, action = _weigh_remedies(observation, policy, diagnosis, culprit)
     chosen = choice.chosen
     if route_alternatives.is_reroute_awaited(observation, choice):
@@ -779,22 +778,23 @@ def _build_spare_option(
     return replace(option, cost_seconds=estimate_exchange_seconds(observation), min_win=min_win)
 
 
-def _has_recovered(observation: Observation, last_relative_time: float) -> bool:
+def _has_recovered(observation: Observation, last_relative_time: float | None) -> bool:
     """Return whether the slowest rank has lost RECOVERED_SHARE of its slowness since the evidence request.
 
-    It took `last_relative_time` × its peers' time then. The metrics are current, but means over a window. Before that
-    share of a window is done, they cannot have fallen that far. For a rank that has just become slow, they still rise.
+    It took `last_relative_time` × its peers' time then; None: it was not known. The metrics are current, but means over
+    a window. Before that share of a window is done, they cannot have fallen that far. For a rank that has just become
+    slow, they still rise.
     """
     relative_time, investigation = observation.metrics.relative_time, observation.state.adaptation.investigation
+    if relative_time is None or last_relative_time is None:
+        return False
     steps_since = (
         get_window_steps(observation)
         if investigation is None
-        else observation.progress.step - investigation.requested_step
+        else observation.progress.count_steps_since(investigation.requested_step)
     )
     is_covered = steps_since >= RECOVERED_SHARE * get_window_steps(observation)
-    return (
-        is_covered and relative_time is not None and relative_time - 1.0 < RECOVERED_SHARE * (last_relative_time - 1.0)
-    )
+    return is_covered and relative_time - 1.0 < RECOVERED_SHARE * (last_relative_time - 1.0)
 
 
 def _is_spare_due(observation: Observation, policy: Policy) -> bool:
@@ -872,8 +872,8 @@ def _explain_refusal(observation: Observation, policy: Policy, diagnosis: Diagno
         return "the ranks do not report the mode that they train in: is their library older than the operator?"
     if observation.state.adaptation.mode_refusal:
         return f"the ranks refused it: {observation.state.adaptation.mode_refusal}"
-    if _is_mode_in_cool_down(observation):
-        mode_changes = observation.state.adaptation.mode_changes
+    mode_changes = observation.state.adaptation.mode_changes
+    if mode_changes.changed_at is not None and _is_mode_in_cool_down(observation):
         seconds = mode_changes.changed_at + mode_changes.hold_seconds - observation.now
         return f"the mode has changed recently and stays for another {seconds:.0f} s"
     return ""

@@ -61,7 +61,7 @@ def evaluate_incident(observation: Observation, incident: Incident) -> Incident:
     state = observation.state
     if state.lifecycle.failed_reason:
         return replace(incident, outcome=IncidentOutcome.FAILED)
-    if observation.job.spec.suspend or state.lifecycle.completed_at:
+    if observation.job.spec.suspend or state.lifecycle.completed_at is not None:
         return replace(incident, outcome=IncidentOutcome.SUPERSEDED)
     if incident.mode is RemediationMode.RECOMMEND:
         return replace(incident, outcome=IncidentOutcome.RECOMMENDED)
@@ -107,7 +107,7 @@ def _evaluate_round(observation: Observation, incident: Incident) -> Incident:
     restored_step = min(
         (view.heartbeat.restored_step for view in observation.members if view.heartbeat is not None), default=-1
     )
-    steps_lost = max(0, incident.last_step - max(restored_step, 0)) if incident.last_step >= 0 else 0
+    steps_lost = max(0, incident.last_step - max(restored_step, 0)) if incident.last_step is not None else 0
     recovered = max(since, incident.decided)
     heartbeats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
     breakdown = restart_breakdown.break_down_restart(
@@ -147,7 +147,7 @@ def _evaluate_live_remedy(observation: Observation, incident: Incident) -> Incid
             measured_gain=(price.compute_loss_rate(before) - price.compute_loss_rate(after)) * GAIN_HORIZON_SECONDS,
             outcome=outcome if _has_helped(before, after) else IncidentOutcome.INEFFECTIVE,
         )
-    patience = max(REMEDY_MEASURE_SECONDS, 2 * window * observation.progress.step_seconds)
+    patience = max(REMEDY_MEASURE_SECONDS, 2 * window * (observation.progress.step_seconds or 0.0))
     if observation.now - incident.decided > patience and not observation.metrics.unreported_members:
         return replace(incident, outcome=IncidentOutcome.INEFFECTIVE)
     return incident
@@ -184,10 +184,11 @@ def _has_settled(observation: Observation, incident: Incident) -> bool:
     With other shares, they include the number of steps that they cover.
     """
     if incident.remedy == Remedy.REBALANCE and observation.plan.shares is not None:
-        seconds = observation.metrics.steps * observation.progress.step_seconds
+        seconds = observation.metrics.steps * (observation.progress.step_seconds or 0.0)
         enough = observation.metrics.steps >= MIN_COMMON_STEPS and seconds >= SHARES_SETTLE_SECONDS
         return enough and observation.now > incident.decided  # before, they were compared with another plan
-    return observation.progress.step >= incident.last_step + REMEDY_SETTLE_WINDOWS * get_window_steps(observation)
+    needed_steps = REMEDY_SETTLE_WINDOWS * get_window_steps(observation)
+    return observation.progress.count_steps_since(incident.last_step) >= needed_steps
 
 
 def _measure_slowdown(observation: Observation, incident: Incident) -> float | None:
@@ -201,7 +202,7 @@ def _measure_slowdown(observation: Observation, incident: Incident) -> float | N
         return metrics.peer_slowdown
     if not metrics.throughput or not incident.reference_seconds or not is_steady(observation):
         return None
-    return observation.progress.global_batch / metrics.throughput / incident.reference_seconds
+    return (observation.progress.global_batch or 0) / metrics.throughput / incident.reference_seconds
 
 
 def _revert_remedy(desired: DesiredState, incident: Incident, observation: Observation) -> DesiredState:
@@ -213,7 +214,9 @@ def _revert_remedy(desired: DesiredState, incident: Incident, observation: Obser
         if not observation.progress.refusal:
             return desired
         if incident.remedy == Remedy.REBALANCE:
-            desired = desired.with_adaptation(shares_refusal=observation.progress.refusal, suppressed_relative_time=0.0)
+            desired = desired.with_adaptation(
+                shares_refusal=observation.progress.refusal, suppressed_relative_time=None
+            )
         return desired.with_plan(shares=None, gc_every=0, sequence_cost=None)
     if observation.progress.refusal:
         return sync_mode_changes.reject_local_sgd(desired, observation.progress.refusal, observation.now)
@@ -251,12 +254,13 @@ def _close_incident(desired: DesiredState, incident: Incident, policy: Policy, n
     return desired.with_budget(restart_seconds=round_seconds)
 
 
-def _compute_round_seconds(incident: Incident, begun_at: float) -> float:
+def _compute_round_seconds(incident: Incident, begun_at: float | None) -> float | None:
     """Return the seconds that the remedy took, without the wait for a worker that was missing at the decision.
 
-    Launchers restart crashed ranks before the operator decides anything.
+    None: clocks that differ do not show it. Launchers restart crashed ranks before the operator decides anything.
     """
     assert incident.recovered is not None
+    decided = incident.decided if begun_at is None else max(incident.decided, begun_at)
     if incident.cause is IncidentCause.CRASH:
         return incident.recovered - incident.first_sign
-    return max(0.0, incident.recovered - max(incident.decided, begun_at))
+    return incident.recovered - decided if incident.recovered > decided else None

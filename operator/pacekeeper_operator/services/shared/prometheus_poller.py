@@ -39,7 +39,7 @@ class PrometheusPoller:
 
     def get_metrics(self, job: TrainingJob, now: float) -> JobMetrics:
         """Return the job's metrics of the last sample."""
-        if now - self.sample.queried_at > MAX_SAMPLE_AGE_SECONDS:
+        if not self._is_sample_recent(now):
             return JobMetrics(prometheus_error=PROMETHEUS_NOT_QUERIED)
         return self.sample.get_metrics(job.namespace, job.name)
 
@@ -63,12 +63,16 @@ class PrometheusPoller:
     async def _query(self, jobs: Sequence[JobName]) -> None:
         now = self.runtime.now()
         sample = await self.client.sample(now, jobs)
-        if sample.timed_out and not self.sample.error and now - self.sample.queried_at <= MAX_SAMPLE_AGE_SECONDS:
+        if sample.timed_out and not self.sample.error and self._is_sample_recent(now):
             return  # the last sample is still valid
         if not sample.error:  # a failed query says nothing about GPUs
             self._on_gpu_errors(sample.gpu_values)
         self.sample = sample
         metrics.PROMETHEUS_UP.set(not sample.error)
+
+    def _is_sample_recent(self, now: float) -> bool:
+        queried_at = self.sample.queried_at
+        return queried_at is not None and now - queried_at <= MAX_SAMPLE_AGE_SECONDS
 
     def _on_gpu_errors(self, gpu_values: tuple[GpuValue, ...]) -> None:
         """Wake the jobs on nodes whose GPUs report new errors."""

@@ -56,7 +56,7 @@ def ring(ranks: int, factor: Factor, seed: int = 0) -> list[DelayCell]:
     ]
 
 
-def places(hot: Iterable[HotSpot]) -> list[tuple[SpotKind, int, int]]:
+def places(hot: Iterable[HotSpot]) -> list[tuple[SpotKind, int | None, int | None]]:
     return [(spot.kind, spot.source, spot.destination) for spot in hot]
 
 
@@ -90,8 +90,8 @@ class TestJudge:
         slow_sender = diagnose_links(matrix(ranks, lambda s, _: 3 if s == 1 else 1, seed)).hot_spots
         slow_receiver = diagnose_links(matrix(ranks, lambda _, d: 3 if d == 2 else 1, seed)).hot_spots
         assert places(slow_link) == [(SpotKind.LINK, 1, 2)]
-        assert places(slow_sender) == [(SpotKind.SENDER, 1, -1)]
-        assert places(slow_receiver) == [(SpotKind.RECEIVER, -1, 2)]
+        assert places(slow_sender) == [(SpotKind.SENDER, 1, None)]
+        assert places(slow_receiver) == [(SpotKind.RECEIVER, None, 2)]
         for (spot,) in (slow_link, slow_sender, slow_receiver):
             assert spot.ratio == pytest.approx(3, rel=0.4)
             assert spot.usual_bytes_per_second == pytest.approx(100 * MB, rel=0.2)
@@ -120,7 +120,7 @@ class TestJudge:
 
     def test_a_link_and_another_ranks_side_at_once(self) -> None:
         cells = matrix(8, lambda s, d: 4 if s == 5 else 3 if (s, d) == (1, 2) else 1)
-        assert set(places(diagnose_links(cells).hot_spots)) == {(SpotKind.SENDER, 5, -1), (SpotKind.LINK, 1, 2)}
+        assert set(places(diagnose_links(cells).hot_spots)) == {(SpotKind.SENDER, 5, None), (SpotKind.LINK, 1, 2)}
 
     def test_coarse_times_of_others_hide_no_slow_link(self) -> None:
         """Counted in ticks of 4 ms, all that rank 1 sends seems to take 1.6 × as long: but one of its cells is busy."""
@@ -137,7 +137,7 @@ class TestJudge:
 
     def test_ranks_of_two_cells_each_are_judged_by_whether_both_are_hot(self) -> None:
         three = diagnose_links(matrix(3, lambda s, _: 9 if s == 1 else 1)).hot_spots
-        assert places(three) == [(SpotKind.SENDER, 1, -1)]
+        assert places(three) == [(SpotKind.SENDER, 1, None)]
         assert places(diagnose_links(matrix(3, lambda s, d: 9 if (s, d) == (1, 2) else 1)).hot_spots) == [
             (SpotKind.LINK, 1, 2)
         ]
@@ -157,7 +157,7 @@ class TestJudge:
 
         assert places(diagnose_links(matrix(6, factor)).hot_spots) == [(SpotKind.LINK, 1, 2)]
         sides = matrix(6, lambda s, d: 9 if s == 1 else 4 if d == 1 else 1)
-        assert places(diagnose_links(sides).hot_spots) == [(SpotKind.SENDER, 1, -1)]
+        assert places(diagnose_links(sides).hot_spots) == [(SpotKind.SENDER, 1, None)]
         in_turn = ring(8, lambda s, _: {3: 9.0, 2: 5.0, 4: 5.0}.get(s, 1.0))
         assert places(diagnose_links(in_turn).hot_spots) == [(SpotKind.PAIR, 3, 4)]
 
@@ -243,12 +243,12 @@ class TestJudge:
         ("cells", "place", "seconds"),
         [
             (ring(1024, lambda s, _: 5 if s == 700 else 1), (SpotKind.PAIR, 700, 701), 0.2),
-            (matrix(128, lambda s, _: 5 if s == 70 else 1), (SpotKind.SENDER, 70, -1), 2.0),
+            (matrix(128, lambda s, _: 5 if s == 70 else 1), (SpotKind.SENDER, 70, None), 2.0),
         ],
         ids=["ring of 1,024", "all pairs of 128"],
     )
     def test_many_workers_take_little_time(
-        self, cells: list[DelayCell], place: tuple[SpotKind, int, int], seconds: float
+        self, cells: list[DelayCell], place: tuple[SpotKind, int | None, int | None], seconds: float
     ) -> None:
         began = time.process_time()
         assert places(diagnose_links(cells).hot_spots) == [place]

@@ -1036,10 +1036,12 @@ def test_a_mode_is_held_after_each_change_and_longer_after_each_flap() -> None:
     assert held.allows(1060.0)
     held = held.with_change(1060.0)
     assert held.hold_seconds == 120.0
+    now = 1060.0
     for _ in range(5):
-        held = held.with_change(held.changed_at + held.hold_seconds)
+        now += held.hold_seconds
+        held = held.with_change(now)
     assert held.hold_seconds == 300.0
-    calm = held.with_change(held.changed_at + 4 * held.hold_seconds)
+    calm = held.with_change(now + 4 * held.hold_seconds)
     assert calm.hold_seconds == 60.0
 
 

@@ -86,6 +86,7 @@ def test_two_rounds_that_end_seconds_apart_by_the_same_error_do_not_fail_it() ->
     draft = job.ends_twice()
     assert not draft.state.lifecycle.failed_reason
     assert draft.state.budget.backoffs == 1
+    assert draft.state.budget.next_round_at is not None
     assert 3 < draft.state.budget.next_round_at - job.world.now < 7
 
 
@@ -146,7 +147,7 @@ def test_it_is_over_with_the_first_step_of_all_ranks() -> None:
     job.waits()
     job.runs(first_step_at=job.world.now)
     draft = job.think(seconds=1.0)
-    assert (draft.state.budget.backoffs, draft.state.budget.next_round_at) == (0, 0.0)
+    assert (draft.state.budget.backoffs, draft.state.budget.next_round_at) == (0, None)
     assert draft.plan.restarts > 0
     assert not draft.state.incidents.open
 
@@ -188,7 +189,7 @@ def test_another_error_in_each_round_is_no_reason_to_hurry() -> None:
 def test_a_job_that_has_never_trained_fails() -> None:
     job = Job()
     world = change_members(job.world, first_step_at=0.0)
-    job.world = world.with_desired(world.desired.with_lifecycle(training_since=0.0))
+    job.world = world.with_desired(world.desired.with_lifecycle(training_since=None))
     assert job.ends_twice().state.lifecycle.failed_reason == "ScriptFailed"
 
 

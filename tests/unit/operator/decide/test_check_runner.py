@@ -121,9 +121,11 @@ def test_a_pass_ends_whatever_the_checks_say() -> None:
 
 
 class TestBarren:
-    @pytest.mark.parametrize(("barren", "acts", "remembered"), [(True, True, 1), (False, True, 0), (True, False, 0)])
+    @pytest.mark.parametrize(
+        ("barren", "acts", "remembered"), [(True, True, 1), (False, True, None), (True, False, None)]
+    )
     def test_a_round_that_led_nowhere_is_remembered_where_it_was_dealt_with(
-        self, barren: bool, acts: bool, remembered: int
+        self, barren: bool, acts: bool, remembered: int | None
     ) -> None:
         found = decision(CountRestart(), no_progress=barren, error="e", worker="j-w1-0")
         budget = treated(build_training(), found, build_policy() if acts else RECOMMEND).state.budget

@@ -86,9 +86,9 @@ class TestBeginning:
         gone = gone.with_desired(gone.desired)
         waiting = evaluate_job(gone, build_policy())
         assert not list_missing_workers(waiting.observation)
-        back = evaluate_job(
-            replace(again(waiting, gone), now=waiting.desired.state.placement.retry_at + 1), build_policy()
-        )
+        retry_at = waiting.desired.state.placement.retry_at
+        assert retry_at is not None
+        back = evaluate_job(replace(again(waiting, gone), now=retry_at + 1), build_policy())
         assert [worker.name for worker in list_missing_workers(back.observation)] == ["j-w0-1", "j-w1-1"]
 
     def test_a_job_waits_for_an_older_one_after_its_first_failure(self) -> None:
@@ -415,7 +415,9 @@ class TestWorkerLost:
             assert all(incident.live for incident in thought.desired.state.incidents.open), "nothing is recovering"
             assert not list_missing_workers(thought.observation)
             assert thought.desired.state.placement.failed_starts == tries
-            waits = thought.desired.state.placement.retry_at - world.now
+            retry_at = thought.desired.state.placement.retry_at
+            assert retry_at is not None
+            waits = retry_at - world.now
             assert 0.75 * 5 * 2 ** (tries - 1) <= waits <= 1.25 * 5 * 2 ** (tries - 1)
             world = replace(again(thought, change_worker(world, name, gone=True)), now=world.now + waits + 1)
             thought = evaluate_job(world, build_policy())

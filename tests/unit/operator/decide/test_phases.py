@@ -65,7 +65,7 @@ def recovering() -> Observation:
 
 def starting() -> Observation:
     world = change_members(build_training(), first_step_at=0.0)
-    return world.with_desired(world.desired.with_lifecycle(training_since=0.0))
+    return world.with_desired(world.desired.with_lifecycle(training_since=None))
 
 
 WORLDS = {

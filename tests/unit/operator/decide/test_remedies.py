@@ -57,7 +57,7 @@ class TestAdapt:
     def test_what_does_not_leaves_it_for_a_dearer_remedy(self) -> None:
         adaptation = adapted(mended=False).state.adaptation
         assert adaptation.investigation == StragglerInvestigation(NOW - 9)
-        assert adaptation.suppressed_relative_time == 0.0
+        assert adaptation.suppressed_relative_time is None
 
     def test_a_mode_is_remembered_with_what_it_is_for(self) -> None:
         draft = adapted(SyncMode.EDIT)

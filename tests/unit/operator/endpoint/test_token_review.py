@@ -203,10 +203,10 @@ class TestHeard:
     async def test_since_when_a_worker_is_as_it_is(self, served: Served) -> None:
         await self.say(served, state=LauncherState.WARM, step=5)
         contact = served.job.contacts["j-w0-0"]
-        assert (contact.state_since, contact.stepped_at, contact.last_seen_at) == (NOW, 0.0, NOW)
+        assert (contact.state_since, contact.stepped_at, contact.last_seen_at) == (NOW, None, NOW)
         served.runtime.passed = 10
         await self.say(served, state=LauncherState.WARM, step=5)
-        assert (contact.state_since, contact.stepped_at, contact.last_seen_at) == (NOW, 0.0, NOW + 10)
+        assert (contact.state_since, contact.stepped_at, contact.last_seen_at) == (NOW, None, NOW + 10)
         served.runtime.passed = 20
         await self.say(served, state=LauncherState.RUNNING, step=6)
         assert (contact.state_since, contact.stepped_at) == (NOW + 20, NOW + 20)

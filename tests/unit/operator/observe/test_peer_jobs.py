@@ -147,7 +147,7 @@ class Lives:
             for past in incidents.past:
                 durations.setdefault(past.cause, []).append(past.seconds)
             if goes_first(other, mine, draft):
-                older.append((other.job.created_at, other.job.uid, other.job.name))
+                older.append((other.job.created_at or 0.0, other.job.uid, other.job.name))
         return ClusterView(
             suspects=frozenset(suspects),
             older_waiting_job=min(older)[2] if older else "",

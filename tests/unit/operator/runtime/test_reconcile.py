@@ -287,6 +287,7 @@ async def test_a_namespace_that_may_not_be_read_is_passed_over(cluster: FakeClus
 def test_an_earlier_job_does_not_take_a_later_ones_place() -> None:
     """Its loop may still end while the job of its name is there again."""
     memory, earlier = JobRegistry(0.0), build_training().job
+    assert earlier.created_at is not None
     later = replace(earlier, uid="later", created_at=earlier.created_at + 60)
     known = memory.get_or_create(later)
     assert memory.get_or_create(earlier) is not known

@@ -117,7 +117,7 @@ class TestRounds:
             adaptation.shares_refusal,
             adaptation.suppressed_relative_time,
             adaptation.suppressed_peer_slowdown,
-        ) == ("", 0.0, 0.0)
+        ) == ("", None, None)
         assert adaptation.loss is None
 
     @pytest.mark.parametrize("silent", [True, False])

@@ -60,14 +60,14 @@ class TestRestartCost:
     @pytest.mark.parametrize(
         ("restart", "exchange", "longer", "restarts"),
         [
-            (3.0, 0.0, DEFAULT_SPARE_SECONDS, 3.0),
+            (3.0, None, DEFAULT_SPARE_SECONDS, 3.0),
             (3.0, 4.5, 1.5, 3.0),
             (5.0, 4.5, 0.0, 5.0),
-            (0.0, 4.5, 0.0, 4.5),
+            (None, 4.5, 0.0, 4.5),
         ],
     )
     def test_what_a_round_with_a_spare_takes_is_measured_too(
-        self, restart: float, exchange: float, longer: float, restarts: float
+        self, restart: float | None, exchange: float | None, longer: float, restarts: float
     ) -> None:
         draft = build_training().desired.with_budget(restart_seconds=restart, spare_restart_seconds=exchange)
         world = build_training().with_desired(draft)

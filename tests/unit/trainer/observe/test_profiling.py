@@ -252,5 +252,7 @@ def test_the_machine_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA_LAUNCH_BLOCKING=1" in found.variables
     assert not any("SECRET" in variable for variable in found.variables)
     assert found.threads == torch.get_num_threads()
+    assert found.processors is not None
     assert found.processors > 0
+    assert found.ran is not None
     assert found.ran > 0.05

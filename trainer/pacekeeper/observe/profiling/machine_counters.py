@@ -42,8 +42,8 @@ def build_setup(before: MachineCounters, after: MachineCounters) -> ProcessSetup
     limit = min(cgroup.read_cpu_limit(), float(len(os.sched_getaffinity(0))))
     return ProcessSetup(
         threads=torch.get_num_threads(),
-        processors=round(limit, 2) if math.isfinite(limit) else 0.0,
-        ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 0),
+        processors=round(limit, 2) if math.isfinite(limit) else None,
+        ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or None,
         throttled=_compute_share(after.throttled - before.throttled, periods) if periods > 0 else 0.0,
         ran=_compute_run_share(before.ran_ns, after.ran_ns, seconds),
         delayed=_compute_run_share(before.delayed_ns, after.delayed_ns, seconds),
@@ -56,9 +56,9 @@ def build_setup(before: MachineCounters, after: MachineCounters) -> ProcessSetup
     )
 
 
-def _compute_run_share(before_ns: int | None, after_ns: int | None, total_ns: int) -> float:
-    """Return the share of `total_ns` between two readings; -1: it is unknown, as in `ProcessSetup`."""
-    return -1.0 if before_ns is None or after_ns is None else _compute_share(after_ns - before_ns, total_ns)
+def _compute_run_share(before_ns: int | None, after_ns: int | None, total_ns: int) -> float | None:
+    """Return the share of `total_ns` between two readings; None: it is unknown."""
+    return None if before_ns is None or after_ns is None else _compute_share(after_ns - before_ns, total_ns)
 
 
 def _compute_share(count: int, total: int) -> float:

@@ -31,7 +31,7 @@ def crashed(world: Observation, round_: int = 2, **changes: Any) -> Decision:
     return decision
 
 
-def after_a_barren_round(round_: int = 1, spares: int = 1) -> Observation:
+def after_a_barren_round(round_: int | None = 1, spares: int = 1) -> Observation:
     world = build_untrained(spares=spares)
     budget = {
         "no_progress_round": round_,
@@ -86,9 +86,9 @@ class TestRepetition:
     def test_a_step_in_between_begins_anew(self) -> None:
         assert crashed(after_a_barren_round(), **{**BARREN, "completed_step": True}).actions == (CountRestart(),)
 
-    @pytest.mark.parametrize("round_", [0, 2, 3])
-    def test_only_an_earlier_round_can_be_repeated(self, round_: int) -> None:
-        """0: none has led nowhere. 2: its own round is told of twice."""
+    @pytest.mark.parametrize("round_", [None, 2, 3])
+    def test_only_an_earlier_round_can_be_repeated(self, round_: int | None) -> None:
+        """None: none has led nowhere. 2: its own round is told of twice."""
         for spares in (0, 1):
             assert crashed(after_a_barren_round(round_, spares), **BARREN).actions == (CountRestart(),)
 

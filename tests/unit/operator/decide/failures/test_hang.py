@@ -137,7 +137,7 @@ class TestNode:
     def test_a_job_that_fails_blames_none(self) -> None:
         world = self.suspect()
         world = world.with_desired(
-            world.desired.with_budget(restarts=tuple(NOW - n for n in range(1, 11))).with_lifecycle(training_since=0.0)
+            world.desired.with_budget(restarts=tuple(NOW - n for n in range(1, 11))).with_lifecycle(training_since=None)
         )
         decision = hung(world)
         (end,) = decision.actions

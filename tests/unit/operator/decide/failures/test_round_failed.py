@@ -46,7 +46,7 @@ def test_a_lost_worker_is_looked_for_before_that_is_judged(ago: float, judged: b
 @pytest.mark.parametrize(("used", "fails"), [(1, False), (2, True), (3, True)])
 def test_without_a_restart_left_the_job_fails(used: int, fails: bool) -> None:
     world = given_up(4.0)
-    world = world.with_desired(world.desired.with_lifecycle(training_since=0.0))
+    world = world.with_desired(world.desired.with_lifecycle(training_since=None))
     spent = world.desired.with_budget(restarts=tuple(observations.NOW - n for n in range(1, used + 1)))
     decision = round_failed.check_failed_rounds(world.with_desired(spent), observations.build_policy(max_restarts=2))
     assert decision is not None

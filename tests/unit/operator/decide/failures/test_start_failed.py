@@ -133,6 +133,7 @@ class TestEnded:
         )
         assert isinstance(found(world).actions[0], ReplaceWorker)
         after = evaluate_job(world, build_policy()).desired.state.placement
+        assert after.retry_at is not None
         assert after.retry_at - NOW > 100
         assert len(after.workers) == len(world.state.placement.workers), "nobody is made until then"
 
@@ -208,6 +209,7 @@ class TestRefused:
             (action,) = decision.actions
             assert isinstance(action, ReplaceWorker)
             after = ACTION_HANDLERS[ReplaceWorker]([action], decision, world).desired.state.placement
+            assert after.refused_until is not None
             waits.append(after.refused_until - NOW)
             world = world.with_desired(
                 world.desired.with_placement(refused_pods=after.refused_pods, refused_until=after.refused_until)

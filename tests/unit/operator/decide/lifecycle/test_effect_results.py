@@ -100,7 +100,7 @@ class TestRulings:
 class TestTemplate:
     def told(self, verdict: TemplateVerdict) -> Observation:
         world = build_fresh()
-        world = world.with_desired(world.desired.with_placement(template_accepted=-1))
+        world = world.with_desired(world.desired.with_placement(template_accepted=None))
         return world.with_desired(effect_results.apply_effect_results(replace(world, template=verdict), build_policy()))
 
     def test_accepted(self) -> None:
@@ -114,13 +114,13 @@ class TestTemplate:
     def test_rejected_until_it_is_accepted_after_all(self) -> None:
         world = self.told(TemplateVerdict(1, "no such priority class"))
         placement = world.state.placement
-        assert (placement.template_accepted, placement.template_rejected) == (-1, 1)
+        assert (placement.template_accepted, placement.template_rejected) == (None, 1)
         assert placement.rejection == "no such priority class"
         placement = effect_results.apply_effect_results(
             replace(world, template=TemplateVerdict(1)), build_policy()
         ).state.placement
-        assert (placement.template_accepted, placement.template_rejected, placement.rejection) == (1, -1, "")
+        assert (placement.template_accepted, placement.template_rejected, placement.rejection) == (1, None, "")
 
     def test_a_word_on_another_generation_is_none_on_this_one(self) -> None:
-        assert self.told(TemplateVerdict(2)).state.placement.template_accepted == -1
-        assert self.told(TemplateVerdict(0, "refused")).state.placement.template_rejected == -1
+        assert self.told(TemplateVerdict(2)).state.placement.template_accepted is None
+        assert self.told(TemplateVerdict(0, "refused")).state.placement.template_rejected is None

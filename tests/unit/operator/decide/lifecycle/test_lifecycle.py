@@ -34,13 +34,13 @@ class TestTakenUp:
         assert step(build_training()).state.lifecycle.start_time == NOW - 400, "and never again"
 
     def test_but_not_while_it_is_suspended(self) -> None:
-        assert step(build_fresh(job=build_job(suspend=True))).state.lifecycle.start_time == 0.0
+        assert step(build_fresh(job=build_job(suspend=True))).state.lifecycle.start_time is None
 
     def test_it_trains_since_the_first_step_of_its_first_round(self) -> None:
         world = build_training()
-        first = world.with_desired(world.desired.with_lifecycle(training_since=0.0))
+        first = world.with_desired(world.desired.with_lifecycle(training_since=None))
         assert step(first).state.lifecycle.training_since == NOW - 300
-        assert step(change_members(first, first_step_at=0.0)).state.lifecycle.training_since == 0.0
+        assert step(change_members(first, first_step_at=0.0)).state.lifecycle.training_since is None
         later = change_members(world, round=2, first_step_at=NOW - 5)
         assert step(later).state.lifecycle.training_since == NOW - 300, "whatever rounds come later"
 
@@ -49,7 +49,7 @@ class TestTakenUp:
 
 
 class TestBarrenRound:
-    def after(self, barren: int, *, trains: bool = True) -> int:
+    def after(self, barren: int, *, trains: bool = True) -> int | None:
         """The round that is remembered as barren, when the second round is under way."""
         world = build_training()
         world = world.with_desired(
@@ -64,7 +64,7 @@ class TestBarrenRound:
         return budget.no_progress_round
 
     def test_a_later_round_that_trains_redeems_it(self) -> None:
-        assert self.after(1) == 0
+        assert self.after(1) is None
 
     def test_nothing_else_does(self) -> None:
         assert self.after(1, trains=False) == 1
@@ -153,7 +153,7 @@ class TestCannotStart:
 
     def test_only_of_a_job_that_is_being_placed(self) -> None:
         world = self.stuck(1000)
-        idle = world.with_desired(world.desired.with_placement(placing_since=0.0))
+        idle = world.with_desired(world.desired.with_placement(placing_since=None))
         assert not step(idle).state.lifecycle.failed_reason
         trains = world.with_desired(world.desired.with_plan(members=build_training(2, 0).plan.members))
         assert not step(trains).state.lifecycle.failed_reason

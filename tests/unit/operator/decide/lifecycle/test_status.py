@@ -151,7 +151,7 @@ def test_goodput_falls_by_what_incidents_have_cost() -> None:
 
 def test_before_the_first_step_it_is_starting() -> None:
     world = change_members(build_training(), first_step_at=0.0)
-    world = world.with_desired(world.desired.with_lifecycle(training_since=0.0))
+    world = world.with_desired(world.desired.with_lifecycle(training_since=None))
     assert build_job_status(world, build_policy(), JobStatus()).phase is JobPhase.STARTING
 
 

@@ -55,7 +55,9 @@ def test_what_it_was_before_is_kept_to_be_compared() -> None:
     before = world()
     look = before.state.adaptation.link_check
     assert look is not None
-    before = before.with_desired(before.desired.with_adaptation(link_check=replace(look, bytes_per_second=12e6)))
+    assert look.hottest is not None
+    fast = replace(look, hottest=replace(look.hottest, bytes_per_second=12e6))
+    before = before.with_desired(before.desired.with_adaptation(link_check=fast))
     before = replace(before, probes=answered(LINK).probes)
     trial = evaluate_job(before, build_policy()).desired.state.adaptation.route_trial
     assert trial is not None

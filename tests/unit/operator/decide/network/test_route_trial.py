@@ -62,7 +62,7 @@ BEFORE = 0.2
 def tried(
     step_seconds: float = 0.1,
     *,
-    pace: float = 0.0,
+    pace: float | None = None,
     first_step_at: float = NOW - 5,
     ways: Mapping[RankPair, int] = NEW,
     incident: Incident = INCIDENT,
@@ -164,7 +164,7 @@ def trial_of(found: Observation) -> RouteTrial:
 class TestPace:
     """Where the pace of the connections was known before, it decides."""
 
-    def measured(self, before: float, times: float = 1.0, step_seconds: float = 0.2) -> Incident:
+    def measured(self, before: float | None, times: float = 1.0, step_seconds: float = 0.2) -> Incident:
         """Now each connection moves 50 MB in 0.4 s, or so many times that."""
         found, _ = goes_on(tried(step_seconds, pace=before))
         told = answer_request(found, build_connection_answers(times=times))

@@ -28,6 +28,7 @@ from pacekeeper_operator.decide.stragglers import revert_to_sync, straggler, ver
 from pacekeeper_operator.state import rounds, state_codec
 from pacekeeper_operator.state.desired_state import (
     DesiredState,
+    HottestPlace,
     Incident,
     LinkCheck,
     LinkVerdict,
@@ -39,7 +40,8 @@ from testing.operators.observations import NOW, build_policy, build_training, ch
 
 MB = 1_000_000
 PARTS = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-LOOK = LinkCheck(NOW, "ask", SpotKind.PAIR, 0, 1, ("from rank 0 to rank 1: 10 MB/s",), conclusive=True)
+HOTTEST = HottestPlace(SpotKind.PAIR, 0, 1, 1e7)
+LOOK = LinkCheck(NOW, "ask", HOTTEST, ("from rank 0 to rank 1: 10 MB/s",), conclusive=True)
 INCIDENT = Incident(
     "i",
     IncidentCause.SLOW_COMMUNICATION,
@@ -149,7 +151,7 @@ class TestQuestions:
             return revert_to_sync._request_evidence(found, mode).plan.evidence_parts
 
         assert parts(opened(link_check=None)) == PARTS
-        assert parts(opened(link_check=replace(LOOK, hot_places=()))) == PARTS
+        assert parts(opened(link_check=replace(LOOK, hot_places=(), hottest=None))) == PARTS
         assert parts(opened()) == PARTS[:1]
         assert (
             parts(opened(replace(INCIDENT, decided=NOW - LINK_EVIDENCE_REQUEST_SECONDS - 1), link_check=None))
@@ -162,7 +164,9 @@ class TestQuestions:
 class TestSee:
     def test_a_hot_pair_is_kept_with_words(self) -> None:
         look = seen(slow_communication.record_link_evidence(asked(ring(slow=2)), build_policy()))
-        assert (look.kind, look.source, look.destination, look.conclusive) == (SpotKind.PAIR, 2, 3, True)
+        assert look.hottest is not None
+        assert (look.hottest.kind, look.hottest.source, look.hottest.destination) == (SpotKind.PAIR, 2, 3)
+        assert look.conclusive
         assert look.hot_places[0].startswith("from rank 2 to rank 3: 12 MB/s while busy, the others 125 MB/s")
 
     def test_nothing_hot_and_nothing_known_are_two_things(self) -> None:
@@ -225,7 +229,7 @@ class TestFinding:
     )
     def test_who_is_named(self, kind: SpotKind, culprit: str) -> None:
         found = slow_communication.build_communication_finding(
-            world(link_check=replace(LOOK, kind=kind)), diagnosis(Bottleneck.COMMUNICATION)
+            world(link_check=replace(LOOK, hottest=replace(HOTTEST, kind=kind))), diagnosis(Bottleneck.COMMUNICATION)
         )
         assert found is not None
         assert found.culprit == culprit
@@ -234,7 +238,7 @@ class TestFinding:
         "look",
         [
             None,
-            replace(LOOK, conclusive=False, hot_places=(), kind=None),
+            replace(LOOK, conclusive=False, hot_places=(), hottest=None),
             replace(LOOK, at=NOW - FRESH_LINK_EVIDENCE_SECONDS - 1),
         ],
     )
@@ -248,7 +252,7 @@ class TestFinding:
 
     def test_connections_that_are_alike_are_a_witness_too(self) -> None:
         found = slow_communication.build_communication_finding(
-            world(link_check=replace(LOOK, hot_places=(), kind=None)), diagnosis(Bottleneck.COMMUNICATION)
+            world(link_check=replace(LOOK, hot_places=(), hottest=None)), diagnosis(Bottleneck.COMMUNICATION)
         )
         assert found is not None
         assert (found.culprit, SignalKind.TRANSPORT in found.signal_kinds) == ("", True)
@@ -281,7 +285,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         "why_not",
         [
-            opened(link_check=replace(LOOK, hot_places=())),
+            opened(link_check=replace(LOOK, hot_places=(), hottest=None)),
             opened(link_check=replace(LOOK, incident="i")),
             opened(link_check=replace(LOOK, at=NOW - FRESH_LINK_EVIDENCE_SECONDS - 1)),
             opened(replace(INCIDENT, cause=IncidentCause.VOLATILE)),
@@ -294,7 +298,7 @@ class TestProbe:
             ),
             change_worker(opened(), "j-w1-0", heartbeat={"probe_port": 0}),
             change_worker(opened(), "j-w0-0", silent_seconds=60.0),
-            opened(link_check=replace(LOOK, destination=0)),
+            opened(link_check=replace(LOOK, hottest=replace(HOTTEST, destination=0))),
         ],
     )
     def test_what_keeps_it_from_beginning(self, why_not: Observation) -> None:
@@ -358,7 +362,9 @@ class TestProbe:
     def test_where_the_way_back_is_slow_that_is_asked_next(self) -> None:
         after = answered({(1, 0)})
         turned = after.with_desired(slow_communication.advance_link_probe(after, build_policy()))
-        assert (seen(turned.desired).source, seen(turned.desired).destination) == (1, 0)
+        hottest = seen(turned.desired).hottest
+        assert hottest is not None
+        assert (hottest.source, hottest.destination) == (1, 0)
         again = slow_communication.advance_link_probe(turned, build_policy()).plan.probe
         assert again is not None
         assert (again.sources[0], again.targets[0][0].worker) == ("j-w1-0", "j-w0-0")

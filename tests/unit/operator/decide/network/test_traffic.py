@@ -169,7 +169,7 @@ class TestDue:
         assert planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(wait_share=0.0)).due == {}
 
     def test_nor_who_does_not_train_yet_it_begins_a_round_anyway(self) -> None:
-        found = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(round_seconds=0.0))
+        found = planned(fabric(spines=3, dead=[("a", "s1")]), *self.jobs(round_seconds=None))
         assert (found.due, set(found.routes["team", "one"].values())) == ({}, {2})
 
     def test_who_may_not_be_moved_holds_up_nobody_else(self) -> None:
@@ -356,7 +356,7 @@ class TestOneTenantsWord:
         found = planned(self.fabric(("a", "s1")), other)
         assert (found.routes["z", "y"], found.due, found.max_load) == (other.routes, {}, 1)
         new = planned(
-            self.fabric(("a", "s2"), ("a", "s3")), self.job(("z", "new"), "a1", "b1", way=7, round_seconds=0.0)
+            self.fabric(("a", "s2"), ("a", "s3")), self.job(("z", "new"), "a1", "b1", way=7, round_seconds=None)
         )
         assert set(new.routes["z", "new"].values()) == {0}
 

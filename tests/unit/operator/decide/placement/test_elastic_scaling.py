@@ -144,7 +144,7 @@ class TestGoingOn:
 
     def test_before_anything_is_measured_a_start_is_taken_for_longer_than_a_restart(self) -> None:
         seen = without(world(), "j-w1-0")
-        unknown = seen.with_desired(seen.desired.with_placement(start_seconds=0.0).with_budget(restart_seconds=0.0))
+        unknown = seen.with_desired(seen.desired.with_placement(start_seconds=None).with_budget(restart_seconds=None))
         assert len(step(unknown).plan.members) == 3
 
 

@@ -117,7 +117,7 @@ class TestSeats:
         world = build_training()
         world = world.with_desired(world.desired.with_placement(**waited))
         placement = step(world).state.placement
-        assert (placement.vacant_since, placement.checkpoint_requested_at) == (0.0, 0.0)
+        assert (placement.vacant_since, placement.checkpoint_requested_at) == (None, None)
 
     @pytest.mark.parametrize(
         ("waited", "answered", "begins"),

@@ -74,7 +74,7 @@ class TestBeforeTheStart:
         done = stepped(checked(world))
         assert founded(done)
         assert not looks(done)
-        assert done.state.preflight.started_at == 0.0
+        assert done.state.preflight.started_at is None
         assert condition(done)[:2] == ("True", "NodesPassed")
 
     def test_nobody_is_looked_at_before_all_have_a_node(self) -> None:

@@ -66,15 +66,15 @@ def reserved(replicas: int = 2, spares: int = 1) -> Observation:
 class TestMissing:
     def test_nothing_is_promised_or_made_before_the_template_is_accepted(self) -> None:
         world = build_fresh()
-        refused = world.with_desired(world.desired.with_placement(template_accepted=-1))
+        refused = world.with_desired(world.desired.with_placement(template_accepted=None))
         assert stepped(refused).state.placement == refused.state.placement
         promised = reserved()
         assert names(list_missing_workers(promised)) == ["j-w0-0", "j-w1-0", "j-w2-0"]
-        assert not list_missing_workers(promised.with_desired(promised.desired.with_placement(template_accepted=-1)))
+        assert not list_missing_workers(promised.with_desired(promised.desired.with_placement(template_accepted=None)))
 
     def test_a_job_that_trains_goes_on_with_the_template_it_began_with(self) -> None:
         world = change_worker(build_training(), "j-w4-0", gone=True)
-        edited = world.with_desired(world.desired.with_placement(template_accepted=-1))
+        edited = world.with_desired(world.desired.with_placement(template_accepted=None))
         assert names(list_missing_workers(stepped(edited))) == ["j-w4-1"]
 
     @pytest.mark.parametrize("end", ["suspend", "stop", "failed", "complete"])
@@ -120,7 +120,7 @@ class TestLearned:
             world = change_worker(world, view.name, pod={"started": True})
         spare = change_worker(world, "j-w4-0", heartbeat={"state": LauncherState.STARTING})
         known = {worker.name: worker.starting_since for worker in stepped(spare).state.placement.workers}
-        assert known == {"j-w0-0": 0.0, "j-w1-0": 0.0, "j-w2-0": 0.0, "j-w3-0": 0.0, "j-w4-0": NOW}
+        assert known == {"j-w0-0": None, "j-w1-0": None, "j-w2-0": None, "j-w3-0": None, "j-w4-0": NOW}
 
     def test_a_given_up_worker_whose_pod_is_gone_is_struck_off_once_it_holds_no_ranks(self) -> None:
         world = marked(build_training(), "j-w1-0", leaving="x", dead=True)
@@ -181,13 +181,13 @@ class TestPlacing:
     def test_too_few_are_placed_in_time(self, unplaced: int) -> None:
         world = self.timed(60, unplaced)
         assert going(world) == ["j-w0-0", "j-w1-0", "j-w2-0"]
-        assert world.state.placement.placing_since == 0.0
+        assert world.state.placement.placing_since is None
         assert not list_missing_workers(stepped(world)), "not before its turn"
 
     def test_a_job_that_trains_is_placed(self) -> None:
         world = change_worker(build_training(), "j-w1-0", pod={"node": ""})
         later = stepped(replace(stepped(world), now=NOW + 10_000))
-        assert later.state.placement.placing_since == 0.0
+        assert later.state.placement.placing_since is None
         assert not going(later)
 
     def test_time_does_not_run_while_somebody_else_holds_its_pods_back(self) -> None:
@@ -313,7 +313,7 @@ class TestCleaningUp:
         assert going(replace(over(clean), now=NOW + WORKER_LEAVE_SECONDS / 4 + 1)) == later
 
     def test_pods_of_a_failed_job_end_by_themselves_and_stay_for_their_logs(self) -> None:
-        failed = over(CleanPodPolicy.RUNNING, completed_at=0.0, failed_reason="ScriptFailed")
+        failed = over(CleanPodPolicy.RUNNING, completed_at=None, failed_reason="ScriptFailed")
         assert going(failed) == []
         assert going(replace(failed, now=NOW + WORKER_LEAVE_SECONDS + 1)) == ["j-w1-0", "j-w2-0"], "those that do not"
         ended = {"exit_code": 1, "phase": "Failed"}
@@ -333,7 +333,7 @@ class TestCleaningUp:
         assert going(change_worker(over(CleanPodPolicy.ALL), "j-w0-0", gone=True)) == ["j-w2-0"]
 
     def test_where_nobody_wrote_when_ranks_were_told_nobody_is_late(self) -> None:
-        assert going(over(CleanPodPolicy.RUNNING, stopped_at=0.0)) == ["j-w2-0"]
+        assert going(over(CleanPodPolicy.RUNNING, stopped_at=None)) == ["j-w2-0"]
 
 
 def test_an_end_changes_nothing_about_workers() -> None:

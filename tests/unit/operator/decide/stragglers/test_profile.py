@@ -249,8 +249,10 @@ class TestAnswers:
 
     def test_some_once_the_time_is_over_or_the_round_is(self) -> None:
         world = stepped(steady(volatile()))
-        world = replace(world, profile_answers=3, last_profile_answer_at=world.state.profiling.until)
-        late = replace(world, now=world.state.profiling.until + 1)
+        until = world.state.profiling.until
+        assert until is not None
+        world = replace(world, profile_answers=3, last_profile_answer_at=until)
+        late = replace(world, now=until + 1)
         assert len(list(profile.list_profile_effects(late))) == 1
         assert stepped(late).plan.profile is not None
         assert len(list(profile.list_profile_effects(change_members(world, round=2)))) == 1
@@ -258,6 +260,7 @@ class TestAnswers:
     def test_who_does_not_answer_with_the_others_is_not_waited_for(self) -> None:
         world = stepped(steady(volatile()))
         world = replace(world, profile_answers=3, last_profile_answer_at=world.now + 8)
+        assert world.state.profiling.until is not None
         assert world.state.profiling.until > world.now + 20
         assert list(profile.list_profile_effects(replace(world, now=world.now + 10))) == []
         assert (
@@ -274,6 +277,7 @@ class TestAnswers:
     def test_none_ends_it(self) -> None:
         world = stepped(steady(volatile()))
         assert stepped(world).plan.profile is not None
+        assert world.state.profiling.until is not None
         assert stepped(replace(world, now=world.state.profiling.until + 1)).plan.profile is None
         assert stepped(change_members(world, round=2)).plan.profile is None
 
@@ -377,4 +381,5 @@ def test_no_window_is_waited_for_longer_than_an_hour_however_long_steps_are_said
     endless = replace(world, metrics=replace(world.metrics, step_seconds=1e9))
     begun = stepped(endless)
     assert begun.plan.profile is not None
+    assert begun.state.profiling.until is not None
     assert begun.state.profiling.until <= begun.now + 3600.0

@@ -27,6 +27,7 @@ from pacekeeper_operator.decide.stragglers.straggler import (
 from pacekeeper_operator.state.desired_state import (
     DesiredState,
     FruitlessInvestigation,
+    HottestPlace,
     Incident,
     LinkCheck,
     LocalSgdChoice,
@@ -194,7 +195,7 @@ class TestSuspect:
         part, however well it is; what it said while it recovered settles nothing."""
         found = answered(replace(SLOW, relative_time=pace), slow=1.0, plan={"shares": (10, 10, 1, 11)})
         of_before = suspicion(
-            600.0, requested_at=NOW - 20, requested_step=found.progress.step - 16, requested_relative_time=7.0
+            600.0, requested_at=NOW - 20, requested_step=(found.progress.step or 0) - 16, requested_relative_time=7.0
         )
         draft = suspected(found.with_desired(found.desired.with_adaptation(investigation=of_before)))
         assert (draft.plan.evidence_request != "ask") is asks
@@ -245,7 +246,7 @@ class TestSuspect:
             (WAITS, False),
             (replace(CALM, wait_share=None), False),
             (replace(CALM, step_seconds=0.19), False),
-            (replace(CALM, step_seconds=0.0), False),
+            (replace(CALM, step_seconds=None), False),
         ],
         ids=["well again", "it waits on", "unknown", "hardly faster", "not timed"],
     )
@@ -455,7 +456,7 @@ class TestDecision:
         assert decided(NOW - 10, nothing_hot) is None
         assert decided(NOW - 16, nothing_hot) is not None
         assert decided(NOW - 10, replace(nothing_hot, conclusive=False)) is not None, "nobody tells of connections"
-        hot = replace(nothing_hot, kind=SpotKind.LINK, source=0, destination=1, hot_places=("link 0 → 1",))
+        hot = replace(nothing_hot, hottest=HottestPlace(SpotKind.LINK, 0, 1, 1e7), hot_places=("link 0 → 1",))
         assert decided(NOW - 10, hot) is not None
 
     def test_transfers_of_ranks_that_all_work_for_longer_say_nothing_once_a_window_is_to_tell_why(self) -> None:
@@ -572,7 +573,7 @@ class TestWhyNotASpare:
     def test_in_half_a_window_no_mean_shows_that_it_has(self, since: int, is_slow: bool) -> None:
         """As it has just become slow, most of the steps that the figures are of are older than that."""
         found = answered(replace(CALM, relative_time=2.0), slow=6.0)
-        asked = suspicion(requested_step=found.progress.step - since)
+        asked = suspicion(requested_step=(found.progress.step or 0) - since)
         found = found.with_desired(found.desired.with_adaptation(investigation=asked))
         assert (self.refusal(found) == "no rank is so slow any more") is not is_slow
 

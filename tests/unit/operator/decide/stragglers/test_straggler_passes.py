@@ -224,7 +224,7 @@ def test_questions_get_rarer_but_never_rare() -> None:
     world = suspicious()
     asked = evaluate_job(world, build_policy())
     for seconds in (10_000.0, 10_130.0):
-        world = change_members(world, step=world.progress.step + 1000)
+        world = change_members(world, step=(world.progress.step or 0) + 1000)
         evidence = windows(asked.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
         later = evaluate_job(next_pass(asked, world, seconds, evidence=evidence), build_policy())
         assert later.desired.plan.evidence_request != asked.desired.plan.evidence_request
@@ -300,6 +300,7 @@ def test_a_straggler_whose_shares_fit_is_looked_into_once_and_then_only_if_it_ch
 def test_the_waits_that_such_shares_leave_are_no_question_either() -> None:
     """Many jobs wait for about a tenth of a step by nature."""
     thought, world = looked_into(2.5)
+    assert world.progress.step_seconds is not None
 
     def asks(**metrics: Any) -> bool:
         later = next_pass(thought, world, 30.0, metrics=replace(world.metrics, **metrics))
@@ -346,7 +347,7 @@ def test_shares_that_fit_no_more_are_made_anew() -> None:
 def test_a_straggler_that_is_gone_leaves_no_tolerance() -> None:
     world = suspicious()
     well = next_pass(judged(2.0), world, 60.0, metrics=replace(world.metrics, peer_slowdown=1.0, relative_time=1.0))
-    assert evaluate_job(well, build_policy()).desired.state.adaptation.suppressed_relative_time == 0
+    assert evaluate_job(well, build_policy()).desired.state.adaptation.suppressed_relative_time is None
 
 
 def test_what_was_only_recommended_is_looked_at_again_once_it_may_be_done() -> None:
@@ -525,7 +526,7 @@ def test_what_was_looked_into_in_vain_shows_at_last() -> None:
     calm = next_pass(asked, world, 1.0, evidence=answers(asked.desired.plan.evidence_request, 0.1))
     looked = evaluate_job(calm, build_policy())
     for seconds in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0):
-        world = change_members(world, step=world.progress.step + 30)
+        world = change_members(world, step=(world.progress.step or 0) + 30)
         again = next_pass(looked, world, seconds, evidence=answers(looked.desired.plan.evidence_request, 0.1))
         looked = evaluate_job(again, build_policy())
     request = looked.desired.plan.evidence_request

@@ -99,7 +99,7 @@ class TestRound:
         assert judged(incident(), second_round(first_step_at=NOW - 60)).recovered == NOW - 17
 
     def test_steps_that_were_lost(self) -> None:
-        assert judged(incident(last_step=-1), second_round(restored_step=0)).steps_lost == 0
+        assert judged(incident(last_step=None), second_round(restored_step=0)).steps_lost == 0
         assert judged(incident(last_step=0), second_round(restored_step=-1)).steps_lost == 0
         assert judged(incident(last_step=7), second_round(restored_step=-1)).steps_lost == 7
         assert judged(incident(last_step=7), second_round(restored_step=9)).steps_lost == 0
@@ -229,7 +229,7 @@ class TestRemembered:
         crash = incident(cause=IncidentCause.CRASH)
         assert self.closed(crash, begun).state.budget.restart_seconds == 16.0, "no round was decided here"
         ahead = world.with_desired(world.desired.with_placement(begun_at=lost.decided + 99.0))
-        assert self.closed(lost, ahead).state.budget.restart_seconds == 0.0, "by a worker's clock it began before"
+        assert self.closed(lost, ahead).state.budget.restart_seconds is None, "by a worker's clock it began before"
 
     def test_a_spare_for_a_straggler_shows_what_a_round_with_a_spare_takes(self) -> None:
         """Before, the job trained, if slowly: no time was lost altogether."""
@@ -237,7 +237,7 @@ class TestRemembered:
         begun = world.with_desired(world.desired.with_placement(begun_at=incident().decided + 9.0))
         exchanged = incident(cause=IncidentCause.STRAGGLER, remedy=str(Remedy.REPLACE_WORKER))
         budget = self.closed(exchanged, begun).state.budget
-        assert (budget.lost_seconds, budget.restart_seconds, budget.spare_restart_seconds) == (0.0, 0.0, 4.0)
+        assert (budget.lost_seconds, budget.restart_seconds, budget.spare_restart_seconds) == (0.0, None, 4.0)
 
     @pytest.mark.parametrize(
         "open_",
@@ -250,7 +250,7 @@ class TestRemembered:
     def test_all_else_is_not(self, open_: Incident) -> None:
         world = self.closed(open_, second_round())
         assert not world.state.incidents.open
-        assert (world.state.budget.lost_seconds, world.state.budget.restart_seconds) == (0.0, 0.0)
+        assert (world.state.budget.lost_seconds, world.state.budget.restart_seconds) == (0.0, None)
 
     def test_what_was_only_recommended_stands_apart(self) -> None:
         incidents = self.closed(incident(mode=RemediationMode.RECOMMEND), build_training()).state.incidents
