@@ -1,8 +1,8 @@
 """How well the operator decides, in two parts.
 
 *Decisions alone*, on a coarse clock: slowdowns whose kind, depth and length are drawn (`scripts/decisions/draw.py`),
-and the operator's own passes upon what is seen of the job; beside it other policies, and a clairvoyant by dynamic
-programming whom none of them can beat. And days on which nothing goes wrong.
+and the operator's own passes over what is observed of the job. For comparison: other policies, and a clairvoyant by
+dynamic programming, the lower bound of the cost. And days without faults.
 
 *In the simulator* (`scripts/decisions/simulated.py`): the whole operator, four ranks, one of them slow. Some of these
 cases are played on the coarse clock as well, which says how real that is.

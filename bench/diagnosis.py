@@ -5,7 +5,7 @@
     python -m bench.diagnosis --write          # the confidence of each kind of evidence goes into the product, too
 
 Faults, recordings and copies: `scripts/diagnosis`. Needs root, iproute2 and control groups, as it gives each of four
-hosts a network and a processor quota of its own; recordings are kept, and made anew when the trainer changes.
+hosts a network and a processor quota of its own; recordings are kept, and made again when the trainer changes.
 """
 
 from __future__ import annotations

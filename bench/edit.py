@@ -3,7 +3,7 @@
 What each part of the penalty is worth on clean and on dirty data: ours, as published, torchft's DiLoCo, and DDP.
 
 All in one process, without a clock: replicas of a tiny GPT train one after the other, and only what they learn counts.
-Dirty data has random bytes in place of a replica's samples, or of everybody's, for the time between two
+Dirty data has random bytes instead of one replica's samples, or of all replicas', for the time between two
 synchronizations. A seed has the same samples, garbage and initial parameters for all sides. DiLoCo is its published
 rule, which torchft's class applies (torch's SGD with Nesterov momentum on the plain mean), by our outer optimizer.
 QUICK=1: one seed and few steps, which says whether it works; there are no goals then. CURVES=picture.svg: draws the

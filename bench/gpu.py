@@ -37,7 +37,7 @@ RUNS_PER_KIND = 2 if os.environ.get("QUICK") else 5
 """Snapshots, checkpoints and ways back, of each kind."""
 MAX_TIME_SHARE = 0.01
 COPY_MARGIN = 1.25
-"""A checkpoint may hold a step up so many times as long as the bare copy of the state to pinned memory."""
+"""The longest stall of a step by a checkpoint, as a multiple of the bare copy of the state to pinned memory."""
 
 
 def main() -> int:
@@ -168,7 +168,7 @@ def measure_transfer_recording() -> tuple[dict[str, Any], dict[str, bool]]:
 def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
     """What snapshots and checkpoints of 8 GB hold a step up, and how soon they are back on the GPU.
 
-    The volume is in memory, too, so that no disk stands between the sides; each is written beside the steps anyway.
+    The volume is in memory, so that no disk distorts the comparison; both write in the background of the steps.
     """
     size: dict[str, Any] = {"nbytes": STATE_BYTES, "step_seconds": 4 * STEP_SECONDS, "count": RUNS_PER_KIND}
     with (

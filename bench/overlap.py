@@ -86,7 +86,7 @@ def measure_overlap() -> dict[str, Any]:
 
 
 class Sleeping(nn.Module):
-    """A layer that computes for `seconds`, whatever the machine."""
+    """A layer that computes for `seconds` on any machine."""
 
     def __init__(self, inputs: int, outputs: int, seconds: float) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ def check_job(job: ClusterJob, spares: int) -> list[str]:
 
 
 def find_tracebacks(cluster: KubectlCluster, seconds: float) -> list[str]:
-    """Of the operators, in what they have said for so long; of a life that has ended meanwhile, too."""
+    """Errors of the operators in their recent logs, also of a container that has ended since."""
     tracebacks = []
     for pod in release.list_operator_pods():
         name, restarts = pod["metadata"]["name"], pod["status"].get("containerStatuses", [{}])[0].get("restartCount", 0)

@@ -1,4 +1,4 @@
-"""What it costs to keep a job's state, and to bring it back: ours beside torch's own checkpoints (DCP) and torchft's.
+"""What it costs to keep a job's state, and to restore it: ours against torch's own checkpoints (DCP) and torchft's.
 
 Two ranks over gloo, each a worker on a node of its own, train layers under AdamW, sharded over both; a rank's part of
 the state has 1 GB, or what this machine has memory for. A step's stall is the time for which a call holds the ranks up,
@@ -54,8 +54,8 @@ MAKE_SLOTS = 2
 
 MAX_TIME_SHARE = 0.01
 COPY_MARGIN, COPY_MARGIN_SECONDS = 1.25, 0.025
-"""A checkpoint may take so many times as long as the bare copy, and so much longer: names are gathered, and the ranks
-agree, however much there is to copy."""
+"""The longest checkpoint: a multiple of the bare copy, plus a constant. Names are gathered, and the ranks agree, for
+any amount of data."""
 
 
 @dataclass

@@ -52,7 +52,7 @@ class Sizes:
     unit_seconds: float
     """Of a sample on an undisturbed rank; seven of them make its step."""
     sync_every: int
-    """Local steps; by the clock, what so many take an undisturbed rank."""
+    """Local steps; by the clock, what this many take an undisturbed rank."""
     drawn_sync_every: int
     """The same where ranks draw for themselves, and a rank that drew well waits at a synchronization."""
     drawn_unit_seconds: float

@@ -26,7 +26,7 @@ _PIP_SOURCE_OPTIONS = (
 
 
 class Images:
-    """Layers are kept in the cache, anew for other locks: a build makes what has changed since the last one."""
+    """Layers are kept in the cache, one set per version of the locks: a build makes what has changed since the last."""
 
     def __init__(self, scratch: Path) -> None:
         locks = b"".join(path.read_bytes() for path in sorted((REPOSITORY_ROOT / "locks").iterdir()))

@@ -21,13 +21,13 @@ class HostFailedError(RuntimeError):
 
 
 class HostProcess:
-    """Answers a line of JSON with a line of JSON; started by the first question, and anew by the next one where it has
+    """Answers a line of JSON with a line of JSON; started by the first request, and again by the next one if it has
     ended."""
 
     def __init__(self, python: Callable[[], Path], arguments: Sequence[str], log: Path) -> None:
         """
-        python: of its environment, which is made when that is missing. arguments: of Python's. log: what it says beside
-        its answers.
+        python: of its environment, which is made when that is missing. arguments: of Python's. log: its output other than
+        answers.
         """
         self._python = python
         self._arguments = arguments

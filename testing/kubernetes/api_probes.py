@@ -147,7 +147,7 @@ class ProbeClient:
         return ProbeAnswer(*self.server.request("DELETE", path, {}, body, "application/json"))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-        """Whether it comes true in so many seconds."""
+        """Whether it comes true in this many seconds."""
         remaining = seconds
         while not condition():
             if remaining <= 0:
@@ -235,7 +235,7 @@ def build_pod(name: str, **spec: Any) -> Object:
 
 
 def build_bound_pod(name: str, **spec: Any) -> Object:
-    """One that is on a node which nobody runs."""
+    """One that is on a node without a kubelet."""
     return build_pod(name, nodeName="nowhere", **spec)
 
 
@@ -290,12 +290,12 @@ def creating_twice(api: ProbeClient) -> Sequence[object]:
     return first, second, second.message
 
 
-@register_probe("404 NotFound", 'configmaps "nobody" not found', "404 NotFound", "404 NotFound", "404 NotFound")
+@register_probe("404 NotFound", 'configmaps "missing" not found', "404 NotFound", "404 NotFound", "404 NotFound")
 def what_is_not_there(api: ProbeClient) -> Sequence[object]:
-    missing = api.get("configmaps", "nobody")
-    patched = api.patch("configmaps", "nobody", {"data": {"a": "b"}})
-    replaced = api.replace("configmaps", "nobody", build_config_map("nobody"))
-    return missing, missing.message, patched, replaced, api.delete("configmaps", "nobody")
+    missing = api.get("configmaps", "missing")
+    patched = api.patch("configmaps", "missing", {"data": {"a": "b"}})
+    replaced = api.replace("configmaps", "missing", build_config_map("missing"))
+    return missing, missing.message, patched, replaced, api.delete("configmaps", "missing")
 
 
 @register_probe("409 Conflict", "200", True, "409 Conflict")
@@ -413,7 +413,7 @@ def names_that_are_none(api: ProbeClient) -> Sequence[object]:
     return (
         api.create("configmaps", build_config_map("Not_a_name")),
         api.create("configmaps", {"metadata": {}}),
-        api.create("configmaps", build_config_map("ended", finalizers=["nobodys"])),
+        api.create("configmaps", build_config_map("ended", finalizers=["unserved"])),
     )
 
 
@@ -808,12 +808,12 @@ def a_dry_run_of_what_is_there(api: ProbeClient) -> Sequence[object]:
 
 @register_probe(
     "403 Forbidden",
-    'serviceaccount "nobody" not found',
+    'serviceaccount "missing" not found',
     "403 Forbidden",
     'pods "denied" is forbidden: no PriorityClass with name urgent was found',
 )
 def pods_that_name_what_is_not_there(api: ProbeClient) -> Sequence[object]:
-    account = api.create("pods", build_pod("denied", serviceAccountName="nobody"))
+    account = api.create("pods", build_pod("denied", serviceAccountName="missing"))
     priority = api.create("pods", build_pod("denied", priorityClassName="urgent"))
     return account, account.message.rpartition(": ")[2], priority, priority.message
 
@@ -845,7 +845,7 @@ def a_quota_of_pods(api: ProbeClient) -> Sequence[object]:
 
 @register_probe("409 AlreadyExists", "2", "403 Forbidden", "0")
 def a_quota_is_charged_for_what_exists(api: ProbeClient) -> Sequence[object]:
-    """Whoever makes an object twice is charged twice, until the quota's controller counts anew."""
+    """A client that makes an object twice is charged twice, until the quota's controller counts again."""
     namespace = _create_namespace_with_quota(api, "charge", "2")
     api.create("pods", build_pod("charged"), namespace)
     repeated = api.create("pods", build_pod("charged"), namespace)
@@ -889,7 +889,7 @@ def _create_when_allowed(api: ProbeClient, body: Object, namespace: str) -> Prob
 
 
 def _create_namespace_with_quota(api: ProbeClient, name: str, pods: str) -> str:
-    """A namespace of its own, where so many pods may be."""
+    """A namespace of its own, where this many pods may be."""
     namespace = f"{api.server.namespace}-{name}"
     api.create("namespaces", {"metadata": {"name": namespace}})
     api.create("resourcequotas", {"metadata": {"name": "few"}, "spec": {"hard": {"pods": pods}}}, namespace)
@@ -929,10 +929,10 @@ def a_dependant_of_nobody_goes(api: ProbeClient) -> Sequence[object]:
     owner = api.create("configmaps", build_config_map("namesakes-owner"))
     reference = {**build_owner_reference("ConfigMap", owner), "uid": "00000000-0000-4000-8000-000000000000"}
     created = api.create(
-        "configmaps", build_config_map("nobodys", ownerReferences=[{**reference, "name": "never-there"}])
+        "configmaps", build_config_map("orphaned", ownerReferences=[{**reference, "name": "never-there"}])
     )
     api.create("configmaps", build_config_map("anothers", ownerReferences=[reference]))
-    return created, api.wait_until_gone("configmaps", "nobodys"), api.wait_until_gone("configmaps", "anothers")
+    return created, api.wait_until_gone("configmaps", "orphaned"), api.wait_until_gone("configmaps", "anothers")
 
 
 @register_probe(True, "200")

@@ -48,7 +48,7 @@ class ApiReader:
         return ""
 
     def _build_path(self, kind: str, namespace: str) -> str:
-        if kind not in self._places:  # it may have been defined meanwhile
+        if kind not in self._places:  # it may have been defined since
             self._places = self._discover()
         kind_path = self._places[kind]
         return (

@@ -113,7 +113,7 @@ def running_cluster() -> Iterator[KubectlCluster]:
             fabric.set_all_rates("")
         kubectl_cluster = KubectlCluster(kubeconfig, is_testcluster, reader)
         yield kubectl_cluster
-        # A namespace that stays has something in it whose finalizer nobody serves.
+        # A namespace that stays has an object in it whose finalizer no controller serves.
         selector = f"--selector={_SCRATCH}"
         kubectl_cluster.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
 

@@ -1,5 +1,5 @@
 """A stand-in for Kueue, which cannot be had here: its resource definitions in brief, and its part of the protocol with
-a job's controller, as its documentation has it. Whoever is admitted when is the test's to say."""
+a job's controller, as its documentation has it. The test decides what is admitted, and when."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class QueueStandIn:
         return owned[0] if owned else None
 
     def get_condition(self, job: ClusterJob, kind: str) -> dict[str, str]:
-        """{}: nobody has said anything."""
+        """{}: no report yet."""
         conditions = (self.get_workload(job) or {}).get("status", {}).get("conditions", ())
         return next((condition for condition in conditions if condition["type"] == kind), {})
 

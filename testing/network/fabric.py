@@ -97,7 +97,7 @@ _numbers = itertools.count()
 def create_leaf_spine(
     leaves: int = 3, spines: int = 3, hosts: int = 1, *, pods: bool = False, planes: int = 1
 ) -> Iterator[HostedLeafSpine]:
-    """So many hosts below each leaf, each with a port in each plane. All links are as fast as memory.
+    """`hosts` hosts below each leaf, each with a port in each plane. All links are as fast as memory.
 
     pods: hosts are pods, each on a node that routes, follows connections, and drops what belongs to none.
     """

@@ -79,7 +79,7 @@ def build_observation(
 def build_connection_answers(
     slow: Mapping[RankPair, float] | None = None, *, early: float = 0.4, request: str = "ask", times: float = 1.0
 ) -> tuple[Evidence, ...]:
-    """What all members answer: three windows in which each sent 50 MB within 0.4 s of busy time, or so many times that.
+    """What all members answer: three windows in which each sent 50 MB within 0.4 s of busy time, or a multiple of that.
 
     `early`: busy time in their first windows. `times`: of all.
     """

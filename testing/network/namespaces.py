@@ -62,7 +62,7 @@ class NamespaceNetwork:
             end.assign_lane("1:1", "u16", "0", "0xff80", "at", "2", priority=1)  # packets shorter than 128 bytes
 
     def drop_packets(self, source: NamespaceHost, destination: NamespaceHost) -> None:
-        """What the one sends to the other goes to an address that nobody has."""
+        """What the one sends to the other goes to an unused address."""
         arguments = [
             "neigh",
             "replace",

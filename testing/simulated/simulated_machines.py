@@ -108,7 +108,7 @@ class MachinesHarness:
         self.world.run(asyncio.sleep(seconds))
 
     def wait_until(self, condition: Callable[[], object], seconds: float = 60.0) -> float:
-        """Seconds that it took; AssertionError after so many."""
+        """Seconds that it took; AssertionError after `seconds`."""
         start = self.world.now()
         while not condition():
             assert self.world.now() < start + seconds, f"not within {seconds} s: {self.world.log.lines[-10:]}"

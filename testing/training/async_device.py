@@ -161,7 +161,7 @@ class DeviceRank:
         return self.now
 
     def busy(self, ns: int) -> None:
-        """So long the host does something of its own."""
+        """The host does work of its own for `ns`."""
         self.now += ns
         self.world.pass_baton(self)
 
@@ -186,7 +186,7 @@ class DeviceRank:
     # The device
 
     def launch(self, ns: int) -> None:
-        """Work for so long, on the current stream."""
+        """Work for `ns`, on the current stream."""
         task = self.submit(ns)
         if not self.world.asynchronous:
             self.wait_for(task)

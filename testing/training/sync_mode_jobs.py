@@ -181,7 +181,7 @@ def count_used_samples(*runs: list[JobRankTrace]) -> Counter[int]:
 
 
 def is_each_used_once_per_epoch(counts: Counter[int], samples: int) -> bool:
-    """Whether `samples` samples were so many epochs, and the beginning of one more."""
+    """Whether `samples` samples were this many epochs, and the beginning of one more."""
     epochs, remainder = divmod(samples, SIZE)
     expected = Counter({epochs: SIZE - remainder, epochs + 1: remainder})
     return Counter(counts[index] for index in range(SIZE)) == +expected

@@ -20,7 +20,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
     call: pytest.CallInfo[None],  # noqa: ARG001  # as the hook has it
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """With what the operators have said meanwhile, where a test fails: their pods may be gone soon."""
+    """With the operators' logs of the test, where it fails: their pods may be gone soon."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and report.when == "call" and cluster is not None:

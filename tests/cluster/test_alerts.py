@@ -45,7 +45,7 @@ def checked(tool: Path, *arguments: str) -> None:
 class Told(BaseHTTPRequestHandler):
     """Whom Alertmanager tells."""
 
-    alerts: list[tuple[str, str, str]] = []  # noqa: RUF012  # (name, job, status), set anew by each test
+    alerts: list[tuple[str, str, str]] = []  # noqa: RUF012  # (name, job, status), set by each test
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

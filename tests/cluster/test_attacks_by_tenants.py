@@ -125,12 +125,12 @@ STRAY_POD: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Pod",
     "metadata": {"name": "stray"},
-    "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "x"}]},
+    "spec": {"schedulerName": "none", "containers": [{"name": "main", "image": "x"}]},
 }
 
 
 def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_of_it(tenant: Tenant) -> None:
-    """kopf reads all of them, and every operator that follows reads them anew."""
+    """kopf reads all of them, and every operator that follows reads them again."""
     levels = 9_900
     body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
     text = json.dumps(body).replace('"x": "deep"', f'"x": {"[" * levels}{"]" * levels}')
@@ -168,7 +168,7 @@ def test_large_objects_of_one_tenant_end_no_operator(tenant: Tenant) -> None:
 def large_pods(cluster: KubectlCluster, namespace: str, count: int = 160, size: int = 5 * 2**18) -> Iterator[None]:
     """`size`: bytes of each. The cluster makes and deletes them itself: kubectl waits between its requests."""
     labels = {"pacekeeper.dev/job": "none"}
-    pod = {"schedulerName": "nobody", "containers": [{"name": "main", "image": "x", "args": ["x" * size]}]}
+    pod = {"schedulerName": "none", "containers": [{"name": "main", "image": "x", "args": ["x" * size]}]}
     template = {"metadata": {"labels": labels}, "spec": pod}
     spec = {"replicas": count, "selector": {"matchLabels": labels}, "template": template}
     body = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": {"name": "large"}, "spec": spec}
@@ -306,7 +306,7 @@ def test_the_operator_may_what_it_needs(tenant: Tenant) -> None:
 
 
 STRANGERS = (
-    owned_pod("of-nobody"),
+    owned_pod("without-owner"),
     owned_pod("of-another-controller", owner("Job", api_version="batch/v1")),
     owned_pod("of-a-look-alike", owner("TrainingJob", api_version="example.com/v1")),
     owned_pod("owned-but-not-controlled", owner("TrainingJob") | {"controller": False}),

@@ -1,5 +1,5 @@
-"""Workers among strangers, and ranks that wait for one another: whoever reaches the port where launchers meet changes
-nothing for the job, and who holds the others is told across workers."""
+"""Workers among strangers, and ranks that wait for one another: a client that reaches the rendezvous port changes
+nothing for the job, and the rank that holds the others is found across workers."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_no_other_container_has_what_is_the_sidecars(cluster: KubectlCluster, na
 
 
 def knock(job: ClusterJob, worker: str, address: str, port: int, content: bytes) -> bytes:
-    """All that the host of the meeting says until it hangs up, to somebody in that worker's pod: the NetworkPolicy
-    keeps out whoever is not of the job."""
+    """All that the rendezvous server sends until it hangs up, to a client in that worker's pod: the NetworkPolicy
+    keeps out pods of other jobs."""
     command = ["python", "-c", KNOCK, address, str(port), content.hex()]
     said = job.cluster.kubectl("exec", worker, "-c", "trainer", "-n", job.namespace, "--", *command)
     return bytes.fromhex(said.strip())

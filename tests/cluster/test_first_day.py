@@ -258,7 +258,7 @@ class TestLong:
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {"name": "long-w0-7"},
-            "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "none"}]},
+            "spec": {"schedulerName": "none", "containers": [{"name": "main", "image": "none"}]},
         }
         job.cluster.apply(pod, job.namespace)
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, "long-w0-7"), {})[0] == 403
@@ -290,7 +290,7 @@ class TestLong:
         worker, cluster = job.find_worker(0), job.cluster
         before = cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"]
         cluster.kubectl("delete", "secret", "pacekeeper-ca", "-n", SYSTEM)
-        job.wait_until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 60, "the operator writes it anew")
+        job.wait_until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 60, "the operator writes it again")
         assert before.items() <= cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"].items()
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, worker), {"worker": worker})[0] == 200
 
@@ -307,11 +307,11 @@ class TestLong:
         before = job.wait_until(holder, 10, "one leads")
         restarts = lives(before)
         cluster.kubectl("delete", "lease", "pacekeeper-operator", "-n", SYSTEM)
-        assert job.wait_until(holder, 10, "there is one again") == before, "whoever made it, the one that leads goes on"
+        assert job.wait_until(holder, 10, "there is one again") == before, "the same replica leads"
         assert lives(before) == restarts
 
     def test_with_forged_tokens_without_end(self, job: ClusterJob) -> None:
-        """Of one address only so many are looked at; whoever is known is served meanwhile."""
+        """Of one address only a limited number is reviewed; a known caller is served at the same time."""
         worker = job.find_worker(0)
         good, me = create_sidecar_token(job, worker), {"worker": worker}
         assert call_operator(job, "/v1/plan", good, me)[0] == 200

@@ -16,7 +16,7 @@ THREE = ["node-2", "node-3", "node-4"]
 
 @pytest.fixture(scope="module")
 def gangs(cluster: KubectlCluster, operator: None) -> Iterator[None]:  # noqa: ARG001  # it goes on through both restarts
-    """The cluster's second profile: API server and scheduler start anew, with the features on."""
+    """The cluster's second profile: API server and scheduler start again, with the features on."""
     testcluster.cluster.bring_up(gangs=True)
     yield
     testcluster.cluster.bring_up(gangs=False)

@@ -1,4 +1,4 @@
-"""Jobs get through whatever happens to the operator, the API server, Prometheus, and to the jobs beside them."""
+"""Jobs survive faults of the operator, the API server, Prometheus, and of other jobs on the same nodes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestLong:
             assert "GPU errors cannot be detected" in calm.get_condition("MetricsAvailable")["message"]
             calm.crash_rank(0)
             calm.wait_until_incident_ended("crash", known)
-            calm.wait_for_more_steps(steps=20)  # a watch that has seen no steps accuses nobody
+            calm.wait_for_more_steps(steps=20)  # a watch that has seen no steps accuses no rank
             calm.hang_rank(1)
             calm.wait_until_incident_ended("hang", known)
             calm.delete_worker(1)

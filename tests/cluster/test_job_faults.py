@@ -108,7 +108,7 @@ def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(cal
 
 
 def test_a_worker_that_stands_still_as_a_whole_is_replaced_and_its_node_is_not_blamed(calm: ClusterJob) -> None:
-    """Its sidecar polls on, so nobody but that sidecar can tell; its peers could not begin a round without it."""
+    """Its sidecar polls on, so only that sidecar can report it; its peers could not begin a round without it."""
     known, frozen, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
     calm.stop_trainer(1)
     incident = calm.wait_until_incident_ended("worker-unresponsive", known)

@@ -43,7 +43,7 @@ EVERYBODY: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"
 
 @dataclass(frozen=True)
 class Place:
-    """Two workers on two nodes, and whoever may want to reach the first."""
+    """Two workers on two nodes, and the clients that try to reach the first."""
 
     cluster: KubectlCluster
     namespace: str

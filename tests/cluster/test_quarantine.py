@@ -104,7 +104,7 @@ def settings(namespace: str) -> Settings:
 
 @pytest.fixture(autouse=True)
 def untouched_nodes(cluster: KubectlCluster) -> Iterator[None]:
-    """Whatever a test does to its nodes is undone."""
+    """All changes of a test to its nodes are undone."""
     yield
     for name in (NODE, OTHER, STAND_IN):
         if cluster.get("nodequarantine", name) is None:

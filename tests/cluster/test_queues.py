@@ -50,10 +50,10 @@ def left(job: ClusterJob, queue: QueueStandIn) -> bool:
 def test_a_queue_that_nobody_serves_holds_it_and_says_so(cluster: KubectlCluster) -> None:
     """First: from the next test on somebody does."""
     with scratch_namespace(cluster) as namespace:
-        job = ClusterJob.apply(cluster, namespace, queued("nobody", 20, replicas=1))
+        job = ClusterJob.apply(cluster, namespace, queued("unserved", 20, replicas=1))
         job.wait_until(lambda: "this cluster serves no Workloads" in words(job), 30, "the job says what is missing")
         assert not job.list_pods()
-        cluster.kubectl("label", "tj", "nobody", "-n", namespace, "kueue.x-k8s.io/queue-name-")
+        cluster.kubectl("label", "tj", "unserved", "-n", namespace, "kueue.x-k8s.io/queue-name-")
         job.wait_for_phase("Complete", timeout=120)
 
 

@@ -39,7 +39,7 @@ def live(cluster: KubectlCluster, namespace: str) -> ClusterJob:
 @pytest.mark.parametrize(
     ("name", "pod", "words"),
     [
-        ("nobody", {"serviceAccountName": "nobody"}, 'serviceaccount "nobody" not found'),
+        ("missing", {"serviceAccountName": "missing"}, 'serviceaccount "missing" not found'),
         ("urgent", {"priorityClassName": "no-such-class"}, "no-such-class"),
     ],
 )

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("operator")
 
 LONG = 100_000  # steps: until the test ends it
 FOLLOWED_SECONDS = 30.0
-"""Beyond which nobody follows any more; how soon it is the bench of scale measures."""
+"""The longest takeover; the scale bench measures how soon it is."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_a_leader_that_goes_is_followed_while_the_job_trains_on(
     if how != "its process is killed":  # whose next container is as good as another pod
         assert release.get_leader_name() != before
     assert (calm.read_plan()["membership"], calm.status["round"]) == (membership, round_)
-    assert calm.list_incident_names() == known, "nobody was missed"
+    assert calm.list_incident_names() == known, "no worker was missed"
     calm.crash_rank(0)
     calm.wait_until_incident_ended("crash", known)
 
@@ -71,7 +71,7 @@ def killed(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
 
 
 def frozen(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
-    """It wakes up in a world that has gone on, and starts anew to stand by."""
+    """It resumes when another replica leads, and restarts as a standby."""
     pids, starts = faults.list_container_pids(release.SYSTEM, pod, "operator"), restarts(pod)
     for pid in pids:
         faults.signal_process(pid, signal.SIGSTOP)
@@ -79,7 +79,7 @@ def frozen(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     def wake() -> None:
         for pid in pids:
             faults.signal_process(pid, signal.SIGCONT)
-        wait_for(lambda: restarts(pod) > starts, 60, f"{pod} starts anew")
+        wait_for(lambda: restarts(pod) > starts, 60, f"{pod} starts again")
 
     return wake
 

@@ -55,7 +55,7 @@ def job(**spec: Any) -> dict[str, Any]:
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "TrainingJob",
         "metadata": {"name": "gpt"},
-        "spec": {"template": {"spec": {"schedulerName": "nobody", "containers": [copy.deepcopy(TRAINER)]}}} | spec,
+        "spec": {"template": {"spec": {"schedulerName": "none", "containers": [copy.deepcopy(TRAINER)]}}} | spec,
     }
 
 
@@ -113,7 +113,7 @@ MISTAKES = {
     "duration without unit": ("spec.schedulingTimeout", 300, "spec.schedulingTimeout.*with their units, like 1h30m"),
     "empty duration": ("spec.schedulingTimeout", "", "spec.schedulingTimeout.*like 1h30m, 5m or 90s"),
     "preflight too short": ("spec.preflight", {"enabled": True, "timeout": "1s"}, "timeout.*between 10s and 1h"),
-    "preflight for ever": ("spec.preflight", {"validFor": "9000h"}, "validFor.*between 1m and 8760h"),
+    "preflight without end": ("spec.preflight", {"validFor": "9000h"}, "validFor.*between 1m and 8760h"),
     "preflight without unit": ("spec.preflight", {"timeout": 60}, "timeout.*with their units"),
     "duration out of range": ("spec.schedulingTimeout", "1s", "spec.schedulingTimeout.*between 10s and 168h"),
     "bad restart window": ("spec.remediation.restartWindow", "1d", "spec.remediation.restartWindow.*like 1h30m"),

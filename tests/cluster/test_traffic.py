@@ -214,7 +214,7 @@ def on_their_ways(job: ClusterJob) -> bool:
 
 
 def planned(cluster: KubectlCluster, count: int) -> dict[str, Any] | None:
-    """What the Fabric says, once so many flows have ways; None: not yet."""
+    """The Fabric's status, once `count` flows have routes; None: not yet."""
     found: dict[str, Any] = (cluster.get("fabric", fabric.NAME) or {}).get("status", {})
     return found if found.get("flows") == count and is_true(cluster, "Planned") else None
 

@@ -61,7 +61,7 @@ def test_it_is_installed_to_look_only_as_the_readme_says(cluster: KubectlCluster
     install, look = read_commands("Install it")
     ours = yaml.safe_load(VALUES.read_text())
     install = install.replace(REPOSITORY_OF_THE_README, ours["image"]["repository"])
-    # Beside the image: a Service keeps its address for as long as it lives, and the fixture wants it back as it was.
+    # In addition to the image: a Service keeps its address for as long as it lives, and the fixture needs it unchanged.
     settings = f"image.tag={ours['image']['tag']},service.clusterIP={ours['service']['clusterIP']}"
     # What is there already makes place, and is known to the fixture afterwards.
     release("uninstall", RELEASE, "--keep-history", "--no-hooks", "--ignore-not-found", "--wait")
@@ -98,7 +98,7 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     until_known(cluster, leaf_crossings=False)
     wait_for(lambda: same(job(cluster, namespace), stored), 30, "only the new fields are gone")
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
-    assert cluster.list("fabrics") == [], "a kind that the version before does not know stays, and hurts nobody"
+    assert cluster.list("fabrics") == [], "a kind that the version before does not know stays, and does no harm"
 
     release(*install, str(CHART))
     until_known(cluster, leaf_crossings=True)
@@ -125,7 +125,7 @@ JOB: dict[str, Any] = {
     "spec": {
         "template": {
             "spec": {
-                "schedulerName": "nobody",
+                "schedulerName": "none",
                 "containers": [
                     {
                         "name": "trainer",

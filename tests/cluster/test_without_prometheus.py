@@ -35,7 +35,7 @@ def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
 
 
 def test_a_rank_that_becomes_slow_is_found_and_mended(job: ClusterJob) -> None:
-    # Its page of metrics answers nobody here: no network policy lets a Prometheus in that there is not.
+    # Its page of metrics is unreachable here: no network policy admits a Prometheus that does not exist.
     job.wait_until(lambda: int(job.status.get("step") or 0) >= 30, 120, "the job has trained for 30 steps")
     condition = job.get_condition("MetricsAvailable")
     assert (condition["status"], condition["reason"]) == ("False", "PrometheusNotConfigured")

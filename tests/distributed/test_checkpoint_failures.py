@@ -1,4 +1,4 @@
-"""Checkpoints that fail on one rank fail on all: nobody waits, training goes on, and none of them counts as kept."""
+"""Checkpoints that fail on one rank fail on all: no rank waits, training goes on, and none of them counts as kept."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_what_another_worker_does_not_see_does_not_count_as_kept(tmp_path: Path)
         if rank == 1:
             mount_memory(tmp_path / "volume")
         outcomes.append(its.checkpoint(2))
-        assert steps(tmp_path) == (["step-00000001"] if rank == 0 else []), "what nobody can use takes no room"
+        assert steps(tmp_path) == (["step-00000001"] if rank == 0 else []), "what no rank can use takes no space"
         return outcomes, read_checkpoint_status(its.runtime.checkpoints).error
 
     results = in_ranks(2, main)

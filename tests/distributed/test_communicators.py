@@ -81,13 +81,13 @@ def test_sends_and_receives_are_counted_by_channel_so_that_collectives_stay_in_s
     run_ranks(rank_main, 3, runtime=tmp_path)
     for rank in range(3):
         (world,) = (record for record in collectives(tmp_path, rank) if record["collective"] == Collective.ALL_REDUCE)
-        assert (world["sequence"], world["peer"]) == (1, -1), "whatever its peers have sent each other"
+        assert (world["sequence"], world["peer"]) == (1, -1), "sends among its peers do not count"
         assert known(tmp_path, rank)[int(world["group"])].ranks == (0, 1, 2)
     of_one, of_two = (collectives(tmp_path, rank) for rank in (1, 2))
     sends = of_one[of_one["collective"] == Collective.SEND]
     receives = of_two[of_two["collective"] == Collective.RECV]
     assert sends["peer"].tolist() == [2, 2, 2]
-    assert receives["peer"].tolist() == [1, -1, 1], "who sends what is taken from anybody, nobody knows"
+    assert receives["peer"].tolist() == [1, -1, 1], "the sender of what is received from any rank is unknown"
     for send, receive in ((0, 0), (2, 2)):
         assert (sends["group"][send], sends["sequence"][send]) == (receives["group"][receive], (1, 0, 1)[receive])
     channel = known(tmp_path, 2)[int(receives["group"][0])]
@@ -160,7 +160,7 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
         for step in (3, 4):  # DDP settles its buckets in the one before
             buckets, asynchronous, barrier = found[found["step"] == step]
             assert barrier["collective"] == Collective.BARRIER
-            assert asynchronous["wait"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it went on meanwhile"
+            assert asynchronous["wait"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it overlapped"
             if told.rank == 0:
                 assert 0.03 < buckets["wait"] <= buckets["end"] - buckets["start"]
             else:

@@ -36,7 +36,7 @@ RANKS = 3
 
 
 def group() -> dist.ProcessGroup:
-    """Of all ranks; from here on whoever unpickles something fails."""
+    """Of all ranks; from here on a rank that unpickles something fails."""
     dist.init_process_group("gloo")
     forbid_unpickling()
     its = dist.distributed_c10d._get_default_group()
@@ -181,4 +181,4 @@ def test_ranks_of_a_worker_for_whose_copies_together_there_is_no_memory_take_non
     reason = "rank 0: its worker's 3 ranks need 3 MiB to copy the state, but their control group has 66 MiB left"
     for told, live in run_ranks(rank_main, RANKS, runtime=tmp_path):
         assert told.startswith(reason)
-        assert not live, "nobody keeps the live state until the next one"
+        assert not live, "the live state is not kept until the next one"

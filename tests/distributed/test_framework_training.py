@@ -53,7 +53,7 @@ def test_who_is_told_to_leave_takes_all_along_behind_a_checkpoint(tmp_path: Path
                     training.publish_checkpoint(lambda step=step: published.append(step))  # type: ignore[misc]
                 except SystemExit as left:
                     return step, left.code, published
-        raise AssertionError("nobody has left")
+        raise AssertionError("no rank has left")
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(7, 143, [7])] * RANKS
 

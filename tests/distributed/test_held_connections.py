@@ -1,4 +1,4 @@
-"""A machine that is gone without a word, behind a connection on which nobody says anything: by real kernels."""
+"""A machine that is gone without notice, behind an idle connection: by real kernels."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoin
     left = run_example(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
     assert left.exit_code == 0, left.log
     leaving = left.count_steps(0, 1)
-    assert 25 < leaving < 30, "all have heard of it a step later, and nobody waits for the next regular checkpoint"
+    assert 25 < leaving < 30, "all have received it a step later, and no rank waits for the next regular checkpoint"
     assert left.count_steps(1, 1) == leaving
     assert left.count_steps(0, 2) == left.count_steps(1, 2) == STEPS - leaving
     assert_same_weights(calm, left)

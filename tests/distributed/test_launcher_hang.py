@@ -1,4 +1,4 @@
-"""Hangs: every launcher reports what its ranks do, and the verdict over all reports names the culprit, or nobody."""
+"""Hangs: every launcher reports what its ranks do, and the verdict over all reports names the culprit, or no rank."""
 
 from __future__ import annotations
 

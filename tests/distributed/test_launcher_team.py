@@ -1,4 +1,4 @@
-"""Several launchers on loopback addresses: they agree on rounds whatever happens to one of them."""
+"""Several launchers on loopback addresses: they agree on rounds, also when one of them fails."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_crashed_rank_goes_on_from_the_last_checkpoint(calm: TrainingOutcome, 
 
 
 def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoint(tmp_path: Path) -> None:
-    """In the middle of an epoch, whose samples Lightning deals out anew: the steps are right, not the weights."""
+    """In the middle of an epoch, whose samples Lightning distributes again: the steps are right, not the weights."""
     left = run_example(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
     assert left.exit_code == 0, left.log
     leaving = left.count_steps(0, 1)

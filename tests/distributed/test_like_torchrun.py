@@ -7,7 +7,7 @@ To add a case, add three lines to `CASES`:
     '''),
 
 Both launchers run it with `RANKS` ranks (`ranks=1` for one) in an empty folder. The test compares what the ranks print
-on stdout, line by line whatever the order of the ranks, the files of the folder, and the exit code. A script that
+on stdout, line by line in any order of the ranks, the files of the folder, and the exit code. A script that
 imports torch costs seconds of processor time, any other next to nothing.
 Options of a case: `arguments` of the script, `options` of the launcher, `stdin`, `environment`, and `signals` that the
 launcher gets one after the other, each when the script has made a file `ready-N` (N: 0, 1, …). `expect` is what both
@@ -198,7 +198,7 @@ CASES = [
     ''', ranks=1, signals=[signum], options="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         ours={"code": "the same; torchrun gives ranks the signal itself, we SIGTERM"})
       for signum in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGUSR1)),
-    Case("children that nobody waits for end their work", '''
+    Case("children that the script does not wait for end their work", '''
     import os, subprocess
     subprocess.Popen(["sh", "-c", "sleep 0.5; echo uploaded > upload-$RANK"])
     '''),

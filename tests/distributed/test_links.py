@@ -94,7 +94,7 @@ class TestConnections:
         (there,) = blocked[0]
         assert (there.rank, there.remote) == (0, f"{four.hosts[1].address}:5000")
         assert there.seconds >= 1.5
-        assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "nobody says: received"
+        assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "no bytes received"
 
     @pytest.mark.parametrize("way", ["egress", "ingress"])
     def test_a_slow_side_is_a_row_or_column(self, four: NamespaceNetwork, tmp_path: Path, way: str) -> None:

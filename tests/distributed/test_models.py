@@ -217,9 +217,9 @@ CASES = {
     "replicas, with a parameter that no loss needs": Case(
         options={"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}, unused=True
     ),
-    "replicas, activations computed anew": Case(checkpointing=True),
+    "replicas, activations recomputed": Case(checkpointing=True),
     "shards that stay gathered": Case(2, {"reshard_after_forward": False, "shard_placement_fn": lambda _: Shard(0)}),
-    "shards in the CPU's memory, activations computed anew": Case(
+    "shards in the CPU's memory, activations recomputed": Case(
         2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, checkpointing=True
     ),
 }
@@ -242,7 +242,7 @@ COMPILED = {
     "replicas, the model after": Case(compiled="after"),
     "replicas, blocks": Case(compiled="blocks"),
     "replicas, blocks, fullgraph": Case(compiled="blocks", fullgraph=True),
-    "replicas, the model in place, activations computed anew": Case(compiled="in place", checkpointing=True),
+    "replicas, the model in place, activations recomputed": Case(compiled="in place", checkpointing=True),
     "shards, blocks": Case(2, compiled="blocks"),
     "shards, blocks, fullgraph": Case(2, compiled="wrapped", fullgraph=True),
     "shards, the model after": Case(2, compiled="after"),

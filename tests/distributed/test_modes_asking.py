@@ -1,4 +1,4 @@
-"""Asking what is due is a rank's own affair: whoever asks, what the ranks must do together they do at the ordinal."""
+"""Each rank reads by itself what is due: what the ranks must do together, they do at the same ordinal."""
 
 from __future__ import annotations
 

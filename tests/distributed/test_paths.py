@@ -259,7 +259,7 @@ class Team:
             host.begin()
 
     def wait_for_ports(self, rank: int, count: int = 1) -> list[int]:
-        """From which it is to connect to the other, so many at least."""
+        """From which it is to connect to the other, this many at least."""
 
         def look() -> list[int]:
             (line, *_) = (*(line for line in self.hosts[rank].told() if line.startswith("connect")), "")
@@ -406,7 +406,7 @@ class TestPlannedPaths:
 
 
 class TestFallback:
-    """Whatever is wrong with a path, its connection comes about; and the launcher says what is wrong."""
+    """A connection is established despite any fault of its path; and the launcher reports the fault."""
 
     def test_where_icmp_is_filtered(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         fabric.filter_icmp()
@@ -448,7 +448,7 @@ class TestFallback:
         team.end()
 
     def test_where_all_ports_are_taken(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
-        """The listener's: whoever has it was there first."""
+        """The listener's: its owner was there first."""
         thief = fabric.hosts[0].start(
             *build_python_command(SERVE.replace(", 0))", ", 20000))")), fabric.hosts[0].address
         )

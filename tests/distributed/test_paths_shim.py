@@ -74,7 +74,7 @@ def port_of(listener: socket.socket) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has; outside of the range from which the kernel takes them."""
+    """Unused ports, outside of the range from which the kernel takes them."""
     found = []
     for port in range(20011, 29999, 7):
         with socket.socket() as probe:
@@ -183,9 +183,9 @@ a = socket.socket(); a.bind(("", {own})); a.connect((sys.argv[1], int(sys.argv[2
 a = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))
 b = socket.socket(socket.AF_UNIX)
 try:
-    b.connect({str(tmp_path / "nobody")!r})
+    b.connect({str(tmp_path / "missing")!r})
 except FileNotFoundError:
-    print("nobody")"""
+    print("missing")"""
         port, said = run(program).split()
         assert (port != str(wanted), said) == (True, "nobody")
 
@@ -321,7 +321,7 @@ subprocess.run([sys.executable, "-c", {SAY!r}])
         ], done.stderr  # fmt: skip
 
     def test_ranks_of_pacekeeper_run_have_it_and_what_they_start_has_not(self, plain: Path, tmp_path: Path) -> None:
-        """As installed: the library lies beside its source."""
+        """As installed: the library lies next to its source."""
         package = SHIM_PATH.parents[1]
         installed = tmp_path / package.name
         shutil.copytree(package, installed, ignore=shutil.ignore_patterns("__pycache__", "*.so"))

@@ -185,7 +185,7 @@ def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(
 def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its sender has it whole, nobody knows a torn copy that could be left out."""
+    """Where its sender has it whole, no torn copy is known that could be left out."""
 
     def send(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> list[dist.Work]:
         if slot[8] == 4 and receiver == 3:

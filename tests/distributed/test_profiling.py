@@ -233,7 +233,7 @@ def test_a_checkpoint_and_a_compilation_are_not_looked_at_and_another_mode_ends_
 
 
 def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> None:
-    """Its peers lose their connection to it, and whoever has its window together by then tells of it."""
+    """Its peers lose their connection to it, and the ranks whose window is complete by then report it."""
 
     def die(rank: int, step: int) -> float:
         if rank == 1 and step == FIRST_STEP + 20:

@@ -31,7 +31,7 @@ PATIENCE = 300.0
 
 
 class Beside(HostCopies):
-    """As of a state on a device: the host's part goes on beside the training."""
+    """As of a state on a device: the host's part overlaps with the training."""
 
     asynchronous = True
 
@@ -114,7 +114,7 @@ def test_a_copy_that_is_torn_on_one_rank_is_void_on_all(tmp_path: Path) -> None:
         return found.step
 
     def torn(_: Snapshots) -> None:
-        raise TornCopyError("changed meanwhile")
+        raise TornCopyError("changed during the copy")
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS
 

@@ -34,7 +34,7 @@ from testing.operators.tls import Authority
 
 TOKEN = "a-token"
 LONG_POLL_SECONDS = 600.0
-"""Nothing comes by its end: what comes, comes beside it."""
+"""Nothing comes by its end: what comes, comes over another connection."""
 PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, ranks=(0,), world_size=1, workers=1)
 
 
@@ -264,7 +264,7 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
         await asyncio.sleep(1.5)
         assert len(operator.heartbeats) == told, "nothing has changed"
         train(0.12)
-        await until(lambda: len(operator.heartbeats) > told, "a slow rank is told of beside the long poll")
+        await until(lambda: len(operator.heartbeats) > told, "a slow rank is reported during the long poll")
         (figures,) = operator.heartbeats[-1].rank_metrics
         assert (figures.rank, figures.steps) == (5, 4)
         assert figures.compute_seconds == pytest.approx(0.12)
@@ -287,10 +287,10 @@ async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_pol
 async def test_a_launcher_without_peers_has_the_operator_answer_beside_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
-        await until(lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat beside it, and a poll is held")
+        await until(lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat during it, and a poll is held")
         told = len(operator.heartbeats)
         await asyncio.sleep(2.5)
-        assert len(operator.heartbeats) == told, "nobody asks"
+        assert len(operator.heartbeats) == told, "no poll arrives"
         contact = worker.runtime.operator_contact.stat().st_mtime_ns
         worker.runtime.partitioned.touch()
         await until(lambda: len(operator.heartbeats) > told, "the operator is asked at once")

@@ -43,7 +43,7 @@ class Worker:
         self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, None)
 
     def snapshot(self, step: int, wait: bool = False) -> int:
-        """Of a state that `step` tells; what `settle` says. wait: for what is done beside the training."""
+        """Of a state that encodes `step`; what `settle` returns. wait: for what is done in the background."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(step)
@@ -72,7 +72,7 @@ class Memory:
 
 
 def test_where_a_shard_has_no_room_all_ranks_wait_before_they_try_again(tmp_path: Path) -> None:
-    """The others' shards help nobody alone: their memory goes back to the training."""
+    """The others' shards are useless without it: their memory goes back to the training."""
 
     def rank_main(rank: int) -> tuple[list[int], int, list[str], int]:
         dist.init_process_group("gloo")

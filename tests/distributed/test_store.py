@@ -237,7 +237,7 @@ def test_where_no_other_state_is_left_the_training_does_not_begin_with_half_of_o
 
 @pytest.mark.parametrize("source", ["memory", "volume"])
 def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Path) -> None:
-    """A graph that was captured before, and whoever has a tensor's `data`, sees it."""
+    """A graph that was captured before, and all holders of a tensor's `data`, see it."""
 
     def a_training_rank(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer, StateStore]:
         environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(tmp_path / "runtime"))

@@ -190,7 +190,7 @@ def test_ctrl_c_reaches_the_script_as_it_expects_it_and_the_run_ends_with_130(tm
         assert run.end() == 130
     log = run.log.read_text()
     assert "rank 0 is interrupted" in log
-    assert "rank 1 has its checkpoint" in log, "whoever handles SIGTERM gets that"
+    assert "rank 1 has its checkpoint" in log, "a script that handles SIGTERM receives it"
 
 
 RECORDED = """

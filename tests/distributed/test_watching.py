@@ -36,7 +36,7 @@ STEPS = 8
 
 
 class Layer(nn.Module):
-    """A linear layer whose forward pass takes so long a sample; the backward pass takes no time."""
+    """A linear layer whose forward pass takes this time per sample; the backward pass takes no time."""
 
     def __init__(self, seconds: float, clock: FakeClock) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class Busy(torch.utils.data.Dataset[Tensor]):
 
 @pytest.mark.usefixtures("native")
 def test_what_a_rank_forks_is_not_the_rank(tmp_path: Path) -> None:
-    """Whatever a DataLoader's workers do, none of it is in the rank's records and state."""
+    """Nothing that a DataLoader's workers do is in the rank's records and state."""
 
     def rank_main(_: int) -> tuple[int, int]:
         import gc
@@ -416,7 +416,7 @@ def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Pat
 
         model: Any = torch.compile(nn.Linear(4, 1), backend="eager", dynamic=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for size in (2, 2, 3, 3):  # another shape is compiled anew
+        for size in (2, 2, 3, 3):  # another shape is compiled again
             model(torch.ones(size, 4)).sum().backward()
             optimizer.step()
 

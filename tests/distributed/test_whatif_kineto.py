@@ -108,7 +108,7 @@ def test_own_work_is_told_apart_from_waiting(slow: tuple[list[Path], list[float]
     assert {FORWARD, BACKWARD, REDUCE_SCATTER, OPTIMIZER} <= by_type.keys()
     waits = seconds[SLOW] - max(own for rank, own in enumerate(seconds) if rank != SLOW)
     assert by_type[FORWARD].tolist() == pytest.approx(seconds, abs=waits / 4)
-    # What the peers wait is nobody's transfer.
+    # What the peers wait is no rank's transfer.
     assert by_type[REDUCE_SCATTER].max() < waits / 2
 
 

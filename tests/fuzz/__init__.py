@@ -1,4 +1,4 @@
-"""What comes from elsewhere, mutated: whatever it is, it is taken as it was meant, or refused by name.
+"""Input from elsewhere, mutated: each value is taken as it was meant, or refused by name.
 
 A `Border` is a place where the product reads what somebody else has written. From a valid value, `mutations` makes one
 that differs in one place; the border's real entry point takes it. It may refuse, by its own named errors; it may not

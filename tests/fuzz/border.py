@@ -28,7 +28,7 @@ MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 """Of address space beyond what there was."""
 MAX_MESSAGE_CHARACTERS = 3_000
-"""Characters of an error: whoever sends nonsense does not fill the log by it."""
+"""Characters of an error: a client that sends nonsense does not fill the log by it."""
 
 Enter = Callable[[Any], object]
 """What is done with a value at the border; it returns what came of it."""
@@ -61,7 +61,7 @@ class _TooMuch(BaseException):
 
 
 def run_trials(border: Border, seeds: Iterator[int]) -> int:
-    """So many values have been tried. Raises Finding, which says how to do it again."""
+    """How many values have been tried. Raises Finding, which says how to repeat it."""
     tried = 0
     with _watch_threads() as thread_errors, border.open() as enter:
         examples = border.examples()

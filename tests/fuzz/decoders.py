@@ -61,7 +61,7 @@ TRUSTED = {
         "operator/pacekeeper_operator/node_probe.py:_receive_block",
     ),
 }
-"""Why nobody fuzzes these decoders."""
+"""Why these decoders are not fuzzed."""
 
 
 def find_decoders() -> set[str]:

@@ -1,4 +1,4 @@
-"""The Dockerfile's operator, built by buildah: it starts, as nobody in particular, with what is locked and no more."""
+"""The Dockerfile's operator, built by buildah: it starts, without privileges, with what is locked and no more."""
 
 from __future__ import annotations
 

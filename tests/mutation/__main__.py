@@ -99,7 +99,7 @@ class Run:
 
 
 def draw_sample(only: str, limit: int, seed: int) -> list[Mutant]:
-    """At most so many of those whose file's path holds `only`, in the order of files and lines; 0: all."""
+    """At most `limit` of those whose file's path holds `only`, in the order of files and lines; 0: all."""
     mutants = [mutant for path in list_files() if only in path.as_posix() for mutant in _list_mutants(path)]
     if 0 < limit < len(mutants):
         chosen = sorted(random.Random(seed).sample(range(len(mutants)), limit))
@@ -130,9 +130,9 @@ def format_table(survivors: Sequence[Mutant], unreached: set[Mutant]) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--only", default="", help="part of the path of the modules to change")
-    parser.add_argument("--sample", type=int, default=0, help="so many mutants at most (all)")
+    parser.add_argument("--sample", type=int, default=0, help="how many mutants at most (all)")
     parser.add_argument("--seed", type=int, default=0, help="draws the sample")
-    parser.add_argument("--seeds", type=int, default=0, help="so many simulated disasters are checks, too")
+    parser.add_argument("--seeds", type=int, default=0, help="how many simulated disasters are checks, too")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--json", type=Path, default=ROOT / "build/mutation.json", help="where the result goes")
     options = parser.parse_args(arguments)

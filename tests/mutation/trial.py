@@ -86,9 +86,9 @@ def try_mutants(
 
 
 def _run_checks(checks: Iterable[Check], limit: int) -> Fate:
-    """Within so many seconds."""
+    """Within this many seconds."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process, whatever it is at
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process at any point
     signal.alarm(limit)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     return Fate.SURVIVED if all(_holds_check(check) for check in checks) else Fate.KILLED
@@ -104,7 +104,7 @@ def _wait_for_trial(running: dict[int, Mutant]) -> tuple[Mutant, Fate]:
 def _holds_check(check: Check) -> bool:
     try:
         return check.holds()
-    except BaseException:  # whatever the mutant does, a check that it stops does not hold
+    except BaseException:  # a check that the mutant stops by any error does not hold
         return False
 
 
@@ -138,7 +138,7 @@ def _collect_functions() -> Functions:
 
 
 def _clear_caches(caches: Sequence[functools._lru_cache_wrapper[object]]) -> None:
-    """What functions keep of earlier calls: a check shall call them anew."""
+    """What functions keep of earlier calls: a check shall call them again."""
     for cache in caches:
         cache.cache_clear()
 

@@ -17,7 +17,7 @@ from .references import References, find_folders, read_references
 LIMIT_SECONDS = 120
 _COSTLY_FOLDERS = ("tests/unit/simulation/", "tests/distributed/", "tests/cluster/")  # each more than the one before
 _LISTED = 12
-"""Of tests that do not run, so many of the nearest files are named."""
+"""How many of the nearest files are named for tests that do not run."""
 
 
 def main(arguments: Sequence[str]) -> int:

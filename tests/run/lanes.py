@@ -188,7 +188,7 @@ def format_minutes(seconds: float) -> str:
 
 
 def _build_environment() -> dict[str, str]:
-    """Byte code is kept whatever the caller prefers: each of hundreds of processes would compile it again."""
+    """Byte code is always kept, against the caller's setting: each of hundreds of processes would compile it again."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return variables | {"PYTHONUNBUFFERED": "1"}
 

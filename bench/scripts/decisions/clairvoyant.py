@@ -45,7 +45,7 @@ def compute_least_cost(scenario: Scenario, cost_model: CostModel, begin: int = 0
 def compute_informed_cost(scenario: Scenario, cost_model: CostModel) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
     upon, and until then by the way that was best before; or an exact way for one strain is kept from then on, since
-    what comes and goes is back before it shows. A mode that is not exact does not outlast its reason, for nobody."""
+    what comes and goes is back before it shows. No policy keeps a mode that is not exact after its reason has ended."""
     job, strains, first_second = scenario.job, scenario.timeline.strains_by_second, find_first_sign(scenario)
     seconds = range(first_second, scenario.timeline.end)
     visible = [get_visible_strain(scenario, second, ago=DECISION_SECONDS) for second in seconds]

@@ -17,7 +17,7 @@ from .policy_run import PolicyRun, find_first_sign, run_policy
 from .world import CALM, CostModel, Spare, Strain, get_remaining_strain
 
 GRACE_SECONDS = 120
-"""So long after a slowdown's end what is done still concerns it."""
+"""Actions within this time after a slowdown's end still concern it."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Outcome:
     lost: Mapping[str, float]
     slowed: float  # by ours, and by steps alone: what Local-SGD wins counts without any rule
     since: Mapping[str, float]
-    least: float  # that can be lost, by whoever knows all
-    informed: float  # from the first sign on, by whoever knows how long it lasts
+    least: float  # lost by a policy that knows the future
+    informed: float  # lost by a policy that knows, from the first sign on, how long it lasts
     gains: tuple[Gain, ...] = ()
     false_alarms: int = 0
     exchanges: int = 0

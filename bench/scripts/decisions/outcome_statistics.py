@@ -137,7 +137,7 @@ def build_summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[
         f"{MAX_MEAN_TIMES:g} × on average": statistics.times_on_average <= MAX_MEAN_TIMES,
         "no quarantine for slowness": quarantines == 0,
         f"{MIN_PREDICTED_SHARE:.0%} of gains within {NEAR_SHARE:.0%}": predicted >= MIN_PREDICTED_SHARE * total,
-        "nobody beats the clairvoyant": not beaten,
+        "no policy beats the clairvoyant": not beaten,
         "no step of a pass failed": not any(outcome.failures for outcome in all_outcomes),
     }
     return {

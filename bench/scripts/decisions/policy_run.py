@@ -18,13 +18,13 @@ WINDOW_STEPS, THRESHOLD = 32, 1.1
 
 @dataclass(frozen=True)
 class Now:
-    """A second. `strain`: as it is for this setup; `came`: as it befalls the job, whoever holds its ranks."""
+    """A second. `strain`: as it is for this setup; `came`: as it reaches the job, wherever its ranks are."""
 
     second: int
     setup: Setup
     strain: Strain
     came: Strain
-    stands: bool  # between two rounds: nobody trains
+    stands: bool  # between two rounds: no rank trains
 
 
 class OnlinePolicy(Protocol):
@@ -99,7 +99,7 @@ def find_first_sign(scenario: Scenario) -> int:
 
 
 def get_visible_strain(scenario: Scenario, second: int, ago: int = 0) -> Strain:
-    """What those see who notice a change as late as it shows; `ago`: so many seconds of training before."""
+    """What a policy observes that detects a change only once it shows; `ago`: seconds of training before."""
     job = scenario.job
     trained = (
         job.compute_trained_seconds(max(0, second - scenario.evidence_delay_seconds))

@@ -10,7 +10,7 @@ exchanging the worker, and noticing that it is over.
 The clairvoyant takes the cheapest of three from the first moment on: nothing, the best shares in whole samples, or the
 spare. Exchanging a worker costs it what it costs the operator in the same world, who has an idea of it from a crash
 that the job has been through. It needs no time to notice; the
-operator has twice its cost, and the seconds of noticing beside: what the fault costs, unmended, until the first
+operator has twice its cost, plus the seconds of detection: what the fault costs, unmended, until the first
 decision, and what shares cost that outlive it.
 """
 
@@ -45,14 +45,14 @@ SEED_COUNT = 3
 REPLICAS, SLOW_RANK = 4, 1
 FACTORS = (1.15, 1.3, 1.6, 2.2, 3.1, 5.0)
 UNBOUNDED_SECONDS = 1200.0
-"""So long is measured of a fault that does not end."""
+"""How long a fault that does not end is measured."""
 SLOW_SECONDS = (30.0, 120.0, 600.0, UNBOUNDED_SECONDS)
 CRASH_AT_SECONDS, SLOWDOWN_AT_SECONDS = 50.0, 120.0
 TAIL_SECONDS = 120.0
 STATE_POLL_SECONDS = 0.5
 MAX_TIMES_CLAIRVOYANT = 2.0
 MAX_POINTS_BEHIND = 10.0
-"""Of the slowdown that a clairvoyant removes at JUDGED_SECONDS, the operator removes as much but for so many."""
+"""Of the slowdown that a clairvoyant removes at JUDGED_SECONDS, the operator may leave this much."""
 JUDGED_SECONDS = 600.0
 DRAWS = 4096
 NOISE_RANGE = (0.98, 1.02)
@@ -214,7 +214,7 @@ def _compute_slowdowns(training: SimulatedTraining, factor: float) -> tuple[floa
 
 
 def build_results(played: Sequence[Played]) -> list[Result]:
-    """Of all cases with a fault, each beside the same world without."""
+    """Of all cases with a fault, each compared with the same world without it."""
     healthy = {
         (played_case.case.seed, played_case.case.spares): played_case
         for played_case in played

@@ -22,18 +22,18 @@ from pacekeeper_analysis.stragglers.price import MAX_EXACT_STEP_TIME_RATIO, comp
 from pacekeeper_analysis.stragglers.strategies import MAX_REMAINING_COST_WITH_SHARES
 
 GC_INTERVAL_STEPS = 20
-"""A rank that collects garbage by itself does so once in so many of its steps."""
+"""Steps between two collections of a rank that collects garbage by itself."""
 HICCUP_FACTOR = 3.0
-"""So many times as long as usual takes a rank that is held up once."""
+"""Duration of a step of a rank that is held up once, as a multiple of the usual one."""
 SYNC_TRANSFER_FACTOR = 1.3
 """Times the transfer of a step that one of a synchronization in a Local-SGD mode takes
 (`simulation.workers.training_round`)."""
 CLEAR_MARGIN = 1.1
-"""Times the bound beyond which nobody mistakes the one side of it for the other: up to there it is worth nothing to
-have left exact training, nor to have stayed."""
+"""Times the bound beyond which the two sides of it are distinct: up to there it is worth nothing to have left exact
+training, nor to have stayed."""
 BACKWARD_SHARE, FORWARD_SHARE = 2 / 3, 1 / 3
 """Parts of a rank's own work that hide a transfer: the first in a synchronous step, the second at a synchronization. A
-step's transfer is taken to be so long that it just shows."""
+step's transfer is assumed to be just longer than what hides it."""
 MAX_RANK_DRAWS, MAX_DRAWS, FITTED_DRAWS = 262_144, 1024, 256
 """Draws times ranks, and draws, that an expectation is of; and others, that the best shares are fitted to."""
 
@@ -45,7 +45,7 @@ class Spare(StrEnum):
 
     NONE = "none"
     WARM = "warm"
-    DEAD = "dead"  # its pod is there, and nobody hears of it
+    DEAD = "dead"  # its pod exists, and sends no heartbeats
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class JobCosts:
     ranks_each: int
     samples: int  # of each rank in a step
     sample_seconds: float
-    fixed_seconds: float  # of a step, whatever its samples
+    fixed_seconds: float  # of a step with any number of samples
     transfer_seconds: float  # of a step, that no computation hides
     noise: float  # standard deviation of a rank's own work in a step, over its mean
     hiccups: float  # share of a rank's steps that take HICCUP_FACTOR times as long
@@ -91,7 +91,7 @@ class JobCosts:
         return periods * (self.phase_every - self.phase_seconds) + min(remainder, self.phase_every - self.phase_seconds)
 
     def find_time(self, trained: float) -> float:
-        """Until it has trained for so long."""
+        """Return the time at which it has trained for `trained` seconds."""
         if not self.phase_seconds:
             return trained
         periods, remainder = divmod(trained, self.phase_every - self.phase_seconds)
@@ -107,7 +107,7 @@ class Strain:
 
     slow: tuple[tuple[int, float], ...] = ()  # ranks, and how many times their peers' time they take
     all_slow: float = 1.0  # the same of all ranks
-    turns: float = 1.0  # of one rank in each step, drawn anew
+    turns: float = 1.0  # of one rank in each step, drawn again
     transfer_seconds: float = 0.0  # that each transfer takes longer
     gc_seconds: float = 0.0  # of a pause, of each rank once in GC_INTERVAL_STEPS steps
     lengths: float = 0.0  # standard deviation of the logarithm of a rank's work in a step: sequences, dealt unevenly
@@ -158,7 +158,7 @@ class CostModel:
     """Ways that some course has taken."""
 
     def compute_loss(self, strategy: TrainingStrategy, strain: Strain) -> float:
-        """0 to 1. Nobody has published what it is worth to stay exact, so that it is a rule here, the product's own,
+        """0 to 1. No publication says what it is worth to stay exact, so that it is a rule here, the product's own,
         and binds all: what Local-SGD wins over exact training counts only where it `may_leave_exact`."""
         self.tried.setdefault(strategy)
         seconds = self.step_seconds(strategy, strain)

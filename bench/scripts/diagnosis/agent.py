@@ -26,7 +26,7 @@ from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat
 WINDOW_STEPS = 32
 POLL_INTERVAL_SECONDS, EVIDENCE_INTERVAL_SECONDS = 0.1, 1.0
 POLL_SECONDS = 3.0
-"""A heartbeat goes out after so long in any case."""
+"""The longest time between two heartbeats."""
 ALL_PARTS_EVERY, ALL_PARTS = 3, (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
 
 

@@ -147,8 +147,8 @@ def _add_disturbances(day: Steps, rng: np.random.Generator, usual_seconds: float
 
 
 def _find_conspicuous(day: Steps, early_step: float) -> Iterator[tuple[float, float]]:
-    """Stretches of seconds around those in which a rank's mean own work over its window is slow beside the others', or
-    all their steps are slow beside the early ones."""
+    """Stretches of seconds around those in which a rank's mean own work over its window is slow compared with the
+    others', or all their steps are slow compared with the early ones."""
     step, own = _compute_window_means(day.step), _compute_window_means(day.own)
     relative_times = own.max(axis=1) / np.median(own, axis=1)
     is_slow = np.maximum(relative_times, step.min(axis=1) / early_step) >= DetectionSpec().straggler_slowdown

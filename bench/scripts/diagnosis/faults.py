@@ -58,7 +58,7 @@ class Truth:
         return self.source is not None or self.destination is not None
 
     def is_named(self, finding: Finding) -> bool:
-        """Whether the culprit's words name it, and nobody else."""
+        """Whether the message of the diagnosis names the culprit, and no other worker."""
         if self.is_of_links:
             return self._names_link(finding.culprit)
         if self.function and self.function in finding.culprit and (not self.ranks or self._names_rank(finding.culprit)):
@@ -158,7 +158,7 @@ def _iterate_host_faults() -> Iterator[InjectedFault]:
         lambda _place: (Truth(frozenset({FaultClass.CONFIGURATION})),),
     )
     yield InjectedFault(
-        "hog beside one host",
+        "hog next to one host",
         lambda job, place: add_noisy_neighbors(job.hosts, list_hosts(place)[0], NOISY_NEIGHBORS),
         lambda job, place: add_noisy_neighbors(job.hosts, list_hosts(place)[0], 0),
         build_truth(machine_classes),

@@ -185,7 +185,7 @@ def agree_on_fault(step: int, fault: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect_garbage(seconds: float) -> None:
-    """Garbage that takes so long to be collected, about: each collection looks at all that there is."""
+    """Garbage whose collection takes about `seconds`: each collection visits all objects."""
     if not _heap:
         _heap.extend([] for _ in range(round(OBJECTS_A_SECOND * seconds)))
         for item in _heap:
@@ -198,7 +198,7 @@ _cached_fault: tuple[int, dict[str, Any]] = (-1, {})
 
 
 def read_fault() -> dict[str, Any]:
-    """Looked at anew only when the file has changed."""
+    """Read again only when the file has changed."""
     global _cached_fault
     path = FOLDER / f"fault-{os.environ['RANK']}.json"
     try:

@@ -71,7 +71,7 @@ class IncidentVersion:
 
 
 class _Clock(OperatorRuntime):
-    """The recording's. Nobody waits for anything."""
+    """The recording's. No call waits."""
 
     def __init__(self, now: float) -> None:
         super().__init__(seed=0)
@@ -91,8 +91,8 @@ class _Clock(OperatorRuntime):
 def replay_operator(recording: Recording, *, knows_the_job: bool = True) -> list[IncidentVersion]:
     """What its incidents say, one for each change; until a remedy would have begun a new round.
 
-    `knows_the_job`: the operator has looked into the waits that the job always has, in vain, as it does in its first
-    minutes.
+    `knows_the_job`: the operator has investigated the waits that the job always has, without result, as it does in its
+    first minutes.
     """
     return asyncio.run(_Operator(recording, knows_the_job).run())
 

@@ -45,7 +45,7 @@ class Beginning:
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Beginning | None:
-        """None: nobody's own work grew."""
+        """None: no rank's own work grew."""
         first_step = find_newest_step(recording, recording.began)
         last_step = max(first_step + 1, find_newest_step(recording, recording.began + BEGINNING_SECONDS))
         work = collect_own_work(recording)

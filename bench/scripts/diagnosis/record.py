@@ -1,7 +1,7 @@
-"""Recordings: all that the operator would have been told of a fault on real ranks, kept to be replayed.
+"""Recordings: all reports that the operator would have received of a fault on real ranks, kept to be replayed.
 
 `python -m bench.scripts.diagnosis.record [PLACES [FAULT …]]` makes those that are missing. They are kept outside of the
-repository, by what makes them: who changes the trainer, the protocol or these scripts records anew.
+repository, keyed by what makes them: a change of the trainer, the protocol or these scripts requires new recordings.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 6.0, 16.0
 new connections."""
 HEALTHY_SECONDS = 40.0
 MAX_CALM_RELATIVE_TIME, CALM_TIMEOUT_SECONDS = 1.1, 300.0
-"""Steps before a fault take so many times as long as the job's first ones at most. So long it is waited for that: on a
-machine that is busy otherwise a fault is not the one that is meant, and a healthy job is none."""
+"""The longest a step may take before a fault, as a multiple of the job's first ones, and how long to wait for that. On
+a busy machine a fault is not the intended one, and a healthy job does not look healthy."""
 PROFILE_DELAY_SECONDS, PROFILE_AHEAD_STEPS, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
 """Seconds after a fault's beginning, steps ahead of then, and what the operator would ask for."""
 PROBE_DELAY_SECONDS = 24.0

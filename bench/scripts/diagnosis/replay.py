@@ -55,7 +55,7 @@ class Outcome:
     place: int
     copy: int
     early: bool  # something was blamed before the fault began
-    first: ReplayVerdict | None  # that names somebody; None: nobody was
+    first: ReplayVerdict | None  # that names a worker; None: no worker was named
     last: ReplayVerdict | None
     naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed somebody, and rightly
 

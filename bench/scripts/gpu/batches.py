@@ -49,7 +49,7 @@ def check_memory_is_kept() -> None:
 
 
 def check_loader_batches(workers: int) -> None:
-    """Batches on the device, from pinned memory, with so many workers of torch's DataLoader."""
+    """Batches on the device, from pinned memory, with `workers` workers of torch's DataLoader."""
     device = get_current_device()
     pinned = []
 
@@ -74,7 +74,7 @@ def get_current_device() -> torch.device:
 
 
 def launch_work(device: torch.device, seconds: float) -> torch.cuda.Event:
-    """Launches work that takes about so long at least, and returns before it is done. Its end is the event."""
+    """Launches work that takes at least about `seconds`, and returns before it is done. Its end is the event."""
     matrix = torch.zeros(4096, 4096, device=device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     matrix @ matrix  # the first one loads libraries

@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = 30.0
 
 
 def watch_health(seconds: float) -> dict[str, Any]:
-    """While the GPU works for so long: its `health`, and the `events` that there were."""
+    """While the GPU works for `seconds`: its `health`, and its `events`."""
     monitor, busy = open_gpu_monitor(), Busy()
     deadline = time.monotonic() + TIMEOUT_SECONDS
     events: list[Any] = []

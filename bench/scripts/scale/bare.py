@@ -58,12 +58,12 @@ class BenchClock(OperatorRuntime):
         return self.passed
 
     async def run_with_timeout(self, seconds: float, work: Any) -> Any:
-        """Nobody waits here for what has not come yet."""
+        """This runtime does not wait for results that have not come yet."""
         return await super().run_with_timeout(min(seconds, 0.0), work)
 
 
 class BareApiServer:
-    """Objects by their path. Pods run as soon as they are made, each on a node of its own; `heard` is told of them."""
+    """Objects by their path. Pods run as soon as they are made, each on a node of its own: see `on_pod_event`."""
 
     def __init__(self, clock: BenchClock) -> None:
         self.clock = clock
@@ -73,7 +73,7 @@ class BareApiServer:
         self.nodes = 0
 
     async def watch(self, _path: str, _query: Mapping[str, str]) -> AsyncGenerator[Object]:
-        """Nobody watches here: `heard` is told."""
+        """Yields nothing: `on_pod_event` is called instead."""
         return
         yield
 

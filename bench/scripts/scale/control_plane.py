@@ -138,7 +138,7 @@ def run_control_plane() -> Iterator[ControlPlane]:
 
 
 def find_free_port() -> int:
-    """Below those that the kernel gives to connections, so that none of them takes it meanwhile."""
+    """Below those that the kernel gives to connections, so that none of them takes it in between."""
     while True:
         port = random.randrange(20_000, 30_000)
         with suppress(OSError), socket.create_server(("", port)):

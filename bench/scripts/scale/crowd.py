@@ -112,6 +112,6 @@ def _build_token(number: int) -> str:
 
 if __name__ == "__main__":
     file_limits.raise_file_limit()
-    logging.disable()  # each would say that nobody answers yet
+    logging.disable()  # each would report that there is no answer yet
     port, workers, ranks = map(int, sys.argv[1:4])
     asyncio.run(main(port, workers, ranks, float(sys.argv[4])))

@@ -1,4 +1,4 @@
-"""1,000 jobs of four workers: what the operator takes while they train, how soon one that starts anew knows them all,
+"""1,000 jobs of four workers: the operator's cost while they train, how soon a restarted operator has them all,
 and what becomes of them while the API server refuses nearly everything.
 
 A storm: all that the operator asks is answered 429 by the API server's own priority and fairness; but for its Lease,

@@ -32,7 +32,7 @@ SETTLE_SECONDS = 30.0
 """All sidecars are back after an operator's restart."""
 TIMEOUT_SECONDS = 180.0
 BREAKER_SECONDS = 20.0
-"""For so long no node may be cordoned where the breaker has tripped."""
+"""How long no node may be cordoned where the breaker has tripped."""
 TAINT = "pacekeeper.dev/quarantine"
 QUARANTINES = f"{API_PATH}/nodequarantines"
 RAISED_LIMITS = {

@@ -57,7 +57,7 @@ def _configure_operator_gc() -> Iterator[None]:
 
 
 async def _measure_large_job(workers: int) -> Sequence[Measurement]:
-    """One job of so many workers, and one of a quarter."""
+    """One job of `workers` workers, and one of a quarter."""
     quarter_seconds = await _measure_idle_pass(workers // 4)
     jobs = Jobs()
     context = await _start_job(jobs, workers)
@@ -120,7 +120,7 @@ async def _time_stalls(jobs: Jobs, context: JobContext) -> tuple[float, int]:
     seconds = await jobs.run_pass(context)
     assert context.cache.desired is not None
     if not context.cache.desired.state.incidents.open:
-        raise RuntimeError("nobody has decided about the stalls")
+        raise RuntimeError("the operator has not decided about the stalls")
     return seconds, len(context.cache.faults)
 
 
@@ -138,7 +138,7 @@ async def _measure_many_jobs(job_count: int) -> Sequence[Measurement]:
 
 
 async def _time_passes(job_count: int) -> Sequence[float]:
-    """Seconds of passes over each of so many jobs of one namespace, in rising order."""
+    """Seconds of passes over each of `job_count` jobs of one namespace, in rising order."""
     jobs = Jobs()
     log_progress(f"{job_count} jobs of {WORKERS_PER_JOB} workers start")
     contexts = [await jobs.start(f"job-{number}", WORKERS_PER_JOB) for number in range(job_count)]

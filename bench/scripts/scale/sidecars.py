@@ -6,10 +6,9 @@
 each has a processor of its own in a cluster: a spare that is to be timed needs another one.
 
 Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
-client (`pacekeeper.sidecar.operator_client`). Of their handshakes so many are under way at a time as one process can
-answer:
-thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its figures
-move a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks
+client (`pacekeeper.sidecar.operator_client`). At most as many handshakes are in progress at a time as one process can
+answer: thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its
+metrics vary a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks
 and when the last one was, and how many calls were refused so far.
 """
 
@@ -51,8 +50,8 @@ FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.2, 5.0
 MAX_CONCURRENT_CONNECTS = 128
 """Connections."""
 SIDECAR_GC_THRESHOLDS = 100_000, 50, 50
-"""When to look for garbage. By Python's own measure all objects of 5,000 sidecars, which have a few each, are looked
-through together, for 1.7 s in which nobody is heard."""
+"""Thresholds of the garbage collector. With Python's defaults one collection visits all objects of 5,000 sidecars, for
+1.7 s in which no sidecar makes progress."""
 KIND_FILTERS: dict[str, Callable[[bool], bool]] = {
     "all": lambda _: True,
     "spares": lambda spare: spare,

@@ -61,7 +61,7 @@ class Disruptions:
             "container frozen": self._stop_worker,
             "error raised": lambda job: self._request_script_fault(job, "raise"),
             "memory filled": lambda job: self._request_script_fault(job, "fill"),
-            "rank waits for ever": lambda job: self._request_script_fault(job, "hang"),
+            "rank waits indefinitely": lambda job: self._request_script_fault(job, "hang"),
             "sidecar killed": self._kill_sidecar,
             "worker deleted": lambda job: f"pod {job.delete_worker(self._draw_rank())}",
             "spare deleted": self._delete_spare,
@@ -219,7 +219,7 @@ class Disruptions:
 
 
 def _find_leader() -> str:
-    """Raises ClusterError where nobody leads now."""
+    """Raises ClusterError if no operator leads now."""
     if not (leader := release.get_leader_name()):
         raise ClusterError("no operator leads")
     return leader

@@ -1,7 +1,7 @@
 """Ours, and torch's own asynchronous checkpoints (DCP) of the same model in the same ranks.
 
 Each rank is a worker of its own, each worker on a node of its own, so that each keeps the other one's copies. The time
-of a call is what the training is held up by it: on a CPU nothing of it goes on beside.
+of a call is what the training is held up by it: on a CPU nothing of it overlaps with the training.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ MAX_VARIABLES = 20_000
 
 
 def compute_speed_bound(fabric: SimulatedFabric, traffic: Traffic) -> float:
-    """Of the slowest job, at most, as a part of what it reaches where nobody is held up."""
+    """Of the slowest job, at most, as a part of what it reaches where no job is held up."""
     topology, groups = fabric.topology, fabric.topology.groups
     pair = traffic.source * groups + traffic.destination
     demand = np.bincount(pair, traffic.demand * fabric.port, groups**2).astype(float).reshape(groups, groups)

@@ -5,8 +5,8 @@ two ranks below two leaves, started by real launchers without privileges. *ECMP*
 draws the ports. *Planned* is the operator's joint plan (`decide.traffic`), brought into force by launchers and shim.
 Both sides of a seed have the same switches, in turns. A speed is in Mbit/s that each rank sends.
 
-One setting has as many links as all eight jobs have flows: whoever is planned well has a link of his own. The other one
-is oversubscribed.
+One setting has as many links as all eight jobs have flows: a good plan gives each flow a link of its own. The other
+one is oversubscribed.
 
 The simulator is asked for the same: leaves say which way each flow takes, and `fabric.load` what rate that comes to.
 """
@@ -124,13 +124,13 @@ class Bench:
         self._round_seconds: list[float] = []
 
     def measure_single_job(self) -> float:
-        """Mbit/s of a job that nobody holds up: what a whole link of the simulator's stands for."""
+        """Mbit/s of a job that no other holds up: what a whole link of the simulator's stands for."""
         first_job = self._team.jobs[:1]
         self._begin_rounds(first_job, self._switches.build_wiring(), None)
         return median(self._measure_speeds(first_job)[0][0] for _ in range(self._sizes.alone))
 
     def iterate_runs(self, seeds: int, counts: Sequence[int]) -> Iterator[Run]:
-        """Of so many jobs at once, both ways."""
+        """Of each of `counts` jobs at once, hashed by ECMP and planned."""
         start = time.monotonic()
         for seed in range(seeds):
             for count in counts:
@@ -235,7 +235,7 @@ class Bench:
         return [flow for job in jobs for flow in job.list_flows()]
 
     def _measure_speeds(self, jobs: Sequence[FabricJob]) -> tuple[list[float], float]:
-        """Mbit/s of each over the same seconds, and the load of the processors meanwhile."""
+        """Mbit/s of each over the same seconds, and the load of the processors during them."""
         self._go(jobs)
         self._team.pause(SETTLE_SECONDS)
         busy_before, began = _read_busy_seconds(), time.monotonic()

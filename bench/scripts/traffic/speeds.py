@@ -29,7 +29,7 @@ class PlannedTraffic:
     shifts: Ints | None = None  # of each job, slots; None: as they happen to be
 
     def compute_load(self, fabric: SimulatedFabric) -> float:
-        """The largest of a link, as a part of what it carries, were nobody held up."""
+        """The largest of a link, as a part of what it carries, were no job held up."""
         topology, traffic = fabric.topology, self.traffic
         demand = traffic.demand * fabric.port
         loads = compute_link_loads(topology, traffic.source, traffic.destination, self.routes, demand)

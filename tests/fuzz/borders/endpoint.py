@@ -1,4 +1,4 @@
-"""What sidecars, or whoever calls itself so, send to the operator over HTTP."""
+"""What sidecars, or clients that claim to be sidecars, send to the operator over HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Clock(OperatorRuntime):
 
 
 class _Reviews:
-    """Nobody forges here: whatever is not refused before is this worker's."""
+    """No call here is forged: all that is not refused before is this worker's."""
 
     async def create(self, _kind: ResourceKind, body: Object) -> Object:
         extra = {"authentication.kubernetes.io/pod-name": [POD], "authentication.kubernetes.io/pod-uid": [UID]}

@@ -1,7 +1,7 @@
-"""What launchers say to each other at a meeting, and what ranks bring to their neighbors: over real connections.
+"""What launchers exchange at a rendezvous, and the peer replicas that ranks send: over real connections.
 
-A stranger knows no secret. A member does, and may be of another version, broken or hostile: it may end its own
-conversation, and nobody else's.
+A stranger has no secret. A member does, and may be of another version, broken or hostile: it may end its own
+connection, and no other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MEMBERSHIP = MembershipSecret(membership=5, secret="ab" * 32)
 KEY = "3"
 TIMEOUT_SECONDS = 30.0
 USED_HEADER_BYTES = 72
-"""Bytes of a slot's header that mean something; nobody reads what lies between them and SLOT_HEADER_BYTES."""
+"""Bytes of a slot's header that mean something; what lies between them and SLOT_HEADER_BYTES is not read."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Prometheus' answers over HTTP: of whoever may export metrics, and of what stands between."""
+"""Prometheus' answers over HTTP: from exporters of metrics, and from proxies in between."""
 
 from __future__ import annotations
 
