@@ -924,7 +924,7 @@ def dependants_go_with_their_owner(api: ProbeClient) -> Sequence[object]:
 
 
 @register_probe("201", True, True)
-def a_dependant_of_nobody_goes(api: ProbeClient) -> Sequence[object]:
+def a_dependent_without_an_owner_is_deleted(api: ProbeClient) -> Sequence[object]:
     """Its owner has never been there, or is another one of that name by now."""
     owner = api.create("configmaps", build_config_map("namesakes-owner"))
     reference = {**build_owner_reference("ConfigMap", owner), "uid": "00000000-0000-4000-8000-000000000000"}
@@ -1133,13 +1133,13 @@ def writing_to_nodes(api: ProbeClient) -> Sequence[object]:
 
 
 @register_probe(["before-first-apply Update", "cordon Apply"], True, ["before-first-apply Update"])
-def a_cordon_of_a_node_that_nobody_owns_anything_of(api: ProbeClient) -> Sequence[object]:
+def a_cordon_of_a_node_without_managed_fields(api: ProbeClient) -> Sequence[object]:
     """Who changed what is not written down before the first apply; the cordon that is there then stays."""
-    _create_node(api, "probe-nobodys")
-    api.patch("nodes", "probe-nobodys", {"metadata": {"managedFields": [{}]}, "spec": {"unschedulable": True}})
-    applied = api.apply("nodes", "probe-nobodys", {"spec": {"unschedulable": True}}, "cordon")
-    given_up = api.apply("nodes", "probe-nobodys", {}, "cordon")
-    api.delete("nodes", "probe-nobodys")
+    _create_node(api, "probe-unowned")
+    api.patch("nodes", "probe-unowned", {"metadata": {"managedFields": [{}]}, "spec": {"unschedulable": True}})
+    applied = api.apply("nodes", "probe-unowned", {"spec": {"unschedulable": True}}, "cordon")
+    given_up = api.apply("nodes", "probe-unowned", {}, "cordon")
+    api.delete("nodes", "probe-unowned")
     field = "spec.unschedulable"
     return list_managers(applied, field), given_up.body["spec"].get("unschedulable"), list_managers(given_up, field)
 
@@ -1390,7 +1390,7 @@ def a_lease_that_is_given_back(api: ProbeClient) -> Sequence[object]:
 
 
 @register_probe("201", None, "invalid bearer token")
-def a_token_of_nobodys(api: ProbeClient) -> Sequence[object]:
+def a_token_without_an_account(api: ProbeClient) -> Sequence[object]:
     body = {"metadata": {}, "spec": {"token": "a.b.c", "audiences": ["pacekeeper"]}}
     review = api.create("tokenreviews", body)
     return review, review.body["status"].get("authenticated"), review.body["status"]["error"]

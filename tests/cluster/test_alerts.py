@@ -33,7 +33,7 @@ def test_the_rules_are_well_formed(tool: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
-def test_it_fires_when_it_should_and_ends(tool: Path, case: Path) -> None:
+def test_it_fires_on_its_condition_and_resolves(tool: Path, case: Path) -> None:
     checked(tool, "test", "rules", str(case))
 
 
@@ -68,7 +68,7 @@ def webhook() -> Iterator[str]:
         server.shutdown()
 
 
-def test_one_reaches_people_and_is_taken_back(tmp_path: Path, webhook: str) -> None:
+def test_an_alert_reaches_its_receiver_and_is_resolved(tmp_path: Path, webhook: str) -> None:
     """From the operator's own gauges through Prometheus and Alertmanager."""
     exporter, _ = start_http_server(0, "127.0.0.1")
     failed = ConditionStatus("Failed", "True", "ScriptFailed")

@@ -129,7 +129,7 @@ STRAY_POD: dict[str, Any] = {
 }
 
 
-def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_of_it(tenant: Tenant) -> None:
+def test_the_most_deeply_nested_object_is_refused_and_crashes_no_operator(tenant: Tenant) -> None:
     """kopf reads all of them, and every operator that follows reads them again."""
     levels = 9_900
     body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
@@ -149,7 +149,7 @@ def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_o
         tenant.cluster.kubectl("delete", "tj", "deep", "-n", tenant.namespace, "--timeout=60s")
 
 
-def test_large_objects_of_one_tenant_end_no_operator(tenant: Tenant) -> None:
+def test_large_objects_of_one_tenant_crash_no_operator(tenant: Tenant) -> None:
     """200 MB of pods that carry the label of a job, under the memory limit of the chart: bodies are taken in by bytes.
 
     Each operator begins again, and so lists them all."""
@@ -242,7 +242,7 @@ def test_a_tenant_runs_its_own_jobs(tenant: Tenant) -> None:
     tenant.write(user, "delete", "tj", "gpt", DRY_RUN)
 
 
-def test_a_tenant_has_no_right_to_books_nodes_and_the_operators_namespace(tenant: Tenant) -> None:
+def test_a_tenant_has_no_right_to_job_states_nodes_and_the_operators_namespace(tenant: Tenant) -> None:
     forbidden = [
         *[f"{verb} trainingjobstates.pacekeeper.dev" for verb in ("create", "update", "patch", "delete")],
         *[f"{verb} incidents.pacekeeper.dev" for verb in ("create", "update", "patch")],
@@ -269,7 +269,7 @@ def test_a_tenant_has_the_rights_that_jobs_need(tenant: Tenant) -> None:
     assert tenant.rights(tenant.account("editor"), needed) == needed
 
 
-def test_who_may_only_look_sees_jobs_but_no_plan(tenant: Tenant) -> None:
+def test_a_viewer_reads_jobs_but_no_plan(tenant: Tenant) -> None:
     user = tenant.account("viewer")
     allowed = ["list trainingjobs.pacekeeper.dev", "watch incidents.pacekeeper.dev"]
     a_secret_of_the_job_stands_there = ["get trainingjobstates.pacekeeper.dev"]
@@ -291,7 +291,7 @@ def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> 
         assert "a TrainingJobState is the operator's own" in words
 
 
-def test_the_operator_may_what_it_needs(tenant: Tenant) -> None:
+def test_the_operator_has_the_rights_that_it_needs(tenant: Tenant) -> None:
     rdma = worker(hostNetwork=True, containers=container(capabilities={"add": ["IPC_LOCK"]}))
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=rdma)
     for kind in ("NodeQuarantine", "NodeProbe"):
@@ -314,12 +314,12 @@ STRANGERS = (
 )
 
 
-def test_a_stolen_operator_makes_no_pod(tenant: Tenant) -> None:
+def test_a_compromised_operator_creates_no_pod(tenant: Tenant) -> None:
     words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(STRANGERS))
     assert words.count("only what a TrainingJob controls") == len(STRANGERS)
 
 
-def test_a_stolen_operator_gets_no_hold_of_a_node(tenant: Tenant) -> None:
+def test_a_compromised_operator_gains_no_access_to_a_node(tenant: Tenant) -> None:
     pods = (
         worker(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
         worker(hostPID=True),
@@ -337,7 +337,7 @@ def test_a_stolen_operator_gets_no_hold_of_a_node(tenant: Tenant) -> None:
     assert words.count("admissionPolicy.hostAccess") == len(pods), words
 
 
-def test_a_probe_is_given_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
+def test_a_probe_mounts_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
     probes = [owned_pod("probe", owner(kind)) for kind in ("NodeQuarantine", "NodeProbe")]
     probes[0]["spec"]["hostNetwork"] = True
     probes[1]["spec"]["serviceAccountName"] = RELEASE
@@ -345,7 +345,7 @@ def test_a_probe_is_given_nothing_of_the_operators_namespace(tenant: Tenant) -> 
     assert words.count("a probe needs nothing of its node") == len(probes), words
 
 
-def test_a_stolen_operator_enters_no_namespace_of_the_system(tenant: Tenant) -> None:
+def test_a_compromised_operator_writes_into_no_system_namespace(tenant: Tenant) -> None:
     for namespace in ("kube-system", "kube-public", "kube-node-lease"):
         words = tenant.refusal(OPERATOR, "create", "-f", "-", body=worker(), namespace=namespace)
         assert "nothing to do in this namespace" in words
@@ -367,7 +367,7 @@ def node_patch(tenant: Tenant, spec: dict[str, Any], *taints: dict[str, Any], **
     return ["patch", "node", node["metadata"]["name"], "--type=merge", "-p", change]
 
 
-def test_a_stolen_operator_does_no_more_to_a_node(tenant: Tenant) -> None:
+def test_a_compromised_operator_changes_only_the_cordon_of_a_node(tenant: Tenant) -> None:
     changes = {
         "labels, annotations or any other": node_patch(tenant, {}, labels={"trusted": "true"}),
         "or any other metadata": node_patch(tenant, {}, annotations={"a": "b"}),
@@ -379,19 +379,19 @@ def test_a_stolen_operator_does_no_more_to_a_node(tenant: Tenant) -> None:
         assert message in tenant.refusal(OPERATOR, *arguments)
 
 
-def test_a_stolen_operator_deletes_nothing_of_others(tenant: Tenant) -> None:
+def test_a_compromised_operator_deletes_no_objects_of_others(tenant: Tenant) -> None:
     assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "pod", "stray")
     assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "tjs", "of-another")
     assert "only the plans of jobs" in tenant.refusal(OPERATOR, "delete", "configmap", "settings")
 
 
-def test_a_stolen_operator_changes_no_job(tenant: Tenant) -> None:
+def test_a_compromised_operator_changes_no_job(tenant: Tenant) -> None:
     patch = json.dumps({"spec": {"template": {"spec": {"containers": [{"name": "trainer", "image": "evil"}]}}}})
     refused = tenant.refusal(OPERATOR, "patch", "tj", "gpt", "--type=merge", "-p", patch)
     assert "neither create jobs nor change their spec" in refused
 
 
-def test_a_stolen_operator_makes_itself_no_lasting_token(tenant: Tenant) -> None:
+def test_a_compromised_operator_creates_no_long_lived_token(tenant: Tenant) -> None:
     annotations = {"kubernetes.io/service-account.name": RELEASE}
     token = {
         "apiVersion": "v1",
@@ -402,7 +402,7 @@ def test_a_stolen_operator_makes_itself_no_lasting_token(tenant: Tenant) -> None
     assert "makes no tokens" in tenant.refusal(OPERATOR, "create", "-f", "-", body=token, namespace=SYSTEM)
 
 
-def test_the_operator_has_no_rights_beyond(tenant: Tenant) -> None:
+def test_the_operator_has_no_further_rights(tenant: Tenant) -> None:
     beyond = [
         "get secrets",
         f"list secrets in {SYSTEM}",

@@ -82,7 +82,7 @@ def lie(job: ClusterJob, worker: str, name: str) -> None:
     assert call_operator(job, "/v1/faults", create_sidecar_token(job, worker), fault)[0] in (202, 503)
 
 
-def test_a_forged_gpu_error_takes_no_node_and_a_flood_of_them_brings_one_probe(
+def test_a_forged_gpu_error_quarantines_no_node_and_many_of_them_cause_one_probe(
     cluster: KubectlCluster, namespace: str, operator_process: OperatorProcess
 ) -> None:
     assert operator_process.is_leading()
@@ -109,7 +109,7 @@ def query(text: str) -> list[dict[str, Any]]:
     return found
 
 
-async def test_forged_series_speak_for_nobody_but_their_pod(cluster: KubectlCluster, namespace: str) -> None:
+async def test_forged_series_count_only_for_their_own_pod(cluster: KubectlCluster, namespace: str) -> None:
     container = {
         "name": "main",
         "image": DEV_IMAGE,

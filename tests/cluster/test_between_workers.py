@@ -57,7 +57,7 @@ def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
         job.delete()
 
 
-def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(job: ClusterJob) -> None:
+def test_strangers_at_the_rendezvous_port_are_disconnected_and_end_no_round(job: ClusterJob) -> None:
     plan, first = job.read_plan(), job.read_plan()["members"][0]
     assert plan["secret"]
     for content in HOSTILE:
@@ -86,7 +86,7 @@ def test_a_rank_that_hangs_inside_one_tensor_group_is_named_among_all_that_wait(
     job.wait_for_more_steps()
 
 
-def test_no_other_container_has_what_is_the_sidecars(cluster: KubectlCluster, namespace: str) -> None:
+def test_no_other_container_mounts_the_sidecars_token(cluster: KubectlCluster, namespace: str) -> None:
     """The condition says it in the operator's words, and no pod is made."""
     spy = {"name": "spy", "image": "spy", "volumeMounts": [{"name": "pacekeeper-token", "mountPath": "/token"}]}
     body = build_paced_job("spying", LONG)

@@ -24,7 +24,7 @@ STORY = ("rank crash", "slow link", "GPU error")
 """A crash, a slow link and its end, a node that is taken away. Each other fault has a test of its own."""
 
 
-def test_the_faults_of_a_short_story_are_healed_and_the_job_completes(tmp_path: Path) -> None:
+def test_the_faults_of_a_short_demo_are_recovered_and_the_job_completes(tmp_path: Path) -> None:
     began = time.time()
     report = run_fault_demo(tmp_path, STORY)
     unhealed = [outcome for outcome in report.outcomes if not outcome.healed]

@@ -107,7 +107,7 @@ class TestMistakes:
         job.wait_for_phase("Failed", timeout=START)
         assert "spec.checkpoint.path: /checkpoints is not writable" in job.get_condition("Failed")["message"]
 
-    def test_a_bad_template_is_refused_in_the_api_servers_words_and_can_be_mended(
+    def test_a_bad_template_is_refused_with_the_api_servers_message_and_can_be_corrected(
         self, jobs: Callable[[str], ClusterJob]
     ) -> None:
         job = jobs("template")
@@ -157,7 +157,7 @@ class TestMistakes:
         assert not (first.find_claim_folder() / "narrow/step-00000009").exists()
 
 
-def test_a_job_trains_completes_and_goes_when_its_time_is_over(jobs: Callable[[str], ClusterJob]) -> None:
+def test_a_job_trains_completes_and_is_removed_after_its_ttl(jobs: Callable[[str], ClusterJob]) -> None:
     job = jobs("gpt")
     job.wait_for_phase("Complete", timeout=START)
 
@@ -187,11 +187,11 @@ class TestLong:
         job.wait_for_step(10)
         return job
 
-    def test_tools_find_it_ready(self, job: ClusterJob) -> None:
+    def test_tools_see_a_ready_job(self, job: ClusterJob) -> None:
         job.cluster.kubectl("wait", "tj", job.name, "--for=condition=Ready", "--timeout=30s", "-n", job.namespace)
         assert job.status["observedGeneration"] == job.read()["metadata"]["generation"]
 
-    def test_a_person_on_call_sees_how_it_is(self, job: ClusterJob, tmp_path: Path) -> None:
+    def test_on_call_sees_the_jobs_state(self, job: ClusterJob, tmp_path: Path) -> None:
         assert "Running" in job.run_cli("status")
         assert "2 of 2 train" in job.run_cli("status", job.name)
         assert f"{job.name} in {job.namespace} is Running" in job.run_cli("why", job.name)
@@ -203,21 +203,19 @@ class TestLong:
             job.run_cli("why", "no-such-job")
         assert re.search(r"there are: .*\bdeadline\b", refused.value.stderr)
 
-    def test_and_chooses_its_mode(self, job: ClusterJob) -> None:
+    def test_on_call_chooses_its_mode(self, job: ClusterJob) -> None:
         for mode in ("Sync", "Auto"):
             job.run_cli("mode", job.name, mode)
             assert job.read()["spec"]["syncMode"] == mode
 
-    def test_and_gives_it_more_restarts(self, job: ClusterJob) -> None:
+    def test_on_call_raises_its_restart_budget(self, job: ClusterJob) -> None:
         job.run_cli("restarts", job.name, "30")
         assert job.read()["spec"]["remediation"]["maxRestarts"] == 30
         with pytest.raises(subprocess.CalledProcessError) as refused:
             job.run_cli("restarts", job.name, "-1")
         assert "maxRestarts" in refused.value.stderr
 
-    def test_and_has_its_ranks_look_into_their_steps_which_names_what_is_slow_in_the_script(
-        self, job: ClusterJob
-    ) -> None:
+    def test_a_profile_names_the_slow_function_of_the_script(self, job: ClusterJob) -> None:
         slow = job.find_checkpoint_folder() / "slow-1"
         slow.write_text("0.1")
         try:
@@ -233,27 +231,27 @@ class TestLong:
         assert diagnosis["culprit"] in said
         assert len({witness["kind"] for witness in diagnosis["signals"]}) >= 2
 
-    def test_a_worker_speaks_for_itself(self, job: ClusterJob) -> None:
+    def test_a_worker_may_report_for_itself(self, job: ClusterJob) -> None:
         worker = job.find_worker(0)
         status, answer = call_operator(job, "/v1/plan", create_sidecar_token(job, worker), {"worker": worker})
         assert (status, answer["role"]) == (200, "Member")
 
-    def test_nobody_speaks_without_a_token(self, job: ClusterJob) -> None:
+    def test_a_call_without_a_token_is_refused(self, job: ClusterJob) -> None:
         status, answer = call_operator(job, "/v1/plan", "", {})
         assert status == 401
         assert "audience pacekeeper" in answer["error"]
 
-    def test_nor_with_one_of_another_audience(self, job: ClusterJob) -> None:
+    def test_a_token_of_another_audience_is_refused(self, job: ClusterJob) -> None:
         assert (
             call_operator(job, "/v1/plan", create_sidecar_token(job, job.find_worker(0), audience="vault"), {})[0]
             == 401
         )
 
-    def test_nor_with_one_that_is_not_a_pods(self, job: ClusterJob) -> None:
+    def test_a_token_that_is_bound_to_no_pod_is_refused(self, job: ClusterJob) -> None:
         plain = job.cluster.kubectl("create", "token", "default", "--audience=pacekeeper", "-n", job.namespace)
         assert call_operator(job, "/v1/plan", plain.strip(), {})[0] == 403
 
-    def test_nor_with_that_of_a_pod_that_is_no_worker(self, job: ClusterJob) -> None:
+    def test_a_token_of_a_pod_that_is_no_worker_is_refused(self, job: ClusterJob) -> None:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -263,20 +261,20 @@ class TestLong:
         job.cluster.apply(pod, job.namespace)
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, "long-w0-7"), {})[0] == 403
 
-    def test_nor_for_another_worker(self, job: ClusterJob) -> None:
+    def test_a_report_for_another_worker_is_refused(self, job: ClusterJob) -> None:
         mine, other = job.find_worker(0), job.find_worker(1)
         fault = {"name": "lie", "kind": "Stalled", "worker": other, "round": 1, "noticed_at": time.time()}
         assert call_operator(job, "/v1/faults", create_sidecar_token(job, mine), fault)[0] == 403
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, mine), {"worker": other})[0] == 403
 
-    def test_nor_with_an_expired_one(self, job: ClusterJob) -> None:
+    def test_an_expired_token_is_refused(self, job: ClusterJob) -> None:
         """The signature alone would be good: the same token with other times is let in."""
         worker, now = job.find_worker(0), int(time.time())
         good, me = create_sidecar_token(job, worker), {"worker": worker}
         assert call_operator(job, "/v1/plan", resigned(good, now, now + 600), me)[0] == 200
         assert call_operator(job, "/v1/plan", resigned(good, now - 1200, now - 600), me)[0] == 401
 
-    def test_with_senseless_words(self, job: ClusterJob) -> None:
+    def test_invalid_reports_are_refused(self, job: ClusterJob) -> None:
         worker = job.find_worker(0)
         mine, beat = create_sidecar_token(job, worker), {"worker": worker}
         for query in ("wait=nan", "wait=1e309", "wait=-1", "after=x"):
@@ -286,7 +284,7 @@ class TestLong:
         assert call_operator(job, "/v1/faults", mine, lie)[0] == 400
         assert call_operator(job, "/v1/plan", mine, beat)[0] == 200
 
-    def test_by_the_same_authority_after_its_secret_was_deleted(self, job: ClusterJob) -> None:
+    def test_the_authority_stays_the_same_after_its_secret_was_deleted(self, job: ClusterJob) -> None:
         worker, cluster = job.find_worker(0), job.cluster
         before = cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"]
         cluster.kubectl("delete", "secret", "pacekeeper-ca", "-n", SYSTEM)
@@ -294,7 +292,7 @@ class TestLong:
         assert before.items() <= cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"].items()
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, worker), {"worker": worker})[0] == 200
 
-    def test_of_the_same_operator_after_its_lease_was_deleted(self, job: ClusterJob) -> None:
+    def test_the_leader_stays_the_same_after_its_lease_was_deleted(self, job: ClusterJob) -> None:
         cluster = job.cluster
 
         def holder() -> str:
@@ -310,7 +308,7 @@ class TestLong:
         assert job.wait_until(holder, 10, "there is one again") == before, "the same replica leads"
         assert lives(before) == restarts
 
-    def test_with_forged_tokens_without_end(self, job: ClusterJob) -> None:
+    def test_forged_tokens_are_limited_and_do_not_block_known_callers(self, job: ClusterJob) -> None:
         """Of one address only a limited number is reviewed; a known caller is served at the same time."""
         worker = job.find_worker(0)
         good, me = create_sidecar_token(job, worker), {"worker": worker}
@@ -327,7 +325,7 @@ class TestLong:
         (refusals,) = [query for query in queries if "pacekeeper_refused_calls_total" in query]
         job.wait_until(lambda: kube.has_answers(refusals, time.time() - 10, time.time()), 30, "the dashboard shows it")
 
-    def test_mode_recommend_says_what_it_would_do_and_acts_when_it_may(self, job: ClusterJob) -> None:
+    def test_mode_recommend_reports_its_remedy_and_acts_after_the_switch(self, job: ClusterJob) -> None:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
         job.run_cli("pause", job.name)
         job.wait_until_observed()
@@ -356,7 +354,7 @@ class TestLong:
         job.wait_for_more_steps()
         assert uids(job) == pods
 
-    def test_suspended_resumed_and_scaled(self, job: ClusterJob) -> None:
+    def test_a_job_is_suspended_resumed_and_scaled(self, job: ClusterJob) -> None:
         job.wait_for_phase("Running")
         known, spent, rounds, worker = (
             job.list_incident_names(),

@@ -36,7 +36,7 @@ def unplaced(pod: dict[str, Any]) -> bool:
 
 
 @pytest.mark.usefixtures("gangs")
-def test_none_takes_room_before_all_have_it(cluster: KubectlCluster) -> None:
+def test_no_pod_is_placed_before_all_pods_fit(cluster: KubectlCluster) -> None:
     with scratch_namespace(cluster) as namespace:
         older = ClusterJob.apply(cluster, namespace, tight("older", 100_000, replicas=2))
         older.wait_for_phase("Running", timeout=120)

@@ -59,7 +59,7 @@ class TestLong:
         restarted = {uid for uid in lives if after[uid] != lives[uid]}
         assert restarted <= may_end, "operators wait for the API server, and do not die of it"
 
-    def test_prometheus_is_away(self, cluster: KubectlCluster, calm: ClusterJob) -> None:
+    def test_prometheus_is_unavailable(self, cluster: KubectlCluster, calm: ClusterJob) -> None:
         known = calm.list_incident_names()
         calm.wait_until(lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 30, "Prometheus answers")
         faults.stop_prometheus()
@@ -92,7 +92,7 @@ class TestLong:
             lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it"
         )
 
-    def test_an_upgrade_and_an_uninstall_leave_the_workers_alone(
+    def test_an_upgrade_and_an_uninstall_do_not_touch_the_workers(
         self, cluster: KubectlCluster, calm: ClusterJob
     ) -> None:
         """The uninstall releases what is quarantined, does not wait for anybody, and leaves others' cordons."""
@@ -133,7 +133,7 @@ class TestLong:
         assert (calm.read_plan()["membership"], calm.status["round"]) == (membership, round_)
         assert calm.list_incident_names() == known
 
-    def test_it_is_deleted_in_mid_recovery(self, calm: ClusterJob) -> None:
+    def test_the_job_is_deleted_during_a_recovery(self, calm: ClusterJob) -> None:
         """Last of all. Without a spare it takes a while to recover."""
         known = calm.list_incident_names()
         calm.patch(spares=0)
@@ -145,7 +145,7 @@ class TestLong:
         assert (incident["spec"]["cause"], incident["status"]["outcome"]) == ("worker-lost", "Superseded")
 
 
-def test_an_operator_that_is_killed_at_random_moments_does_everything_once(
+def test_an_operator_that_is_killed_at_random_moments_does_each_action_once(
     cluster: KubectlCluster, namespace: str
 ) -> None:
     job = ClusterJob.apply(

@@ -90,7 +90,7 @@ def test_an_evicted_pod_is_replaced_by_the_spare_without_burning_the_budget(calm
     assert calm.find_worker(1) != lost
 
 
-def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(calm: ClusterJob) -> None:
+def test_a_cordoned_node_is_left_with_a_checkpoint_before_an_eviction(calm: ClusterJob) -> None:
     known, lost, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
     node = calm.list_nodes()[lost]
     calm.cluster.kubectl("cordon", node)
@@ -107,7 +107,7 @@ def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(cal
         calm.cluster.kubectl("uncordon", node)
 
 
-def test_a_worker_that_stands_still_as_a_whole_is_replaced_and_its_node_is_not_blamed(calm: ClusterJob) -> None:
+def test_an_unresponsive_worker_is_replaced_and_its_node_is_not_blamed(calm: ClusterJob) -> None:
     """Its sidecar polls on, so only that sidecar can report it; its peers could not begin a round without it."""
     known, frozen, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
     calm.stop_trainer(1)

@@ -33,7 +33,7 @@ def diagnosis(job: ClusterJob) -> dict[str, Any]:
     return job.wait_until(probed, 120, "an incident of slow communication with a probe as its witness")
 
 
-def test_a_slow_way_between_two_nodes_is_a_link(cluster: KubectlCluster, namespace: str) -> None:
+def test_a_slow_route_between_two_nodes_is_diagnosed_as_a_link(cluster: KubectlCluster, namespace: str) -> None:
     """tests/distributed/test_links.py covers the sending and the receiving side of a node with the same probe."""
     body = build_paced_job(
         "links",

@@ -88,7 +88,7 @@ def place(pods: Place) -> Iterator[Place]:
     pods.cluster.kubectl("delete", "networkpolicy", "--all", "--namespace", pods.namespace)
 
 
-def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_who_reads_them(place: Place) -> None:
+def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_prometheus(place: Place) -> None:
     job = TrainingJob(place.namespace, JOB, "", 1, JobSpec({}))
     policy = build_network_policy(job, place.operators, derive_peers_from_url(PROMETHEUS_URL))
     del policy["metadata"]["ownerReferences"]  # there is no such job: its policy would be collected as garbage
@@ -96,7 +96,7 @@ def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_who_reads_them(pl
     place.until_reached({"peer": PORTS, "stranger": (), "operator": (METRICS_PORT,), "prometheus": (METRICS_PORT,)})
 
 
-def test_a_tenants_own_policy_on_what_his_pods_may_ask(place: Place) -> None:
+def test_a_tenants_own_policy_limits_the_egress_of_their_pods(place: Place) -> None:
     """Of the test cluster's rules: egress, and the last policy's end."""
     spec = {
         "podSelector": {"matchExpressions": [{"key": LABEL_JOB, "operator": "DoesNotExist"}]},

@@ -35,7 +35,7 @@ def probes(cluster: KubectlCluster) -> dict[str, dict[str, Any]]:
     return {body["metadata"]["name"]: body["spec"] for body in cluster.list("nodeprobes")}
 
 
-def test_a_healthy_cluster_passes_and_is_asked_once(cluster: KubectlCluster, namespace: str) -> None:
+def test_a_healthy_cluster_passes_and_is_probed_once(cluster: KubectlCluster, namespace: str) -> None:
     job = ClusterJob.apply(cluster, namespace, wanting(6))
     job.wait_for_phase("Running", timeout=120)
     found = probes(cluster)

@@ -244,7 +244,7 @@ class TestLife:
         assert is_held(cluster)
         assert not cluster.list("pods", namespace)
 
-    async def test_deletion_releases(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_deletion_releases_the_node(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
         assert is_held(cluster)  # the finalizer guarantees that somebody takes the marks away first
@@ -252,7 +252,7 @@ class TestLife:
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
 
-    async def test_waits_for_approval(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_a_quarantine_waits_for_approval(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         asking = replace(settings, quarantine_mode=RemediationMode.RECOMMEND)
         await ask(api, cluster, asking)
         await settle(api, asking, now=time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
@@ -263,7 +263,9 @@ class TestLife:
         await settle(api, settings)
         assert is_held(cluster)
 
-    async def test_the_loop_follows_what_people_do(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_the_loop_follows_changes_by_users(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
         fleet = NodeRegistry(api, OperatorRuntime(), settings)
         loop = asyncio.create_task(run_quarantine_loop(fleet))
 
@@ -283,7 +285,7 @@ class TestLife:
 class TestOthers:
     """The node is not ours alone."""
 
-    async def test_a_cordon_from_before_stays(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_an_earlier_cordon_stays(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         cluster.kubectl("cordon", NODE)
         await hold(api, cluster, settings)
         assert cluster.get("nodequarantine", NODE)["status"]["previouslyCordoned"] is True
@@ -292,7 +294,7 @@ class TestOthers:
         assert cordoned(cluster)
         assert not taints(cluster)
 
-    async def test_a_cordon_that_others_apply_meanwhile_stays(
+    async def test_a_cordon_that_others_apply_during_the_quarantine_stays(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await hold(api, cluster, settings)
@@ -304,7 +306,7 @@ class TestOthers:
         await settle(api, settings)
         assert cordoned(cluster)
 
-    async def test_marks_taken_away_come_back(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_removed_marks_are_restored(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("uncordon", NODE)
         assert not cordoned(cluster)
@@ -315,7 +317,7 @@ class TestOthers:
         assert is_held(cluster)
         assert "QuarantineRestored" in events(cluster)
 
-    async def test_taints_of_others_are_left_alone(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_taints_of_others_stay(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         cluster.kubectl("taint", "node", NODE, "before=1:NoSchedule")
         await hold(api, cluster, settings)
         cluster.kubectl("taint", "node", NODE, "meanwhile=1:NoSchedule")
@@ -324,7 +326,7 @@ class TestOthers:
         await settle(api, settings)
         assert taints(cluster) == {"before", "meanwhile"}
 
-    async def test_opting_out_releases(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_opting_out_releases_the_node(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold(api, cluster, settings)
         cluster.kubectl("label", "node", NODE, "pacekeeper.dev/no-quarantine=")
         await settle(api, settings)
@@ -362,7 +364,9 @@ class TestSuspicion:
 
 class TestNodesThatGo:
     @pytest.mark.parametrize("deleted", [False, True])
-    async def test_gone(self, api: Api, cluster: KubectlCluster, settings: Settings, deleted: bool) -> None:
+    async def test_the_quarantine_of_a_deleted_node_is_removed(
+        self, api: Api, cluster: KubectlCluster, settings: Settings, deleted: bool
+    ) -> None:
         make_stand_in(cluster)
         await hold(api, cluster, settings, STAND_IN)
         cluster.kubectl("delete", "node", STAND_IN)
@@ -371,7 +375,7 @@ class TestNodesThatGo:
         await settle(api, settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
 
-    async def test_gone_between_look_and_release(
+    async def test_a_node_that_is_deleted_between_read_and_release_is_no_error(
         self, api: MortalApi, cluster: KubectlCluster, settings: Settings
     ) -> None:
         """Server-side apply creates what does not exist: a release must not bring the node back."""
@@ -389,7 +393,9 @@ class TestNodesThatGo:
         assert cluster.get("nodequarantine", STAND_IN) is None
         assert cluster.get("node", STAND_IN) is None
 
-    async def test_another_of_the_same_name(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_another_node_of_the_same_name_is_not_touched(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
         old = make_stand_in(cluster)
         await hold(api, cluster, settings, STAND_IN)
         cluster.kubectl("delete", "node", STAND_IN)
@@ -403,7 +409,7 @@ class TestNodesThatGo:
 
 
 class TestLimits:
-    async def test_of_many_at_once_the_budget_lets_one_through(
+    async def test_the_budget_admits_one_of_many_quarantines(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await asyncio.gather(*(ask(api, cluster, settings, node) for node in (NODE, OTHER)))
@@ -416,7 +422,7 @@ class TestLimits:
         assert refused.verdict is QuarantineVerdict.BUDGET_SPENT
         assert "1 of 6 nodes" in refused.message
 
-    async def test_people_are_not_bound_by_the_budget(
+    async def test_quarantines_by_users_are_not_bound_by_the_budget(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         flagging = replace(settings, repair_condition="PacekeeperFaulty")
@@ -434,7 +440,7 @@ class TestLimits:
         await settle(api, flagging, OTHER)
         assert is_free(cluster, OTHER), "of that condition, too"
 
-    async def test_the_pause_stops_new_ones_but_no_release(
+    async def test_the_pause_stops_new_quarantines_but_no_release(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         await hold(api, cluster, settings)
@@ -450,7 +456,9 @@ class TestLimits:
 
 
 class TestReleaseAll:
-    async def test_without_an_operator(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_release_all_works_without_an_operator(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
         await hold(api, cluster, settings)
         make_by_hand(cluster, OTHER, approved=True)
         await settle(api, settings, OTHER)
@@ -465,7 +473,7 @@ class TestReleaseAll:
         assert "PacekeeperFaulty" not in {one["type"] for one in cluster.get("node", OTHER)["status"]["conditions"]}
         assert not cluster.list("nodequarantines")
 
-    async def test_says_what_is_left(self, api: Api, cluster: KubectlCluster) -> None:
+    async def test_release_all_names_the_nodes_that_are_left(self, api: Api, cluster: KubectlCluster) -> None:
         make_by_hand(cluster)
         keep = '{"metadata":{"finalizers":["somebody.else/keeps-it"]}}'
         cluster.kubectl("patch", "nq", NODE, "--type=merge", "-p", keep)

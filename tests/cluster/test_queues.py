@@ -47,7 +47,7 @@ def left(job: ClusterJob, queue: QueueStandIn) -> bool:
     return not pods
 
 
-def test_a_queue_that_nobody_serves_holds_it_and_says_so(cluster: KubectlCluster) -> None:
+def test_a_queue_without_a_controller_holds_the_job_and_its_condition_says_so(cluster: KubectlCluster) -> None:
     """First: from the next test on somebody does."""
     with scratch_namespace(cluster) as namespace:
         job = ClusterJob.apply(cluster, namespace, queued("unserved", 20, replicas=1))
@@ -57,7 +57,9 @@ def test_a_queue_that_nobody_serves_holds_it_and_says_so(cluster: KubectlCluster
         job.wait_for_phase("Complete", timeout=120)
 
 
-def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: KubectlCluster, queue: QueueStandIn) -> None:
+def test_a_job_is_admitted_preempted_and_admitted_again_with_fewer_workers(
+    cluster: KubectlCluster, queue: QueueStandIn
+) -> None:
     """Nothing runs before it is admitted; evicted, it keeps its steps, and its quota until its pods are gone."""
     pool = {node["metadata"]["name"] for node in cluster.list("node", "", "example.com/pool=a")}
     with scratch_namespace(cluster) as namespace:
@@ -104,7 +106,9 @@ def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: KubectlCluster, q
         job.wait_until(lambda: queue.get_workload(job) is None, 30, "its Workload goes with it")
 
 
-def test_sent_to_another_cluster_and_its_end_told_in_both(cluster: KubectlCluster, queue: QueueStandIn) -> None:
+def test_a_job_that_is_sent_to_another_cluster_reports_its_end_in_both(
+    cluster: KubectlCluster, queue: QueueStandIn
+) -> None:
     """MultiKueue's two clusters are two namespaces here: it sees to it that they have the same names."""
     with scratch_namespace(cluster) as here, scratch_namespace(cluster) as there:
         job = ClusterJob.apply(cluster, here, queued("sent", 20, replicas=1, managedBy="kueue.x-k8s.io/multikueue"))

@@ -43,7 +43,7 @@ def live(cluster: KubectlCluster, namespace: str) -> ClusterJob:
         ("urgent", {"priorityClassName": "no-such-class"}, "no-such-class"),
     ],
 )
-def test_a_job_that_cannot_have_pods_says_why(
+def test_a_job_whose_pods_are_refused_reports_the_reason(
     cluster: KubectlCluster, namespace: str, name: str, pod: dict[str, str], words: str
 ) -> None:
     job = ClusterJob.apply(cluster, namespace, build_paced_job(name, LONG, pod=pod))
@@ -59,7 +59,7 @@ def test_a_job_that_cannot_have_pods_says_why(
     job.delete()
 
 
-def test_a_live_job_that_may_not_have_another_pod_says_so_and_goes_on_once_it_may(
+def test_a_live_job_whose_new_pod_is_refused_reports_it_and_goes_on_once_it_is_admitted(
     cluster: KubectlCluster, namespace: str, live: ClusterJob
 ) -> None:
     live.wait_for_phase("Running", timeout=60)

@@ -31,13 +31,13 @@ def calm(job: ClusterJob) -> ClusterJob:
     return job
 
 
-def test_both_are_ready_and_the_budget_lets_one_go(cluster: KubectlCluster) -> None:
+def test_both_replicas_are_ready_and_the_budget_admits_one_eviction(cluster: KubectlCluster) -> None:
     wait_for(two_are_ready, 90, "two operators are ready, and one leads")
     wait_for(lambda: allowed(cluster) == 1, 30, "the budget has seen both")
 
 
 @pytest.mark.parametrize("how", ["its process is killed", "its pod is removed", "it is told to end", "it is frozen"])
-def test_a_leader_that_goes_is_followed_while_the_job_trains_on(
+def test_a_standby_takes_over_from_a_lost_leader_while_the_job_trains(
     cluster: KubectlCluster, calm: ClusterJob, how: str
 ) -> None:
     known, membership, round_ = calm.list_incident_names(), calm.read_plan()["membership"], calm.status["round"]

@@ -196,7 +196,7 @@ def test_each_mistake_is_refused_with_field_and_remedy(
     assert re.search(message, refused, re.DOTALL), refused
 
 
-def test_time_outs_are_set_as_the_docs_say(cluster: KubectlCluster) -> None:
+def test_timeouts_are_set_as_documented(cluster: KubectlCluster) -> None:
     page = (REPOSITORY / "docs/running-jobs.md").read_text()
     names = set(re.findall(r"`(PACEKEEPER_[A-Z_]+_(?:SECONDS|MEGABYTES))`", page))
     names.remove("PACEKEEPER_HANG_SECONDS")  # without an operator; in its pods spec.detection.hangSeconds says it
@@ -278,7 +278,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize(("path", "value", "message"), FIXED.values(), ids=FIXED.keys())
-def test_what_workers_are_made_of_changes_only_in_suspension(
+def test_the_worker_template_changes_only_in_suspension(
     cluster: KubectlCluster, namespace: str, path: str, value: Any, message: str
 ) -> None:
     cluster.apply(job(), namespace)
@@ -295,7 +295,7 @@ def test_what_workers_are_made_of_changes_only_in_suspension(
     cluster.apply(change, namespace)
 
 
-def test_who_runs_a_job_never_changes(cluster: KubectlCluster, namespace: str) -> None:
+def test_the_controller_of_a_job_never_changes(cluster: KubectlCluster, namespace: str) -> None:
     body = job()
     body["spec"]["suspend"] = True
     cluster.apply(body, namespace)
@@ -334,7 +334,7 @@ def test_one_field_of_the_template_for_another_is_a_change(
     )
 
 
-def test_what_may_change_on_a_live_job(cluster: KubectlCluster, namespace: str) -> None:
+def test_mutable_fields_of_a_live_job_can_change(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(job(), namespace)
     cluster.apply(
         job(
@@ -366,7 +366,7 @@ def test_scale_changes_replicas_within_bounds(cluster: KubectlCluster, namespace
         assert re.search(message, refused.value.stderr)
 
 
-def test_scale_subresource_says_how_many_train_and_which_pods(cluster: KubectlCluster, namespace: str) -> None:
+def test_the_scale_subresource_has_the_replicas_and_the_selector(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(job(replicas=4), namespace)
     status = json.dumps({"status": {"workers": {"ready": 3}, "selector": "pacekeeper.dev/job=gpt"}})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", status)
@@ -410,7 +410,7 @@ def test_columns_of_a_job(cluster: KubectlCluster, namespace: str) -> None:
     assert (wide["ROUND"], wide["BOTTLENECK"]) == ("3", "rank 2")
 
 
-def test_incident_is_written_once_and_shows_what_on_call_needs(cluster: KubectlCluster, namespace: str) -> None:
+def test_an_incident_is_written_once_and_its_columns_show_the_cause(cluster: KubectlCluster, namespace: str) -> None:
     spec = {
         "jobRef": {"name": "gpt", "uid": "u"},
         "cause": "node-lost",
@@ -454,7 +454,7 @@ def quarantine(**spec: Any) -> dict[str, Any]:
     }
 
 
-def test_quarantine_waits_for_approval_which_stands(cluster: KubectlCluster) -> None:
+def test_a_quarantine_waits_for_approval_which_cannot_be_withdrawn(cluster: KubectlCluster) -> None:
     try:
         cluster.apply(quarantine(nodeUID="one"))
         assert cluster.get("nq", "no-such-node")["spec"] == {
@@ -500,14 +500,14 @@ def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: KubectlCl
         cluster.kubectl("delete", "fabric", "no-such-network", "--ignore-not-found")
 
 
-def test_all_our_kinds_are_found_by_one_word(cluster: KubectlCluster) -> None:
+def test_all_kinds_are_in_one_category(cluster: KubectlCluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
     nodes = ("nodehistories", "nodeprobes", "nodequarantines")
     plurals = ("fabrics", "incidents", *nodes, "profilewindows", "trainingjobs")
     assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in plurals]
 
 
-def test_notes_of_the_chart_tell_what_to_run_next(cluster: KubectlCluster) -> None:
+def test_the_notes_of_the_chart_name_the_next_commands(cluster: KubectlCluster) -> None:
     arguments = ("--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
     notes = run_helm(
         "install", "another-name", str(CHART), "--dry-run=client", "--set", "crds.enabled=false", *arguments
@@ -537,7 +537,7 @@ def test_examples_and_their_pods_are_accepted(cluster: KubectlCluster, namespace
 
 
 @pytest.mark.parametrize("name", traffic.NODES)
-def test_jobs_of_the_story_about_traffic_are_accepted(cluster: KubectlCluster, namespace: str, name: str) -> None:
+def test_jobs_of_the_traffic_demo_are_accepted(cluster: KubectlCluster, namespace: str, name: str) -> None:
     for body in traffic.build_manifests(name):
         cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
 

@@ -71,5 +71,5 @@ def real(cluster: KubectlCluster) -> Iterator[RealServer]:
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_both_say_the_same(real: RealServer, probe: ApiProbe) -> None:
+def test_both_servers_answer_alike(real: RealServer, probe: ApiProbe) -> None:
     assert probe.run_on(real) == probe.run_on(SimulatedServer())

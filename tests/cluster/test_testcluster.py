@@ -39,7 +39,7 @@ def _only_testcluster() -> None:
 
 
 @pytest.mark.usefixtures("apart")
-def test_down_leaves_nothing_behind_and_a_new_up_follows() -> None:
+def test_down_removes_everything_and_up_works_again() -> None:
     if testcluster.cluster.list_status() != "down":
         pytest.skip("the cluster is in use: `make cluster-down` first to have this tested too")
     testcluster.cluster.bring_up(2, ports=2)
@@ -205,7 +205,7 @@ def test_a_crashed_container_is_back_within_seconds(cluster: KubectlCluster, nam
         wait_for(partial(_has_restarted, cluster, namespace, "server", crash), 8, f"restart {crash}")
 
 
-def test_all_comes_back_after_everything_was_killed_and_up_too(cluster: KubectlCluster, namespace: str) -> None:
+def test_up_restores_a_cluster_whose_processes_were_all_killed(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(_pod("survivor", SERVE, node="node-2", restart="Always"), namespace)
     _running(cluster, namespace, "survivor")
     cgroups.kill_cgroup(cgroups.CLUSTER_CGROUP)

@@ -99,9 +99,7 @@ def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
         wait_for(partial(answered, query), 30, f"Prometheus knows {query}")
 
 
-def test_labels_that_go_and_come_while_a_job_trains_move_nobody(
-    cluster: KubectlCluster, jobs: list[ClusterJob]
-) -> None:
+def test_labels_that_are_removed_and_restored_move_no_flow(cluster: KubectlCluster, jobs: list[ClusterJob]) -> None:
     job = jobs[0]
     seats, round_ = job.read_plan()["members"], job.status["round"]
     cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}-")
@@ -117,7 +115,7 @@ def test_labels_that_go_and_come_while_a_job_trains_move_nobody(
     assert on_their_ways(job)
 
 
-def test_a_nodes_cables_are_pulled_and_slowed_all_together(network: LeafSpine) -> None:
+def test_all_links_of_a_node_are_cut_and_slowed(network: LeafSpine) -> None:
     where = ["-n", "pacekeeper-node-6", "qdisc", "show", "dev"]
     try:
         faults.slow_link("node-6", "20mbit")
@@ -160,7 +158,7 @@ def test_a_link_that_dies_is_planned_around_while_training_goes_on(
     wait_for(lambda: (planned(cluster, 4) or {}).get("deadLinks") == 0, 10, "the link counts again")
 
 
-def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_one_again(
+def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one(
     cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
     """Last of all: it may cost the jobs a round."""

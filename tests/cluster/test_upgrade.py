@@ -57,7 +57,9 @@ def release(cluster: KubectlCluster) -> Iterator[Callable[..., str]]:
         run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
 
 
-def test_it_is_installed_to_look_only_as_the_readme_says(cluster: KubectlCluster, release: Callable[..., str]) -> None:
+def test_it_is_installed_in_observe_only_mode_as_the_readme_says(
+    cluster: KubectlCluster, release: Callable[..., str]
+) -> None:
     install, look = read_commands("Install it")
     ours = yaml.safe_load(VALUES.read_text())
     install = install.replace(REPOSITORY_OF_THE_README, ours["image"]["repository"])

@@ -34,7 +34,7 @@ def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
         job.delete()
 
 
-def test_a_rank_that_becomes_slow_is_found_and_mended(job: ClusterJob) -> None:
+def test_a_rank_that_becomes_slow_is_found_and_remedied(job: ClusterJob) -> None:
     # Its page of metrics is unreachable here: no network policy admits a Prometheus that does not exist.
     job.wait_until(lambda: int(job.status.get("step") or 0) >= 30, 120, "the job has trained for 30 steps")
     condition = job.get_condition("MetricsAvailable")

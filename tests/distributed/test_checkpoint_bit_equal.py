@@ -136,7 +136,7 @@ def lose_b(one: LauncherTeam) -> int:
     return lost_at
 
 
-def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_those_before(tmp_path: Path) -> None:
+def test_a_worker_that_is_lost_during_replication_costs_the_steps_since_the_previous_replicas(tmp_path: Path) -> None:
     """Half of what it sends is there, and half of what it is sent has gone with it."""
     variables: dict[str, Any] = {
         "WIDTH": 256,

@@ -94,7 +94,7 @@ def kept(volume: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_checkpoint_that_fails_on_one_rank_stalls_nobody_and_the_next_one_is_kept(
+def test_a_checkpoint_that_fails_on_one_rank_stalls_no_rank_and_the_next_one_is_kept(
     fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank_main(rank: int) -> tuple[int, Any]:
@@ -158,7 +158,7 @@ def put_it_back(volume: Path) -> None:
     ],
     ids=["full", "read-only", "a file"],
 )
-def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_is_mended(
+def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_recovers(
     spoil: Callable[[Path], None], mend: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
     news = RuntimeFolder(tmp_path / "runtime").checkpoints
@@ -191,7 +191,7 @@ def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_whe
         assert {"step-00000002", "step-00000008", "step-00000009"} <= kept(volume)
 
 
-def test_a_folder_that_somebody_empties_is_used_again(tmp_path: Path) -> None:
+def test_a_folder_that_was_emptied_is_used_again(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
 
     def meddle(job: pk.Job, step: pk.Step) -> None:
@@ -203,7 +203,7 @@ def test_a_folder_that_somebody_empties_is_used_again(tmp_path: Path) -> None:
     assert kept(volume) == {"step-00000004"}
 
 
-def test_training_that_waits_for_a_volume_which_hangs_says_so(tmp_path: Path) -> None:
+def test_training_that_waits_for_a_hanging_volume_reports_it(tmp_path: Path) -> None:
     news = RuntimeFolder(tmp_path / "runtime").checkpoints
 
     def rank_main(rank: int) -> tuple[int, Any]:
@@ -223,7 +223,7 @@ def test_training_that_waits_for_a_volume_which_hangs_says_so(tmp_path: Path) ->
     assert read_checkpoint_status(news).error == ""
 
 
-def test_a_rank_that_ends_waits_for_a_volume_that_hangs_and_not_for_ever(
+def test_a_rank_that_ends_waits_for_a_hanging_volume_for_a_limited_time(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank_main(rank: int) -> tuple[int, Any]:
@@ -240,7 +240,7 @@ def test_a_rank_that_ends_waits_for_a_volume_that_hangs_and_not_for_ever(
     assert not {name for name in kept(tmp_path / "volume") if "partial" not in name}
 
 
-def test_what_one_rank_could_not_wait_for_counts_as_lost_on_all_and_nobody_tries_again_alone(
+def test_a_save_that_times_out_on_one_rank_is_lost_on_all_and_no_rank_retries_by_itself(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 has heard that it has failed, and would make the last checkpoint once more, without rank 1."""

@@ -151,7 +151,7 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(
         assert all(np.array_equal(one, other) for one, other in zip(kept, values, strict=True))
 
 
-def test_a_state_that_grows_is_shared_anew(tmp_path: Path) -> None:
+def test_a_state_that_grows_is_distributed_again(tmp_path: Path) -> None:
     def main(rank: int) -> bool:
         its = a_rank(rank, tmp_path)
         assert its.checkpoint(1) is WriteOutcome.PUBLISHED  # before the first step there are no moments
@@ -200,7 +200,7 @@ def opened_files(folder: Path) -> list[int]:
     return sizes
 
 
-def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path: Path) -> None:
+def test_where_every_checkpoint_is_torn_no_rank_loads_half_of_one(tmp_path: Path) -> None:
     def main(rank: int) -> str:
         its = a_rank(rank, tmp_path)
         its.train()
@@ -223,7 +223,7 @@ def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path
 # What others cannot read
 
 
-def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_volume_changed_is_not_published(tmp_path: Path) -> None:
     def main(rank: int) -> list[WriteOutcome]:
         write = distributed_checkpoint._write_items
 
@@ -247,7 +247,7 @@ def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_pat
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
-def test_a_path_that_is_each_workers_own_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_path_that_workers_do_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
     def main(rank: int) -> str:
         unshare_mounts()
         checkpoint_folder._FILE_VISIBILITY_SECONDS = 0.0
@@ -265,7 +265,7 @@ def test_a_path_that_is_each_workers_own_is_refused_before_the_first_step(tmp_pa
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
-def test_what_another_worker_does_not_see_does_not_count_as_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_worker_cannot_read_does_not_count_as_kept(tmp_path: Path) -> None:
     """The volume goes away under one worker, which writes into its own disk from then on."""
 
     def main(rank: int) -> tuple[list[WriteOutcome], str]:

@@ -114,7 +114,7 @@ def expected(rank: int) -> list[Heard]:
 
 
 @pytest.mark.parametrize("told_by", [collective_hooks, dispatcher])
-def test_each_collective_is_told_of_once_with_its_tensors(told_by: ModuleType) -> None:
+def test_each_collective_is_reported_once_with_its_tensors(told_by: ModuleType) -> None:
     def rank_main(rank: int) -> list[Heard]:
         dist.init_process_group("gloo")
         group: Any = dist.group.WORLD
@@ -133,7 +133,7 @@ def test_each_collective_is_told_of_once_with_its_tensors(told_by: ModuleType) -
     assert heard == [expected(0), expected(1)]
 
 
-def test_the_work_is_the_one_that_the_caller_gets() -> None:
+def test_hooks_receive_the_callers_work() -> None:
     def rank_main(_: int) -> bool:
         dist.init_process_group("gloo")
         listener = Listener(dispatcher, dist.group.WORLD)
@@ -146,7 +146,7 @@ def test_the_work_is_the_one_that_the_caller_gets() -> None:
     assert run_ranks(rank_main, 2) == [True, True]
 
 
-def test_only_the_groups_that_are_hooked_are_told_of() -> None:
+def test_only_hooked_groups_are_reported() -> None:
     def rank_main(rank: int) -> tuple[int, ...]:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
@@ -161,7 +161,7 @@ def test_only_the_groups_that_are_hooked_are_told_of() -> None:
     assert run_ranks(rank_main, 4) == [(1, 1, 16)] * 4
 
 
-def test_callers_in_c_and_compiled_ones_are_told_of() -> None:
+def test_callers_in_c_and_compiled_callers_are_reported() -> None:
     def rank_main(_: int) -> list[str]:
         dist.init_process_group("gloo")
         group: Any = dist.group.WORLD
@@ -181,7 +181,7 @@ def test_callers_in_c_and_compiled_ones_are_told_of() -> None:
 
 
 @pytest.mark.parametrize("told_by", [collective_hooks, dispatcher])
-def test_calls_that_only_ask_for_shapes_are_none(told_by: ModuleType) -> None:
+def test_calls_on_fake_tensors_are_not_reported(told_by: ModuleType) -> None:
     def rank_main(_: int) -> list[Heard]:
         dist.init_process_group("gloo")
         listener = Listener(told_by, dist.group.WORLD)
@@ -194,7 +194,7 @@ def test_calls_that_only_ask_for_shapes_are_none(told_by: ModuleType) -> None:
     assert run_ranks(rank_main, 1) == [[]]
 
 
-def test_objects_coalesced_collectives_and_monitored_barriers_come_through() -> None:
+def test_objects_coalesced_collectives_and_monitored_barriers_work() -> None:
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
         Listener(dispatcher, dist.group.WORLD)
@@ -223,7 +223,7 @@ def _wrong_shape() -> None:
 
 
 @pytest.mark.parametrize("call", [_wrong_type, _wrong_shape])
-def test_errors_are_the_backends(call: Callable[[], None]) -> None:
+def test_errors_of_the_backend_reach_the_caller(call: Callable[[], None]) -> None:
     def error() -> str:
         try:
             call()
@@ -241,7 +241,7 @@ def test_errors_are_the_backends(call: Callable[[], None]) -> None:
         assert plain == listened != "none"
 
 
-def test_a_time_out_is_the_callers() -> None:
+def test_a_timeout_of_the_caller_is_kept() -> None:
     def rank_main(rank: int) -> str:
         dist.init_process_group("gloo")
         Listener(dispatcher, dist.group.WORLD)

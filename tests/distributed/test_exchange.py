@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
     return {**value, "tensor": value["tensor"].tolist()}
 
 
-def test_all_hear_everybody_or_what_is_meant_for_them() -> None:
+def test_all_ranks_receive_what_is_gathered_or_scattered() -> None:
     def rank_main(rank: int) -> bool:
         everyone = group()
         gathered = object_collectives.all_gather_objects(said(rank), everyone)
@@ -130,9 +130,7 @@ def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_someth
         (FileSystemWriter, "finish", [0]),
     ],
 )
-def test_nobody_waits_for_a_rank_on_which_something_fails(
-    owner: Any, method: str, hear: Sequence[int], tmp_path: Path
-) -> None:
+def test_no_rank_waits_for_a_rank_that_fails(owner: Any, method: str, hear: Sequence[int], tmp_path: Path) -> None:
     """hear: who hears of it at once; the others do by `CheckpointWriter`, which asks all how it went."""
     culprit = 0 if method in {"create_global_plan", "finish"} else 1
 
@@ -166,7 +164,7 @@ def test_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
         load_checkpoint({}, tmp_path, {CHECKPOINT_INDEX_FILE: compute_checksum(tmp_path / CHECKPOINT_INDEX_FILE)})
 
 
-def test_ranks_of_a_worker_for_whose_copies_together_there_is_no_memory_take_none(tmp_path: Path) -> None:
+def test_ranks_take_no_copies_if_their_worker_lacks_memory_for_all(tmp_path: Path) -> None:
     """Each by itself would find room."""
 
     def rank_main(rank: int) -> tuple[str, dict[str, Any]]:

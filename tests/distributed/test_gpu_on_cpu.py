@@ -36,7 +36,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 CAN_RUN = (
     "test_modes.Modes.test_live_switches",
-    "test_times.Times.test_own_work_of_a_rank_that_nobody_waits_for",
+    "test_times.Times.test_own_work_of_a_rank_that_no_rank_waits_for",
     "test_overlap",
     "test_faults.Faults.test_a_rank_that_waits_for_its_endless_kernel_is_named",
     "test_faults.Faults.test_a_rank_killed_within_a_kernel_trains_again",
@@ -52,7 +52,7 @@ def test_tests_for_gpus_can_run(tmp_path: Path) -> None:
     assert any(line.startswith(f"Ran {len(CAN_RUN)} tests in ") for line in lines)
 
 
-def test_without_a_gpu_nothing_is_run_and_nobody_can_take_it_for_a_success(tmp_path: Path) -> None:
+def test_without_a_gpu_no_test_runs_and_the_exit_status_is_no_success(tmp_path: Path) -> None:
     done = run(tmp_path, "tests.gpu", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (77, "")
     assert "not run: no GPU here" in done.stderr

@@ -8,7 +8,7 @@ from testing.network.namespaces import create_network
 from testing.network.open_connection import SILENCE_TIMEOUT_SECONDS
 
 
-def test_the_connection_of_a_machine_that_is_gone_ends_and_says_since_when() -> None:
+def test_the_connection_of_a_lost_machine_ends_with_the_time_of_its_last_answer() -> None:
     with create_network(2) as between:
         operator, worker = between.hosts
         with operator.python("testing.network.open_connection") as holder:

@@ -36,7 +36,7 @@ def steps_of(records: NDArray[np.void]) -> list[int]:
     return [int(step) for step in records[records["kind"] == RecordKind.STEP]["step"]]
 
 
-def test_its_steps_phases_checkpoints_and_losses_are_known(calm: TrainingOutcome) -> None:
+def test_its_steps_phases_checkpoints_and_losses_are_recorded(calm: TrainingOutcome) -> None:
     for rank in range(RANKS):
         records = calm.read_records(rank)
         assert steps_of(records) == list(range(1, STEPS + 1))
@@ -58,9 +58,7 @@ def test_a_crashed_rank_goes_on_from_the_newest_checkpoint(calm: TrainingOutcome
     assert_same_weights(calm, crashed)
 
 
-def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoint(
-    calm: TrainingOutcome, tmp_path: Path
-) -> None:
+def test_all_ranks_leave_after_a_checkpoint_if_one_receives_sigterm(calm: TrainingOutcome, tmp_path: Path) -> None:
     left = run_example(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
     assert left.exit_code == 0, left.log
     leaving = left.count_steps(0, 1)
@@ -70,7 +68,7 @@ def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoin
     assert_same_weights(calm, left)
 
 
-def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
+def test_it_is_monitored_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
     text = (EXAMPLES / TRAINER).read_text()
     for ours, theirs in {
         "from pacekeeper.integrations.huggingface import HuggingFaceCallback, find_newest_checkpoint": (
@@ -90,7 +88,7 @@ def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp
     assert_same_weights(calm, crashed)
 
 
-def test_a_loop_of_accelerate_is_watched_and_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_a_loop_of_accelerate_is_monitored_and_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
     calm = run_example("accelerate_loop.py", tmp_path / "calm")
     assert calm.exit_code == 0, calm.log
     crashed = run_example("accelerate_loop.py", tmp_path / "crashed", crash="1 1 25")

@@ -83,7 +83,7 @@ def test_a_rank_whose_kernel_never_ends_is_named_although_its_processor_spins(
         assert (found.kind, found.ranks) == (kind, (2,)), found
 
 
-def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
+def test_long_phases_of_one_rank_accuse_no_rank(tmp_path: Path) -> None:
     """Each three times the deadline: the peers stall and say so, and no verdict follows from it."""
     phases = {8: "COMPILE", 11: "CHECKPOINT"}
     fault = {"rank": 2, "round": 1, "kind": "phase", "seconds": 3.0}
@@ -108,7 +108,7 @@ def test_a_loader_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "in phase LOAD" in found.evidence[0]
 
 
-def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_hands_on(
+def test_a_hang_right_after_joining_is_detected_by_the_step_time_of_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it, workers that have not seen five steps yet would wait for half an hour."""

@@ -107,7 +107,7 @@ def diary(folder: Path, rank: int) -> list[str]:
     return [line.split(maxsplit=2)[2] for line in (folder / f"diary-{rank}").read_text().splitlines()]
 
 
-def test_a_crashed_rank_starts_again_and_the_run_says_so(tmp_path: Path) -> None:
+def test_a_crashed_rank_starts_again_and_the_run_reports_it(tmp_path: Path) -> None:
     with local_run(tmp_path, faults=[{"rank": 1, "round": 1, "step": 4, "kind": "sigkill"}]) as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
     assert diary(tmp_path, 1)[-1] == "round 2 end"
@@ -119,7 +119,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_warm_process_that_dies_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with local_run(tmp_path, steps=20, step_seconds=0.05) as pid:
         wait_until_true(
@@ -181,7 +181,7 @@ def test_a_script_that_always_fails_ends_the_run_with_its_last_lines(tmp_path: P
 ORDINARY = STEPS_SCRIPT.with_name("ordinary.py")
 
 
-def test_who_waits_for_others_or_has_finished_is_not_hung(tmp_path: Path) -> None:
+def test_ranks_that_wait_or_have_finished_are_not_hung(tmp_path: Path) -> None:
     """Child processes, idle and busy, and a FIFO; at the end, an export and an upload when the other rank has gone."""
     with local_run(tmp_path, script=ORDINARY, way="waits") as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
@@ -192,7 +192,7 @@ def test_who_waits_for_others_or_has_finished_is_not_hung(tmp_path: Path) -> Non
     assert "round 2" not in log
 
 
-def test_uneven_batches_are_told_and_not_repeated_for_ever(tmp_path: Path) -> None:
+def test_uneven_batches_are_reported_and_not_repeated_indefinitely(tmp_path: Path) -> None:
     with local_run(tmp_path, script=ORDINARY, way="uneven") as pid:
         assert exit_code(pid, tmp_path) == 1
     log = (tmp_path / "log").read_text()
@@ -202,7 +202,7 @@ def test_uneven_batches_are_told_and_not_repeated_for_ever(tmp_path: Path) -> No
     assert "round 5" not in log, "the launcher may have begun the next one before it is told that it was the last"
 
 
-def test_a_rank_that_fails_without_a_word_ends_the_run(tmp_path: Path) -> None:
+def test_a_rank_that_fails_silently_ends_the_run(tmp_path: Path) -> None:
     with local_run(tmp_path, restarts=0, script=ORDINARY, way="silent") as pid:
         assert exit_code(pid, tmp_path) == 1
     *_, last = (tmp_path / "log").read_text().strip().splitlines()
@@ -272,7 +272,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
     assert set(Path("/dev/shm").glob("pacekeeper-*")) - before == set()
 
 
-def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Path) -> None:
+def test_the_next_run_removes_what_a_killed_run_has_left(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
         wait_until_true(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
         (left,) = Path("/dev/shm").glob(f"pacekeeper-run-{pid}-*")
@@ -307,7 +307,7 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
     assert "round 2" not in log.read_text(), "a restart would have repeated or lost steps"
 
 
-def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: Path) -> None:
+def test_sequences_are_balanced_by_their_cost_once_it_is_measured(tmp_path: Path) -> None:
     log, script = tmp_path / "log", STEPS_SCRIPT.with_name("lengths.py")
 
     def uneven() -> NDArray[np.float64]:

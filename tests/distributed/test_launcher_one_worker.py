@@ -79,7 +79,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         assert sorted(fault.xid for fault in worker.read_faults(FaultKind.GPU_ERROR)) == [13, 31, 62, 79]
 
 
-def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) -> None:
+def test_the_checkpoint_status_of_rank_0_is_in_the_heartbeat(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=10_000) as one:
         one_worker(one)
         one.wait_for_step(2)
@@ -123,7 +123,7 @@ def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path
     run_ranks(main, 1)
 
 
-def test_a_launcher_gives_signs_of_life_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:
+def test_a_launcher_sends_heartbeats_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:
     def sign() -> int:
         return worker.runtime.liveness.stat().st_mtime_ns if worker.runtime.liveness.exists() else 0
 
@@ -193,7 +193,7 @@ def test_restarts_end_with_the_plans_budget(tmp_path: Path) -> None:
         assert one.workers["a"].read_heartbeat().round == 2
 
 
-def test_sigterm_lets_the_ranks_leave_and_does_not_look_finished(tmp_path: Path) -> None:
+def test_sigterm_lets_the_ranks_leave_and_is_not_reported_as_finished(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=10_000) as one:
         one_worker(one)
         one.wait_for_step(3)

@@ -44,7 +44,7 @@ def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_nam
             assert one.read_diary(rank)[-1] == "round 2 end"
 
 
-def test_the_meeting_is_where_its_hosts_heartbeat_says_and_nowhere_else_is_needed(tmp_path: Path) -> None:
+def test_the_address_of_the_rendezvous_comes_from_its_servers_heartbeat(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=2) as one:
         for name in "abc":
             one.start(name)
@@ -57,7 +57,7 @@ def test_the_meeting_is_where_its_hosts_heartbeat_says_and_nowhere_else_is_neede
         assert_finished(one, "a", "b", "c")
 
 
-def test_launchers_measure_their_links_while_their_ranks_train_and_tell_whose_sockets_are_whose(tmp_path: Path) -> None:
+def test_launchers_measure_their_links_during_training_and_report_the_owners_of_sockets(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=100_000) as one:
         three(one)
         one.wait_for_step(5)

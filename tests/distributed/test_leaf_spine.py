@@ -86,7 +86,7 @@ def used(fabric: HostedLeafSpine, host: FabricHost, peer: FabricHost) -> set[int
     }
 
 
-def test_a_cut_that_everybody_knows_loses_nothing_and_heals(fabric: HostedLeafSpine) -> None:
+def test_a_cut_that_all_switches_know_loses_nothing_and_heals(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
     assert used(fabric, near, far) == {0, 1, 2}
     for _ in range(2):  # the second time changes nothing
@@ -98,7 +98,7 @@ def test_a_cut_that_everybody_knows_loses_nothing_and_heals(fabric: HostedLeafSp
     assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
 
 
-def test_a_cut_of_which_the_others_are_not_told_swallows_what_they_send_that_way(fabric: HostedLeafSpine) -> None:
+def test_packets_are_lost_on_a_link_whose_cut_is_not_announced(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
     fabric.cut_link(0, 1, propagate=False)
     assert fabric.find_broken() == BrokenLinks(frozenset({(0, 1)}), frozenset())
@@ -107,7 +107,7 @@ def test_a_cut_of_which_the_others_are_not_told_swallows_what_they_send_that_way
     assert used(fabric, far, near) == {0, 2}, "now they are told"
 
 
-def test_after_another_draw_the_same_connections_go_elsewhere(fabric: HostedLeafSpine) -> None:
+def test_another_hash_seed_sends_the_same_connections_over_other_links(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
 
     def carried() -> list[int]:
@@ -122,7 +122,7 @@ def test_after_another_draw_the_same_connections_go_elsewhere(fabric: HostedLeaf
     assert carried() != pytest.approx(first, abs=200)
 
 
-def test_without_any_spine_everybody_knows_that_there_is_no_way(fabric: HostedLeafSpine) -> None:
+def test_without_any_spine_all_switches_report_no_route(fabric: HostedLeafSpine) -> None:
     near, far, other = fabric.hosts
     for spine in range(3):
         fabric.cut_link(0, spine)
@@ -133,7 +133,7 @@ def test_without_any_spine_everybody_knows_that_there_is_no_way(fabric: HostedLe
     assert used(fabric, near, far) == {0, 1, 2}
 
 
-def test_a_link_is_slowed_and_is_as_the_others_again(fabric: HostedLeafSpine) -> None:
+def test_a_slowed_link_is_as_fast_as_the_others_after_its_repair(fabric: HostedLeafSpine) -> None:
     fabric.set_all_rates("50mbit")
     fabric.slow_link(2, 0, "10mbit")
     assert fabric.list_rates() == {link: 10e6 if link == (2, 0) else 50e6 for link in fabric.links}
@@ -143,7 +143,7 @@ def test_a_link_is_slowed_and_is_as_the_others_again(fabric: HostedLeafSpine) ->
     assert fabric.list_rates() == {}
 
 
-def test_the_fabric_that_is_printed_tells_what_everybody_knows(
+def test_the_printed_fabric_shows_the_known_links(
     fabric: HostedLeafSpine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "fabric.json"
@@ -163,7 +163,7 @@ def test_the_fabric_that_is_printed_tells_what_everybody_knows(
     ]
 
 
-def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: HostedLeafSpine) -> None:
+def test_a_half_removed_fabric_is_created_again(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
     fabric.cut_link(0, 1)
     fabric.slow_link(1, 1, "1mbit")

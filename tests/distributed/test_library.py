@@ -134,7 +134,7 @@ def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
     assert "the last valid" in capfd.readouterr().err
 
 
-def test_plans_of_the_next_membership_leave_this_rounds_shares_alone(tmp_path: Path) -> None:
+def test_plans_of_the_next_membership_do_not_change_this_rounds_shares(tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[int]:
         if rank == 0:
             write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, shares=(7, 4, 3, 2)).to_json())
@@ -231,7 +231,7 @@ def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
     assert results == [(6, 6 * BATCH, 6 * BATCH)] * 2
 
 
-def test_a_torn_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_the_previous_checkpoint_is_loaded_if_the_newest_is_torn(tmp_path: Path) -> None:
     def tear(volume: Path) -> None:
         victim = max((volume / "step-00000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
         content = bytearray(victim.read_bytes())
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_pa
         assert "spec.checkpoint.path" in error
 
 
-def test_a_folder_that_cannot_be_written_is_said_at_init(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_at_init(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def rank_main(_: int) -> str:
@@ -299,7 +299,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_the_schedules_of_torch_go_on_as_if_nothing_had_been(make: Callable[[torch.optim.Optimizer], Any]) -> None:
+def test_the_schedules_of_torch_continue_after_a_restart(make: Callable[[torch.optim.Optimizer], Any]) -> None:
     def schedule() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         return optimizer, make(optimizer)
@@ -494,7 +494,7 @@ def test_one_call_registers_and_restores_and_steps_do_so_themselves(tmp_path: Pa
     assert steps_to(8, in_two_calls) == [7, 8]
 
 
-def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: Path) -> None:
+def test_state_that_no_checkpoint_holds_is_reported_before_the_first_step(tmp_path: Path) -> None:
     def rank_main(_: int) -> list[str]:
         job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path))
         loader = make_loader(job)
@@ -523,7 +523,7 @@ def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: 
     assert "call it once" in twice
 
 
-def test_a_state_of_the_scripts_own_may_have_them_all(tmp_path: Path) -> None:
+def test_a_custom_state_may_hold_all_objects(tmp_path: Path) -> None:
     class Everything:
         def __init__(self, *items: Any) -> None:
             self.items = items

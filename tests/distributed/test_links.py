@@ -56,9 +56,7 @@ class TestConnections:
             evidence = [Evidence.from_json(json.loads(_line(rank))) for rank in ranks]
         return delay_matrix.diagnose_links(*delay_matrix.join_link_ends(evidence)), evidence
 
-    def test_a_slow_link_among_all_pairs_is_told_from_its_two_ends(
-        self, four: NamespaceNetwork, tmp_path: Path
-    ) -> None:
+    def test_a_slow_link_among_all_pairs_is_found_by_its_two_ends(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW, quick_acknowledgements=True)
         shown, _ = self.shown(four, tmp_path, "all")
         (hot,) = shown.hot_spots
@@ -75,7 +73,7 @@ class TestConnections:
         assert hot.kind in (SpotKind.LINK, SpotKind.PAIR)
         assert (hot.source, hot.destination) == (1, 2)
 
-    def test_what_is_lost_on_the_way_blocks_the_ends_of_that_way_alone(
+    def test_packets_lost_on_a_route_block_only_the_ends_of_that_route(
         self, four: NamespaceNetwork, tmp_path: Path
     ) -> None:
         """What is slow, and who does not read, moves or has no room: that is no lost packet."""
@@ -105,7 +103,7 @@ class TestConnections:
         assert hot.kind in (SpotKind.SENDER, SpotKind.RECEIVER)
         assert {hot.source, hot.destination} == {1, -1}
 
-    def test_in_a_ring_the_pair_is_all_that_can_be_told(self, four: NamespaceNetwork, tmp_path: Path) -> None:
+    def test_in_a_ring_only_the_pair_can_be_named(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         four.slow_egress(four.hosts[1], SLOW)
         shown, evidence = self.shown(four, tmp_path, "next")
         (hot,) = shown.hot_spots
@@ -186,7 +184,7 @@ class TestProbe:
             for one in running:
                 one.communicate(timeout=300)
 
-    def test_link_sender_receiver_and_nothing_are_told_apart(self, four: NamespaceNetwork, tmp_path: Path) -> None:
+    def test_link_sender_receiver_and_no_fault_are_distinguished(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         s, d, *_ = four.hosts
         for host in four.hosts:
             four.slow_ingress(host, USUAL)

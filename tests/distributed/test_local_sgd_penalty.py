@@ -43,7 +43,7 @@ def train(mesh: torch.distributed.device_mesh.DeviceMesh, run: ReplicaRun) -> tu
     return curve, seen
 
 
-def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
+def test_the_penalty_keeps_garbage_within_noise() -> None:
     runs = {f"seed {seed}": replace(GOOD, seed=seed) for seed in range(1, 6)}
     runs |= {"NaN": NAN, "x1000": HUGE}
     runs |= {"NaN, off": replace(NAN, settings=OFF), "x1000, off": replace(HUGE, settings=OFF)}
@@ -70,7 +70,7 @@ def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (2, 2)], ids=str)
-def test_without_one_good_replica_all_go_back(replicas: int, shards: int) -> None:
+def test_all_replicas_roll_back_if_none_is_good(replicas: int, shards: int) -> None:
     """To the last common parameters; the outer momentum stays, and the next synchronization is a good one."""
     run = replace(GOOD, poison=lambda _, number: math.nan if number == 3 else 1.0)
 

@@ -92,7 +92,7 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (2, 2)], ids=str)
-def test_equalise_makes_one_state_of_the_replicas(replicas: int, shards: int) -> None:
+def test_equalize_makes_one_state_of_the_replicas(replicas: int, shards: int) -> None:
     """Means of the moments that are finite, the largest step, buffers too; a state that only some have is shared."""
 
     def rank_main(_rank: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
@@ -148,7 +148,7 @@ def _state_of(training: ReplicaTraining, late: nn.Parameter, norm: nn.Module) ->
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_reset_moments_lets_the_optimizer_begin_anew(kind: type[torch.optim.Optimizer]) -> None:
+def test_reset_moments_restarts_the_optimizer(kind: type[torch.optim.Optimizer]) -> None:
     nets = [make_net(), make_net()]
     fresh, reset = (kind(net.parameters(), lr=0.01) for net in nets)  # type: ignore[call-arg]
     before = [parameter.detach().clone() for parameter in nets[1].parameters()]
@@ -189,7 +189,7 @@ def test_an_outer_step_is_that_of_torch(nesterov: bool) -> None:
     run_ranks(rank_main, 1)
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_use_is_reported() -> None:
     def rank_main(_rank: int) -> None:
         init_process_group()
         group = make_mesh(1, 1).get_group("sync")

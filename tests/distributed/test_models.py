@@ -230,7 +230,7 @@ def test_every_mode_trains_as_one_process_does(case: Case, tmp_path: Path) -> No
     check(run_case(case, tmp_path), case.shard)
 
 
-def test_in_mixed_precision(tmp_path: Path) -> None:
+def test_modes_train_in_mixed_precision(tmp_path: Path) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     run = run_case(Case(2, {"mp_policy": policy}, dtype=torch.float32), tmp_path)
     assert {parameter.dtype for parameter in run[0].parameters.values()} == {torch.float32}
@@ -250,7 +250,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
-def test_a_compiled_model_trains_the_same_and_is_never_compiled_anew(case: Case, tmp_path: Path) -> None:
+def test_a_compiled_model_trains_the_same_and_is_compiled_once(case: Case, tmp_path: Path) -> None:
     """Neither by a synchronization nor by a switch; and a model that has no graph break of its own has none of ours."""
     run = run_case(case, tmp_path)
     check(run, case.shard)

@@ -19,7 +19,7 @@ EDIT, ASYNC_EDIT = SyncMode.EDIT, SyncMode.ASYNC_EDIT
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
-def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path: Path) -> None:
+def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path: Path) -> None:
     """More units than the two whose synchronization is under way at a time. Were the rest completed on the asking rank
     alone, it would wait for its sync group, which waits for shards that the asking rank has to gather. One of the units
     has no parameters, as those of `nn.Module.children` may."""
@@ -52,7 +52,7 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
     assert [parameters[step] for step in due] == [sync_groups_other[step] for step in due]
 
 
-def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up() -> None:
+def test_ranks_without_a_step_and_ranks_that_call_one_model_hold_no_rank_up() -> None:
     """Two models of more units than are under way at a time. Rank 0 has used up all samples while rank 1 has two steps
     to go, so it comes to a synchronization without a forward pass. Then rank 1 must not wait for it in anything but
     this synchronization. And rank 1 evaluates the second model first."""
@@ -82,7 +82,7 @@ def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up
     assert parameters == parameters_too
 
 
-def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) -> None:
+def test_ranks_make_different_queries_and_each_event_comes_once(tmp_path: Path) -> None:
     """Rank 1 asks for the first time when the ranks have met: what was due then comes one ordinal later."""
 
     def rank_main(rank: int) -> dict[str, list[int]]:
@@ -110,7 +110,7 @@ def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) ->
     assert zero == {"sparse": [], "late": [], "print": [4, 8, 12, 16, 20, 24, 28]}
 
 
-def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None:
+def test_the_ranks_synchronize_when_all_optimizers_have_stepped(tmp_path: Path) -> None:
     """What the second one does is part of what they synchronize."""
 
     def rank_main(rank: int) -> list[str]:
@@ -138,7 +138,7 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode", SyncMode)
 @pytest.mark.parametrize("before_the_microbatches", [False, True])
-def test_who_asks_before_the_optimizers_step_is_told_so(mode: SyncMode, before_the_microbatches: bool) -> None:
+def test_a_query_before_the_optimizers_step_is_an_error(mode: SyncMode, before_the_microbatches: bool) -> None:
     """In the first step, in Sync too: in a Local-SGD mode he would synchronize without it, and its peers with it."""
 
     def rank_main(_: int) -> str:

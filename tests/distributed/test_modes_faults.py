@@ -93,7 +93,7 @@ def test_a_local_mode_needs_the_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
-def test_a_rank_whose_loss_is_not_finite_is_told_and_does_not_count(mode: SyncMode, tmp_path: Path) -> None:
+def test_a_rank_whose_loss_is_not_finite_is_reported_and_does_not_count(mode: SyncMode, tmp_path: Path) -> None:
     spoilt: list[int] = []
 
     def bad(rank: int, step: pk.Step, loss: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def test_a_rank_whose_loss_is_not_finite_is_told_and_does_not_count(mode: SyncMo
     assert told == [-1, -1, int((tmp_path / "spoilt").read_text())]
 
 
-def test_what_is_asked_on_one_rank_only_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_query_on_one_rank_only_holds_no_rank_up(tmp_path: Path) -> None:
     """`if job.rank == 0 and step.due("print", …)`, as examples do."""
 
     def rank_main(rank: int) -> list[int]:

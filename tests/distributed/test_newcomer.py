@@ -38,14 +38,14 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return clone
 
 
-def test_try_it_and_kill_a_rank_meanwhile(clone: Path) -> None:
+def test_the_quickstart_recovers_from_a_killed_rank(clone: Path) -> None:
     _, run = read_commands("Try it")
     losses = told(run, clone)
     assert list(losses)[-1] == 300
     assert losses[300] < 0.5 * losses[50]
 
 
-def test_watch_a_script_as_it_is_and_kill_a_rank_meanwhile(clone: Path) -> None:
+def test_an_unchanged_script_recovers_from_a_killed_rank(clone: Path) -> None:
     """It has no checkpoint of its own: all begin again."""
     (run,) = read_commands("Watch your script as it is")
     losses = told(run, clone, STEPS="500")

@@ -126,7 +126,7 @@ class TestTrace:
         assert ends[2] == {"10.98.1.0", "10.98.1.2", "10.98.1.4"}
         assert ends[3] == {far.address}
 
-    def test_what_is_told_is_where_a_connections_bytes_go(self, fabric: HostedLeafSpine) -> None:
+    def test_the_reported_path_is_the_one_of_the_connection(self, fabric: HostedLeafSpine) -> None:
         """All 24 of them: spine s carries what the ports that lead there have sent."""
         near, far, _ = fabric.hosts
         server = far.start(*build_python_command(SERVE.replace(", 0))", ", 20001))")), far.address)
@@ -154,7 +154,7 @@ class TestTrace:
         assert len(ends) == 12
         assert len(set(ends.values())) == 3
 
-    def test_ports_that_somebody_listens_at_are_told(self, fabric: HostedLeafSpine) -> None:
+    def test_ports_with_a_listener_are_reported(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         server = near.start(*build_python_command(SERVE.replace(", 0))", ", 25001))")), near.address)
         assert server.stdout is not None
@@ -164,7 +164,7 @@ class TestTrace:
         server.communicate()
         assert (set(ends), taken) == ({25000, 25002}, [25001])
 
-    def test_silence_ends_the_search(self, fabric: HostedLeafSpine) -> None:
+    def test_missing_answers_end_the_search(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         fabric.filter_icmp()
         assert trace(near, far.address, 2, range(25000, 25012)) == ({}, [])
@@ -334,7 +334,7 @@ class TestPlannedPaths:
         assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
         team.end()
 
-    def test_pods_are_one_hop_further_and_their_nodes_let_what_was_tried_pass(
+    def test_pods_are_one_hop_further_and_their_nodes_admit_probed_connections(
         self, shim: PathShim, folder: Path
     ) -> None:
         """Nodes follow connections and drop what belongs to none, as kube-proxy has it: a packet that was tried the
@@ -348,9 +348,7 @@ class TestPlannedPaths:
             assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
             team.end()
 
-    def test_rounds_that_follow_each_other_find_ways_that_nodes_have_not_seen_tried(
-        self, shim: PathShim, folder: Path
-    ) -> None:
+    def test_successive_rounds_probe_ports_that_nodes_do_not_track_yet(self, shim: PathShim, folder: Path) -> None:
         """A port that was tried towards a knock is shut for two minutes: what would come back from there is dropped."""
         with create_leaf_spine(pods=True) as fabric:
             for membership in (1, 2):
@@ -360,7 +358,7 @@ class TestPlannedPaths:
                 assert half_open(fabric.hosts[1]) == 0
                 team.end()
 
-    def test_a_port_that_is_taken_meanwhile_is_the_next_one(
+    def test_the_next_port_is_used_if_the_planned_one_is_taken(
         self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
@@ -415,7 +413,7 @@ class TestFallback:
         assert team.hosts[1].look(100.0) == [(False, PathFault.FILTERED)]
         team.end()
 
-    def test_where_a_spine_swallows_what_it_gets(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
+    def test_where_a_spine_drops_all_packets(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         fabric.cut_link(0, 2, propagate=False)
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
         assert team.hosts[1].look(100.0) == [(False, PathFault.BLACK_HOLE)]
@@ -429,7 +427,7 @@ class TestFallback:
         assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
         team.end()
 
-    def test_where_a_label_puts_a_neighbour_below_another_leaf(self, shim: PathShim, folder: Path) -> None:
+    def test_where_a_label_puts_a_peer_below_another_leaf(self, shim: PathShim, folder: Path) -> None:
         """What is planned between the two passes no spine at all."""
         with create_leaf_spine(hosts=2) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(1, 0, "s1"))
@@ -560,7 +558,7 @@ class Job:
             raise AssertionError(f"{error}\n" + "\n".join(log.read_text() for log in self.logs)) from None
 
 
-def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: PathShim, folder: Path) -> None:
+def test_two_jobs_that_collide_are_faster_on_separate_paths(shim: PathShim, folder: Path) -> None:
     """gloo's all-reduces in pods, by ranks of real launchers without privileges. The next round takes the new paths."""
     with create_leaf_spine(hosts=2, pods=True) as fabric:
         fabric.set_all_rates("50mbit")

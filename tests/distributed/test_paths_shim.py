@@ -103,14 +103,14 @@ class TestConnect:
         program = f"a = connect(); open({str(entries)!r}, 'w').write('{again}'); b = connect(); print(port(a), port(b))"
         assert run(program).split() == [str(first), str(second)]
 
-    def test_of_a_connection_that_is_there_already_the_next_port_is_taken(
+    def test_the_next_port_is_used_if_the_connection_exists(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
         first, second = free_ports(2)
         entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first} {second}\n")
         assert run("a, b = connect(), connect(); print(port(a), port(b))").split() == [str(first), str(second)]
 
-    def test_of_a_port_at_which_somebody_listens_the_next_is_taken(
+    def test_the_next_port_is_used_if_the_port_has_a_listener(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
         first, second = free_ports(2)
@@ -126,7 +126,7 @@ class TestConnect:
             program = "a = connect(); sys.argv[2] = sys.argv[3]; b = connect(); print(port(a), port(b))"
             assert run(program, str(port_of(other))).split() == [str(wanted)] * 2
 
-    def test_all_taken_is_a_plain_connection_whose_socket_is_as_it_was(
+    def test_a_connection_is_plain_and_its_socket_unchanged_if_all_ports_are_taken(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
         (taken,) = free_ports(1)
@@ -156,14 +156,14 @@ class TestConnect:
         ],
         ids=lambda content: "missing" if content is None else ascii(content[:44]),
     )
-    def test_a_file_that_says_nothing_is_a_plain_connection(
+    def test_an_invalid_file_is_a_plain_connection(
         self, run: Run, server: socket.socket, entries: Path, content: bytes | None
     ) -> None:
         if content is not None:
             entries.write_bytes(content.replace(b"PORT", str(port_of(server)).encode()))
         assert int(run("print(port(connect()))")) not in (0, 20001)
 
-    def test_a_folder_in_its_place_is_a_plain_connection(self, run: Run, entries: Path) -> None:
+    def test_a_folder_instead_of_the_file_is_a_plain_connection(self, run: Run, entries: Path) -> None:
         entries.mkdir()
         assert int(run("print(port(connect()))")) > 0
 
@@ -174,7 +174,7 @@ class TestConnect:
 a = socket.socket(); a.bind(("", {own})); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))"""
         assert run(program).split() == [str(own)]
 
-    def test_datagrams_and_local_sockets_are_left_alone(
+    def test_datagrams_and_local_sockets_are_not_changed(
         self, run: Run, server: socket.socket, entries: Path, tmp_path: Path
     ) -> None:
         (wanted,) = free_ports(1)
@@ -189,7 +189,7 @@ except FileNotFoundError:
         port, said = run(program).split()
         assert (port != str(wanted), said) == (True, "nobody")
 
-    def test_a_refusal_and_a_connection_under_way_are_told_as_ever(self, run: Run, entries: Path) -> None:
+    def test_a_refusal_and_a_pending_connection_are_reported_as_before(self, run: Run, entries: Path) -> None:
         wanted, closed = free_ports(2)
         entries.write_text(f"connect {LOOPBACK} {closed} {wanted}\n")
         program = f"""
@@ -198,7 +198,7 @@ a = socket.socket(); print(errno.errorcode[a.connect_ex((sys.argv[1], {closed}))
 b = socket.socket(); b.setblocking(False); print(errno.errorcode[b.connect_ex((sys.argv[1], {closed}))], port(b))"""
         assert run(program).split() == ["ECONNREFUSED", "EINPROGRESS", str(wanted)]
 
-    def test_it_knows_ipv6(self, shim: PathShim, entries: Path) -> None:
+    def test_ipv6_is_supported(self, shim: PathShim, entries: Path) -> None:
         (wanted,) = free_ports(1)
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
             entries.write_text(f"connect ::1 {port_of(listener)} {wanted}\n")
@@ -207,7 +207,7 @@ b = socket.socket(); b.setblocking(False); print(errno.errorcode[b.connect_ex((s
             said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         assert said.stdout.split() == [str(wanted)]
 
-    def test_who_is_told_of_no_file_is_left_alone(self, shim: PathShim, server: socket.socket) -> None:
+    def test_a_process_without_a_file_is_not_changed(self, shim: PathShim, server: socket.socket) -> None:
         command = [*build_python_command(CONNECT + "print(port(connect()))"), LOOPBACK, str(port_of(server))]
         environment = {**os.environ, **shim.build_environment(None)}
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
@@ -238,7 +238,7 @@ def listen(address="127.0.0.1", number=0, kind=socket.SOCK_STREAM):
             entries.write_text(f"listen {LOOPBACK} 0 {taken}\n")
             assert int(run(f"{self.LISTEN}\nprint(port(listen()))")) not in (0, taken)
 
-    def test_other_addresses_asked_for_ports_and_datagrams_are_left_alone(self, run: Run, entries: Path) -> None:
+    def test_other_addresses_requested_ports_and_datagrams_are_not_changed(self, run: Run, entries: Path) -> None:
         wanted, asked = free_ports(2)
         entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
         program = f"""{self.LISTEN}
@@ -275,7 +275,7 @@ class TestRoce:
         told = self.labels(shim, driver, content, "::ffff:10.0.0.7", "fd00::7", "::ffff:10.0.0.8")
         assert told == ["1234:0", "99:0", "0:0"], "the label that the card sees, and the caller's own afterwards"
 
-    def test_a_card_that_refuses_it_is_asked_again_without(self, shim: PathShim, driver: Path) -> None:
+    def test_a_refused_label_is_followed_by_a_call_without_it(self, shim: PathShim, driver: Path) -> None:
         assert self.labels(shim, driver, "label 10.0.0.7 4095\n", "::ffff:10.0.0.7") == ["0:0"]
 
 
@@ -284,10 +284,10 @@ SAY = "from pacekeeper.launcher.network.path_shim import explain_missing_shim; p
 
 
 class TestPreload:
-    def test_this_machine_can_have_it(self, plain: Path) -> None:
+    def test_the_shim_is_usable_on_this_machine(self, plain: Path) -> None:
         assert explain_unusable_shim(plain) == ""
 
-    def test_what_cannot_be_loaded_is_left_out_with_a_reason(self, tmp_path: Path) -> None:
+    def test_a_library_that_cannot_be_loaded_is_left_out_with_a_reason(self, tmp_path: Path) -> None:
         """As a shim for another architecture, or another libc, is: the process would not start with some of them."""
         broken = tmp_path / "paths.so"
         assert "no shim" in explain_unusable_shim(broken)
@@ -320,7 +320,7 @@ subprocess.run([sys.executable, "-c", {SAY!r}])
             "start False", "start True", "True None ['a', 'b']", "fork True", "False",
         ], done.stderr  # fmt: skip
 
-    def test_ranks_of_pacekeeper_run_have_it_and_what_they_start_has_not(self, plain: Path, tmp_path: Path) -> None:
+    def test_ranks_of_pacekeeper_run_load_the_shim_and_their_children_do_not(self, plain: Path, tmp_path: Path) -> None:
         """As installed: the library lies next to its source."""
         package = SHIM_PATH.parents[1]
         installed = tmp_path / package.name

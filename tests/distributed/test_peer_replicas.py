@@ -176,13 +176,13 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[i
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(
+def test_a_lost_shard_is_restored_bit_for_bit_from_its_peer_replica(
     name: str, restored: dict[str, list[tuple[int | None, bool]]]
 ) -> None:
     assert restored[name] == [(LOSSES[name].restored, True)] * RANKS
 
 
-def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(
+def test_a_replica_that_changes_in_transfer_is_refused_and_not_requested_indefinitely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where its sender has it whole, no torn copy is known that could be left out."""
@@ -208,7 +208,7 @@ def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(3, True)] * RANKS
 
 
-def test_what_came_back_is_where_it_was_and_nothing_of_it_stays_in_the_slot(tmp_path: Path) -> None:
+def test_a_restored_replica_is_in_its_place_and_its_slot_is_empty(tmp_path: Path) -> None:
     """The slot's memory would be kept with it; a captured graph has the tensors that were there."""
 
     def rank_main(rank: int) -> tuple[bool, bool, bool]:
@@ -229,7 +229,7 @@ def test_what_came_back_is_where_it_was_and_nothing_of_it_stays_in_the_slot(tmp_
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(False, True, True)] * RANKS
 
 
-def test_each_shard_is_held_against_its_checksum_by_who_goes_on_from_it(
+def test_each_rank_verifies_the_checksum_of_the_shard_that_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is received, as it comes; who sends it does not read it twice."""
@@ -251,7 +251,7 @@ def test_each_shard_is_held_against_its_checksum_by_who_goes_on_from_it(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [1, 1, 0, 0]
 
 
-def test_the_ranks_of_a_worker_share_what_it_has_of_a_lost_one(tmp_path: Path) -> None:
+def test_the_ranks_of_a_worker_share_the_replicas_of_a_lost_worker(tmp_path: Path) -> None:
     """One of them would send all shards of it one after the other."""
 
     def rank_main(rank: int) -> list[int]:
@@ -278,7 +278,7 @@ def test_the_first_snapshot_of_a_round_is_on_another_node_too(tmp_path: Path) ->
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(1, True)] * RANKS
 
 
-def test_what_copies_take_from_the_training_is_part_of_what_a_snapshot_costs(tmp_path: Path) -> None:
+def test_the_cost_of_replication_is_part_of_the_cost_of_a_snapshot(tmp_path: Path) -> None:
     """On the rank where it is highest: rank 0 says how often snapshots are taken."""
 
     def rank_main(rank: int) -> tuple[bool, bool]:
@@ -315,7 +315,7 @@ def test_with_both_lost_the_state_comes_from_the_volume(tmp_path: Path) -> None:
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(2, True)] * RANKS
 
 
-def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
+def test_with_a_peer_replica_the_volume_is_not_read(tmp_path: Path) -> None:
     def rank_main(rank: int) -> int:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path, volume=True)
@@ -335,7 +335,7 @@ def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS
 
 
-def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
+def test_no_snapshot_is_taken_during_a_replication(tmp_path: Path) -> None:
     """Otherwise the others would soon have nothing that is as old as what the neighbors have."""
 
     def rank_main(rank: int) -> tuple[list[int], bool, list[str]]:
@@ -418,7 +418,7 @@ def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
 
 
 @pytest.mark.parametrize(("workers", "megabytes"), [("aa", 200), ("ab", 0)], ids=["one node", "no budget"])
-def test_without_another_node_or_a_budget_all_is_as_without_neighbours(
+def test_without_another_node_or_a_budget_there_are_no_peer_replicas(
     workers: str, megabytes: int, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[int, list[str]]:
@@ -435,7 +435,7 @@ def test_without_another_node_or_a_budget_all_is_as_without_neighbours(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(-1, its) for its in own]
 
 
-def test_what_an_earlier_ring_has_left_goes(tmp_path: Path) -> None:
+def test_replicas_of_an_earlier_ring_are_deleted(tmp_path: Path) -> None:
     """Ranks were moved: neither they nor their neighbours' copies are this worker's any longer."""
 
     def rank_main(rank: int) -> list[str]:
@@ -454,7 +454,7 @@ def test_what_an_earlier_ring_has_left_goes(tmp_path: Path) -> None:
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[f"shard-{rank}-of-{RANKS}" for rank in range(RANKS)]] * 4
 
 
-def test_the_shard_of_a_rank_that_was_moved_goes_when_there_is_no_ring_either(tmp_path: Path) -> None:
+def test_the_replica_of_a_moved_rank_is_deleted_without_a_ring(tmp_path: Path) -> None:
     """Until the round's second snapshot it may be needed: it is of the version from which the round began."""
 
     def rank_main(rank: int) -> list[bool]:
@@ -474,7 +474,7 @@ def test_the_shard_of_a_rank_that_was_moved_goes_when_there_is_no_ring_either(tm
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[True, False, False]] * RANKS
 
 
-def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Path) -> None:
+def test_replicas_for_peers_are_deleted_if_the_workers_own_state_needs_the_memory(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[list[bool], WriteOutcome]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path, volume=True)

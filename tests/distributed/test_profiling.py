@@ -215,7 +215,7 @@ def test_a_slow_loader_is_data(tmp_path: Path) -> None:
     assert found.finding.culprit == f"{FILE}:Samples.__getitem__ on rank 2"
 
 
-def test_a_checkpoint_and_a_compilation_are_not_looked_at_and_another_mode_ends_it(tmp_path: Path) -> None:
+def test_a_profile_skips_a_checkpoint_and_a_compilation_and_ends_with_a_change_of_mode(tmp_path: Path) -> None:
     """Own files are hidden here, as in a job that does not show them."""
     found, answers = run(tmp_path, steered(tmp_path, SWITCH_STEP + 10), replace(WINDOW, sources=SourceNaming.HASH))
     assert found.finding.fault is FaultClass.CODE
@@ -232,7 +232,7 @@ def test_a_checkpoint_and_a_compilation_are_not_looked_at_and_another_mode_ends_
     assert "test_profiling.py" not in str(answers[1].baseline)
 
 
-def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> None:
+def test_a_rank_that_dies_during_a_profile_costs_only_its_own_pattern(tmp_path: Path) -> None:
     """Its peers lose their connection to it, and the ranks whose window is complete by then report it."""
 
     def die(rank: int, step: int) -> float:
@@ -250,7 +250,7 @@ def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> No
     assert (found.reported, found.remarks[0]) == (2, "2 of 3 ranks have answered")
 
 
-def test_a_window_that_was_heard_of_too_late_is_let_be(tmp_path: Path) -> None:
+def test_a_profile_that_was_received_too_late_is_skipped(tmp_path: Path) -> None:
     late = replace(WINDOW, first_step=0, steps=1)
     runtime = RuntimeFolder(tmp_path).create()
     write_plan(runtime.plan, WorkerPlan(version=7, role=WorkerRole.MEMBER, profile=late))

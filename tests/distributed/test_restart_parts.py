@@ -50,7 +50,9 @@ MEMORY = {"MEMORY", "PEER"}
 
 
 @pytest.mark.parametrize(("snapshots", "origins"), [(2, MEMORY), (0, {"CHECKPOINT"})], ids=["memory", "volume"])
-def test_a_killed_ranks_recovery_by_its_parts(tmp_path: Path, snapshots: int, origins: set[str]) -> None:
+def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
+    tmp_path: Path, snapshots: int, origins: set[str]
+) -> None:
     with training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
         first, second = trains(one, "ab", 1), trains(one, "ab", 2)
         (fault,) = one.workers["b"].read_faults(FaultKind.RANK_FAILED)
@@ -71,7 +73,7 @@ def test_a_killed_ranks_recovery_by_its_parts(tmp_path: Path, snapshots: int, or
     assert found.restored_from in {origin.capitalize() for origin in origins}
 
 
-def test_a_newcomers_state_comes_from_its_neighbour(tmp_path: Path) -> None:
+def test_the_state_of_a_new_worker_comes_from_its_peer_replica(tmp_path: Path) -> None:
     with training(tmp_path) as one:
         one.wait_for(lambda: min(beat.snapshot_step for beat in trains(one, "ab", 1)[:1]) > 5, "snapshots")
         one.workers["b"].kill()

@@ -132,7 +132,7 @@ EVERY_MODE = [ASYNC, EDIT, SYNC]
     ],
     ids=["indexed", "workers", "iterable", "sharded", "static shapes", "lengths"],
 )
-def test_across_switches_of_the_mode(
+def test_samples_are_exact_across_switches_of_the_mode(
     dataset: Any, mesh: dict[str, int], options: Any, modes: list[SyncMode], until: int, tmp_path: Path
 ) -> None:
     ranks = mesh["sync"] * mesh.get("shard", 1)
@@ -144,7 +144,9 @@ def test_across_switches_of_the_mode(
 
 
 @pytest.mark.parametrize("dataset", [Indexed(), Streamed()], ids=["indexed", "iterable"])
-def test_across_leaving_with_leases_and_coming_back_as_another_number_of_ranks(dataset: Any, tmp_path: Path) -> None:
+def test_samples_are_exact_across_a_restart_with_leases_and_another_number_of_ranks(
+    dataset: Any, tmp_path: Path
+) -> None:
     first = run_ranks(
         lambda rank: train(rank, tmp_path, dataset, 1000, [ASYNC], {"sync": 3}, leaves=True, num_workers=1),
         3,

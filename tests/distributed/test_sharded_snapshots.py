@@ -119,7 +119,7 @@ def test_a_copy_that_is_torn_on_one_rank_is_void_on_all(tmp_path: Path) -> None:
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS
 
 
-def test_beside_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_training_goes_on(tmp_path: Path) -> None:
+def test_with_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_training_goes_on(tmp_path: Path) -> None:
     def rank_main(rank: int) -> int:
         dist.init_process_group("gloo")
         with pytest.MonkeyPatch.context() as patch:

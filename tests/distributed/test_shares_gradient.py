@@ -192,7 +192,7 @@ def test_a_gradient_that_is_scaled_is_the_same_unscaled(tmp_path: Path) -> None:
 
 
 @pytest.mark.oldest_torch
-def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
+def test_a_filler_microbatch_has_no_weight(tmp_path: Path) -> None:
     """Replica 0 leases 8 samples a step, replica 1 its 7 once: of the 120 leases, one is left for the last step of
     replica 0, and its rank 1 runs a sample that rank 0 trains on."""
     first_is_done, second_has_its_own = tmp_path / "first is done", tmp_path / "second has its own"
@@ -246,7 +246,7 @@ def plainly(tmp_path_factory: pytest.TempPathFactory) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-def test_balancing_sequences_changes_who_takes_them_and_not_the_gradient(
+def test_balancing_sequences_does_not_change_the_gradient(
     sharded: bool, plainly: list[set[int]], tmp_path: Path
 ) -> None:
     lengths = (Tokens().y != IGNORED).sum(dim=1).numpy()

@@ -160,7 +160,7 @@ async def until(condition: Callable[[], bool], what: str, seconds: float = 300) 
         await asyncio.sleep(0.02)
 
 
-async def test_plans_come_down_and_heartbeats_go_up(tmp_path: Path) -> None:
+async def test_plans_are_received_and_heartbeats_are_sent(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         await until(lambda: read_json(worker.runtime.plan) == PLAN.to_json(), "the first plan")
@@ -189,7 +189,7 @@ async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> No
     assert taken.sent_at > fault.noticed_at, "by which the operator knows its age"
 
 
-async def test_patterns_are_handed_on_as_they_are_and_go(tmp_path: Path) -> None:
+async def test_patterns_are_forwarded_unchanged_and_deleted(tmp_path: Path) -> None:
     operator = Operator(away=True)
     async with sidecar(tmp_path, operator) as worker:
         path = worker.runtime.pattern("profile-1.5", 12)
@@ -204,7 +204,7 @@ async def test_patterns_are_handed_on_as_they_are_and_go(tmp_path: Path) -> None
     assert early.exists()
 
 
-async def test_what_is_no_pattern_is_dropped_and_stops_nothing(tmp_path: Path) -> None:
+async def test_an_invalid_pattern_is_dropped_and_stops_nothing(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator) as worker:
         patterns = worker.runtime.patterns
@@ -240,7 +240,7 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     assert 'pacekeeper_rank_wait_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.04' in page
 
 
-async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
+async def test_metrics_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
     operator = Operator(plan=replace(PLAN, metrics_deadband=0.05))
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         create_ring(worker.runtime.ring(0), rank=5, round_=1, capacity=64)
@@ -272,7 +272,7 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
         assert figures.wait_seconds == pytest.approx(0.04)
 
 
-async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_poll(tmp_path: Path) -> None:
+async def test_a_silent_launcher_is_reported_at_once_during_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
@@ -284,7 +284,7 @@ async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_pol
         await until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
 
 
-async def test_a_launcher_without_peers_has_the_operator_answer_beside_a_long_poll(tmp_path: Path) -> None:
+async def test_a_launcher_without_peers_polls_the_operator_during_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
     async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         await until(lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat during it, and a poll is held")
@@ -310,7 +310,7 @@ async def test_a_poll_may_be_held_for_twice_as_long_as_the_one_before(tmp_path: 
     assert min(operator.holds[count:]) >= 1.0
 
 
-async def test_that_the_launcher_has_finished_is_heard_before_the_sidecar_ends(tmp_path: Path) -> None:
+async def test_the_end_of_the_launcher_is_reported_before_the_sidecar_ends(tmp_path: Path) -> None:
     """The operator is away when the trainer ends and the kubelet tells the sidecar to."""
     operator = Operator()
     fault = FaultReport("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
@@ -327,7 +327,7 @@ async def test_that_the_launcher_has_finished_is_heard_before_the_sidecar_ends(t
     assert [replace(heard, sent_at=0.0) for heard in operator.faults] == [fault]
 
 
-async def test_a_sidecar_that_nobody_listens_to_ends_all_the_same(tmp_path: Path) -> None:
+async def test_a_sidecar_without_an_operator_ends(tmp_path: Path) -> None:
     operator = Operator(away=True)
     async with sidecar(tmp_path, operator):
         await until(lambda: operator.refused > 0, "a try")
@@ -354,7 +354,7 @@ async def test_a_renewed_token_is_used_without_a_restart(tmp_path: Path) -> None
         await until(worker.runtime.plan.exists, "the plan, once the token is good")
 
 
-async def test_what_the_launcher_has_measured_is_told_once_for_the_probe_that_is_out(tmp_path: Path) -> None:
+async def test_the_launchers_measurements_are_reported_once_for_the_requested_probe(tmp_path: Path) -> None:
     operator = Operator(plan=replace(PLAN, probe=LinkProbeTask("probe-7", (ProbeTarget("gpt-w1-0", "127.0.0.1:1"),))))
     found = LinkProbe("gpt-w1-0", 1e8, 0.001)
     async with sidecar(tmp_path, operator) as worker:
@@ -373,7 +373,7 @@ async def test_what_the_launcher_has_measured_is_told_once_for_the_probe_that_is
         assert len(operator.evidence) == 1
 
 
-async def test_connections_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
+async def test_connections_are_reported_where_they_are_requested(tmp_path: Path) -> None:
     """Of a rank (here the test itself), once a window is over."""
     asked = replace(PLAN, evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS))
     operator = Operator(plan=PLAN)

@@ -126,7 +126,7 @@ def a_rank(rank: int, folder: Path) -> Rank:
         "a model that has grown",
     ],
 )
-def test_the_newest_that_all_ranks_can_have_comes_back(
+def test_the_newest_state_of_all_ranks_is_restored(
     kept: Kept, step: int, checkpoint_step: int, weight: float, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[RestoredState | None, float]:
@@ -141,7 +141,7 @@ def test_the_newest_that_all_ranks_can_have_comes_back(
     ]
 
 
-def test_where_nothing_is_kept_nothing_changes(tmp_path: Path) -> None:
+def test_without_a_kept_state_nothing_changes(tmp_path: Path) -> None:
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
         fresh = a_rank(rank, tmp_path)
@@ -182,7 +182,7 @@ def an_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.
     ("checkpoints", "snapshots", "step"), [((), (3, 4), 3), ((3,), (4, 5), 3)], ids=["the other slot", "the volume"]
 )
 @pytest.mark.parametrize("why", ["groups", "refused"])
-def test_a_snapshot_that_cannot_be_taken_over_sends_all_ranks_to_an_older_state(
+def test_all_ranks_load_an_older_state_if_a_snapshot_cannot_be_loaded(
     why: str, checkpoints: tuple[int, ...], snapshots: tuple[int, ...], step: int, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[int, float]:
@@ -218,7 +218,7 @@ def test_a_snapshot_that_cannot_be_taken_over_sends_all_ranks_to_an_older_state(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(step, step)] * RANKS
 
 
-def test_where_no_other_state_is_left_the_training_does_not_begin_with_half_of_one(tmp_path: Path) -> None:
+def test_the_training_does_not_begin_with_half_of_a_state(tmp_path: Path) -> None:
     def rank_main(rank: int) -> str:
         dist.init_process_group("gloo")
         _, _, particular, store = an_optimizing_rank(rank, tmp_path)
@@ -236,7 +236,7 @@ def test_where_no_other_state_is_left_the_training_does_not_begin_with_half_of_o
 
 
 @pytest.mark.parametrize("source", ["memory", "volume"])
-def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Path) -> None:
+def test_restored_tensors_keep_their_memory(source: str, tmp_path: Path) -> None:
     """A graph that was captured before, and all holders of a tensor's `data`, see it."""
 
     def a_training_rank(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer, StateStore]:
@@ -276,7 +276,7 @@ def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Pa
         assert found == wanted
 
 
-def test_an_outer_optimizer_of_a_newer_state_that_was_torn_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_outer_optimizer_of_a_torn_state_is_discarded(tmp_path: Path) -> None:
     """The job was not in a Local-SGD mode yet, when the older one was kept."""
 
     def a_training_rank(rank: int) -> tuple[Replication, Particular, StateStore]:

@@ -154,7 +154,7 @@ def test_graph_task() -> None:
     assert -1 not in passes
 
 
-def test_what_is_queued_in_the_engine_runs_at_the_end_of_the_backward_pass() -> None:
+def test_callbacks_of_the_engine_run_at_the_end_of_the_backward_pass() -> None:
     order = []
     x = torch.ones(2, requires_grad=True)
     y = x * x

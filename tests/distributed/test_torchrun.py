@@ -153,7 +153,7 @@ while :; do sleep 0.05; done
 """
 
 
-def test_a_named_signal_goes_on_to_the_ranks_and_ends_the_run(tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_to_the_ranks_and_ends_the_run(tmp_path: Path) -> None:
     """A shell that runs the program does not keep the signal from it: all of the rank's processes get it."""
     command = ["--local=2", "--signals-to-handle=SIGTERM,SIGALRM", "--no-python", "sh", "-c", 'sh -c "$TRAPS"; true']
     with running(tmp_path, *command, TRAPS=TRAPS) as run:
@@ -207,7 +207,7 @@ except ValueError:
 """
 
 
-def test_what_record_writes_explains_the_failure_and_goes_on_to_the_launchers_own_file(tmp_path: Path) -> None:
+def test_the_error_file_of_record_explains_the_failure_and_is_copied_to_the_launchers_file(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RECORDED)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -234,7 +234,7 @@ print("rank", os.environ["RANK"], "has met the other at", os.environ["MASTER_POR
 """
 
 
-def test_a_script_that_names_the_port_itself_finds_its_peers_there_in_each_round(tmp_path: Path) -> None:
+def test_a_script_with_its_own_port_connects_to_its_peers_in_each_round(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(MEETS)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -87,7 +87,7 @@ def test_the_trainer_has_the_methods_that_are_overridden_and_calls_them_in_this_
     assert "self.metrics_processor.log(self.step, global_avg_loss," in ast.unparse(trainer["train_step"])
 
 
-def test_main_builds_the_trainer_in_one_of_the_ways_that_are_known(titan: Path) -> None:
+def test_main_builds_the_trainer_in_a_supported_manner(titan: Path) -> None:
     (main,) = (
         node for node in tree_of(titan / "train.py").body if isinstance(node, ast.FunctionDef) and node.name == "main"
     )
@@ -109,7 +109,7 @@ def test_main_builds_the_trainer_in_one_of_the_ways_that_are_known(titan: Path) 
     assert "if 'Config' in cls.__dict__:" in ast.unparse(made), "what is derived from a trainer leaves its Config alone"
 
 
-def test_the_checkpointer_saves_when_the_integration_takes_it_to(titan: Path) -> None:
+def test_the_checkpointer_saves_when_the_integration_expects_it(titan: Path) -> None:
     newer = titan / "components" / "checkpointer" / "dcp.py"
     path = newer if newer.exists() else titan / "components" / "checkpoint.py"
     checkpointer = methods(path, "CheckpointManager")
@@ -220,7 +220,7 @@ def in_its_place(**names: Any) -> ModuleType:
 
 @pytest.mark.parametrize("version", [older, newer])
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
-def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(
+def test_its_loop_is_stopped_and_all_ranks_leave_after_a_checkpoint(
     version: Callable[[SimpleNamespace], ModuleType], keeps: bool, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[object, list[int]]:
@@ -241,7 +241,7 @@ def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(
     told_of_a_loop_to_step_7(tmp_path, keeps)
 
 
-def test_a_main_that_is_not_known_is_refused_in_words() -> None:
+def test_an_unsupported_main_is_refused_with_a_message() -> None:
     def rank_main(_: int) -> str:
         in_its_place(main=lambda: None)
         with pytest.raises(InputError) as refused:
@@ -283,7 +283,7 @@ def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
-def test_its_own_loop_is_told_where_all_that_it_needs_is_installed(keeps: bool, tmp_path: Path) -> None:
+def test_its_real_loop_is_stopped_if_its_requirements_are_installed(keeps: bool, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.train", exc_type=ImportError)
 
     def rank_main(rank: int) -> tuple[object, list[int]]:

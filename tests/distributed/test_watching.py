@@ -138,7 +138,7 @@ FolderOf = Callable[[Script, bool, str], Path]
 
 @SHARDED
 @SCRIPTS
-def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
+def test_a_slow_rank_is_measured_as_slow_and_its_peers_are_not(
     script: Script, sharded: bool, native: str, folder_of: FolderOf
 ) -> None:
     folder = folder_of(script, sharded, native)
@@ -151,7 +151,7 @@ def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
 
 @SHARDED
 @SCRIPTS
-def test_in_c_is_recorded_what_is_recorded_in_python(script: Script, sharded: bool, folder_of: FolderOf) -> None:
+def test_the_recorder_in_c_records_the_same_as_in_python(script: Script, sharded: bool, folder_of: FolderOf) -> None:
     """Field by field; but for the ends of collectives that may be noticed late, which is a race with gloo."""
     folders = [folder_of(script, sharded, native) for native in ("0", "1")]
     for rank in range(RANKS):
@@ -236,7 +236,7 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_state_says_who_never_came(tmp_path: Path) -> None:
+def test_the_state_names_the_rank_that_never_entered(tmp_path: Path) -> None:
     """What a hang is judged by: the peers are inside a collective that the culprit has not entered."""
 
     def rank_main(rank: int) -> list[tuple[int, int]]:
@@ -333,7 +333,7 @@ class Busy(torch.utils.data.Dataset[Tensor]):
 
 
 @pytest.mark.usefixtures("native")
-def test_what_a_rank_forks_is_not_the_rank(tmp_path: Path) -> None:
+def test_forked_children_of_a_rank_are_not_recorded(tmp_path: Path) -> None:
     """Nothing that a DataLoader's workers do is in the rank's records and state."""
 
     def rank_main(_: int) -> tuple[int, int]:
@@ -449,7 +449,7 @@ def test_a_script_may_train_one_model_after_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
+def test_a_managed_script_may_import_auto(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         import pacekeeper.auto  # noqa: F401
 
@@ -460,7 +460,7 @@ def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
     assert found[found["kind"] == RecordKind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
 
 
-def test_without_a_launcher_nothing_is_watched() -> None:
+def test_without_a_launcher_nothing_is_recorded() -> None:
     def rank_main(_: int) -> bool:
         from torch._C._distributed_c10d import Work
 

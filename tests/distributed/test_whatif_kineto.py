@@ -95,13 +95,13 @@ def test_the_slow_rank_is_found(slow: tuple[list[Path], list[float]]) -> None:
     assert (finding.cause, finding.workers[0]) == (SlowdownCause.SLOW_WORKER, (SLOW, 0))
 
 
-def test_nobody_is_blamed_in_the_healthy_job(healthy: list[Path]) -> None:
+def test_no_rank_is_blamed_in_the_healthy_job(healthy: list[Path]) -> None:
     whatif = analysis(healthy)
     assert whatif.slowdown == pytest.approx(1.0, abs=0.05)
     assert diagnose_cause(whatif).cause is not SlowdownCause.SLOW_WORKER
 
 
-def test_own_work_is_told_apart_from_waiting(slow: tuple[list[Path], list[float]]) -> None:
+def test_own_work_is_distinguished_from_waiting(slow: tuple[list[Path], list[float]]) -> None:
     paths, seconds = slow
     window = analysis(paths).window
     by_type = {operation.type: window.seconds[node].mean(axis=1) for node, operation in enumerate(window.operations)}
@@ -112,7 +112,7 @@ def test_own_work_is_told_apart_from_waiting(slow: tuple[list[Path], list[float]
     assert by_type[REDUCE_SCATTER].max() < waits / 2
 
 
-def test_missing_traces_are_refused_and_of_a_damaged_one_what_can_be_read_is_taken(
+def test_missing_traces_are_refused_and_damaged_ones_are_read_as_far_as_possible(
     healthy: list[Path], tmp_path: Path
 ) -> None:
     paths = healthy

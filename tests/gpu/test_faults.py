@@ -57,7 +57,7 @@ dist.destroy_process_group()
 
 
 class FlightRecorder(unittest.TestCase):
-    def test_it_is_asked_while_a_graph_is_captured(self) -> None:
+    def test_health_is_read_while_a_graph_is_captured(self) -> None:
         if not ON_GPU:
             self.skipTest("it takes NCCL")
         recorder = {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_ENABLE_TIMING": "1"}

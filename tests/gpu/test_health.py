@@ -11,7 +11,7 @@ from bench.scripts.gpu.workers import run_workers
 
 @unittest.skipUnless(ON_GPU, "there is no GPU to be asked about")
 class Health(unittest.TestCase):
-    def test_a_sound_gpu_at_work_shows_no_sign(self) -> None:
+    def test_a_healthy_gpu_under_load_reports_no_fault(self) -> None:
         (found,) = run_workers(f"{health.__name__}:watch_health", 1, seconds=12.0)
         self.assertEqual(found["events"], [])
         gpu = found["health"][0]

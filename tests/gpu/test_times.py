@@ -15,7 +15,7 @@ TOLERANCE = 0.03
 
 
 class Times(unittest.TestCase):
-    def test_own_work_of_a_rank_that_nobody_waits_for(self) -> None:
+    def test_own_work_of_a_rank_that_no_rank_waits_for(self) -> None:
         own = 0.1
         (found,) = run_workers(STEPS, 1, own_seconds=[own], count=COUNT, backend=NCCL)
         self.assertEqual(len(found["own"]), COUNT)

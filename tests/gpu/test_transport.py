@@ -19,13 +19,13 @@ class Transport(unittest.TestCase):
     def setUp(self) -> None:
         self.assertEqual(explain_unusable_plugin(PROFILER_PLUGIN_PATH), "")
 
-    def test_of_two_ranks_each_tells_what_it_has_sent_to_the_other(self) -> None:
+    def test_two_ranks_report_what_they_have_sent_to_each_other(self) -> None:
         ranks = self.all_reduces(2)
         for rank, found in enumerate(ranks):
             self.assertEqual(found["flows"].keys(), {str(1 - rank)})
             self.assert_sent(found["flows"][str(1 - rank)], NBYTES)
 
-    def test_of_three_ranks_in_a_ring_each_sends_to_the_next_one(self) -> None:
+    def test_three_ranks_in_a_ring_report_sends_to_the_next_rank(self) -> None:
         ranks = self.all_reduces(3)
         for rank, found in enumerate(ranks):
             after, before = str((rank + 1) % 3), str((rank + 2) % 3)

@@ -36,21 +36,21 @@ def inside(images: Images) -> Any:
     return json.loads(said.stdout)
 
 
-def test_its_command_starts_and_says_what_is_wrong_with_a_setting(images: Images) -> None:
+def test_its_command_starts_and_reports_an_invalid_setting(images: Images) -> None:
     command = images.config("operator")["Cmd"]
     said = images.run("operator", *command, PACEKEEPER_PORT="https")
     assert (said.returncode, said.stdout) == (2, "")
     assert "error: PACEKEEPER_PORT" in said.stderr
 
 
-def test_all_of_the_operator_is_there_without_root_and_without_torch(inside: Any) -> None:
+def test_the_operator_is_complete_without_root_and_without_torch(inside: Any) -> None:
     assert inside["user"] == 65532
     assert 0 not in inside["groups"]
     assert {"pacekeeper", "kopf", "kubernetes"} <= set(inside["packages"])
     assert not [name for name in inside["packages"] if "torch" in name or "nvidia" in name]
 
 
-def test_it_knows_nothing_of_the_machine_that_built_it(images: Images) -> None:
+def test_it_holds_nothing_of_the_machine_that_built_it(images: Images) -> None:
     assert not [line for line in images.config("operator")["Env"] if line.startswith("PIP_") and "/" in line]
     assert images.run("operator", "cat", "/etc/pip.conf").stdout == ""
 
