@@ -47,11 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     return 77 if missing_tools else 0
 
 
-def _interrupt(*_: object) -> NoReturn:
+def _raise_interrupt(*_: object) -> NoReturn:
     """So that namespaces and processes are put away."""
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     sys.exit(main(sys.argv[1:]))

@@ -26,8 +26,7 @@ class HostProcess:
 
     def __init__(self, python: Callable[[], Path], arguments: Sequence[str], log: Path) -> None:
         """
-        python: of its environment, which is made when that is missing. arguments: of Python's. log: its output other than
-        answers.
+        python: of its environment, which is made when that is missing. arguments: of Python's. log: its other output.
         """
         self._python = python
         self._arguments = arguments

@@ -2,8 +2,8 @@
 
 What ranks record of themselves is then exact, however busy the machine is. Each rank's clock is its own, and goes on by
 `work`. Where ranks wait for each other, it goes on to when the last of them came, as real ones do (Lamport, 1978): each
-rank writes down when it came to its n-th collective, and a rank that has waited takes the latest of those. All ranks must
-come to the same collectives.
+rank writes down when it came to its n-th collective, and a rank that has waited takes the latest of those. All ranks
+must come to the same collectives.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_stage)
+    items.sort(key=_get_stage)
 
 
-def _stage(item: pytest.Item) -> tuple[bool, bool, bool]:
+def _get_stage(item: pytest.Item) -> tuple[bool, bool, bool]:
     """The cluster is proven first. What wants no operator in it comes before all that wants one: it changes once."""
     wants_none = "resources" in getattr(item, "fixturenames", ())
-    return (_on_the_cluster(item), item.path.name != "test_testcluster.py", not wants_none)
+    return (_needs_cluster(item), item.path.name != "test_testcluster.py", not wants_none)
 
 
-def _on_the_cluster(item: pytest.Item) -> bool:
+def _needs_cluster(item: pytest.Item) -> bool:
     return item.path.parent.name == "cluster"

@@ -29,15 +29,15 @@ def tool() -> Path:
 
 
 def test_the_rules_are_well_formed(tool: Path) -> None:
-    checked(tool, "check", "rules", "--lint=all", "--lint-fatal", str(CHART / "files/alerts.yaml"))
+    run_promtool(tool, "check", "rules", "--lint=all", "--lint-fatal", str(CHART / "files/alerts.yaml"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_it_fires_on_its_condition_and_resolves(tool: Path, case: Path) -> None:
-    checked(tool, "test", "rules", str(case))
+    run_promtool(tool, "test", "rules", str(case))
 
 
-def checked(tool: Path, *arguments: str) -> None:
+def run_promtool(tool: Path, *arguments: str) -> None:
     done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

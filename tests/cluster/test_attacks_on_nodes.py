@@ -59,17 +59,17 @@ def released(cluster: KubectlCluster) -> Iterator[None]:
     cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=120s", timeout=130)
 
 
-def untouched(cluster: KubectlCluster, node: str) -> bool:
+def is_untouched(cluster: KubectlCluster, node: str) -> bool:
     spec = cluster.get("node", node)["spec"]
     return not spec.get("unschedulable") and all(t["key"] != TAINT_QUARANTINE for t in spec.get("taints", ()))
 
 
-def phase(cluster: KubectlCluster, node: str) -> str:
+def read_phase(cluster: KubectlCluster, node: str) -> str:
     found = cluster.get("nodequarantine", node) or {}
     return str(found.get("status", {}).get("phase", ""))
 
 
-def lie(job: ClusterJob, worker: str, name: str) -> None:
+def send_forged_fault(job: ClusterJob, worker: str, name: str) -> None:
     """The worker says that its GPU has failed; whether it is taken at once does not matter here."""
     fault = {
         "name": name,
@@ -92,17 +92,17 @@ def test_a_forged_gpu_error_quarantines_no_node_and_many_of_them_cause_one_probe
     job.wait_for_phase("Running", timeout=120)
     worker = job.find_worker(0)
     for number in range(5):
-        lie(job, worker, f"{worker}-lie-{number}")
-    wait_for(lambda: phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
+        send_forged_fault(job, worker, f"{worker}-lie-{number}")
+    wait_for(lambda: read_phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
     for number in range(5, 10):
-        lie(job, worker, f"{worker}-lie-{number}")
+        send_forged_fault(job, worker, f"{worker}-lie-{number}")
     incidents = [i for i in job.list_incidents() if i["spec"]["cause"] == "gpu-error"]
     assert len(incidents) == 1, "the lie was heard, and however often it is told it is one"
-    assert untouched(cluster, NODE)
+    assert is_untouched(cluster, NODE)
     assert len(cluster.get("nodequarantine", NODE)["status"]["probes"]) == 1
 
 
-def query(text: str) -> list[dict[str, Any]]:
+def query_prometheus(text: str) -> list[dict[str, Any]]:
     url = f"{PROMETHEUS_URL}/api/v1/query?query={urllib.parse.quote(text)}"
     with urllib.request.urlopen(url, timeout=5) as answer:
         found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
@@ -123,13 +123,13 @@ async def test_forged_series_count_only_for_their_own_pod(cluster: KubectlCluste
     cluster.apply({"apiVersion": "v1", "kind": "Pod", **pod}, namespace)
 
     own = f'DCGM_FI_DEV_XID_ERRORS{{namespace="{namespace}"}}'
-    wait_for(lambda: bool(query(own)), 60, "Prometheus has scraped the forged series")
+    wait_for(lambda: bool(query_prometheus(own)), 60, "Prometheus has scraped the forged series")
 
     sample = await PrometheusClient(PROMETHEUS_URL, "gpu-monitoring", "Hostname").sample(time.time())
     assert not sample.error
     assert all(value.node != VICTIM for value in sample.gpu_values)
     assert not sample.get_metrics("team-b", "victim").slowdown
-    assert not query('pacekeeper_rank_compute_seconds{trainingjob="victim"}')
+    assert not query_prometheus('pacekeeper_rank_compute_seconds{trainingjob="victim"}')
 
 
 @pytest.mark.parametrize("resource", ["nodequarantines.pacekeeper.dev", "nodequarantines.pacekeeper.dev/status"])

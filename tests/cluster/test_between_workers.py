@@ -61,7 +61,7 @@ def test_strangers_at_the_rendezvous_port_are_disconnected_and_end_no_round(job:
     plan, first = job.read_plan(), job.read_plan()["members"][0]
     assert plan["secret"]
     for content in HOSTILE:
-        said = knock(job, job.find_worker(1), first["address"], plan["store_port"], content)
+        said = send_from_worker(job, job.find_worker(1), first["address"], plan["store_port"], content)
         assert said == b"" or (said.startswith(b"pacekeeper ") and len(said) < 64), "no more than a nonce"
     job.wait_for_more_steps()
     assert job.read_plan()["membership"] == plan["membership"]
@@ -98,7 +98,7 @@ def test_no_other_container_mounts_the_sidecars_token(cluster: KubectlCluster, n
     job.delete()
 
 
-def knock(job: ClusterJob, worker: str, address: str, port: int, content: bytes) -> bytes:
+def send_from_worker(job: ClusterJob, worker: str, address: str, port: int, content: bytes) -> bytes:
     """All that the rendezvous server sends until it hangs up, to a client in that worker's pod: the NetworkPolicy
     keeps out pods of other jobs."""
     command = ["python", "-c", KNOCK, address, str(port), content.hex()]

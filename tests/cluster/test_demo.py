@@ -38,10 +38,10 @@ def test_the_faults_of_a_short_demo_are_recovered_and_the_job_completes(tmp_path
     before, after = (float(number) for number in outcomes["slow link"].gain.removeprefix("slowdown ").split(" → "))
     assert after < before
     assert outcomes["link well again"].reason.startswith("AsyncEDiT → Sync")
-    assert unanswered(began, time.time()) == []
+    assert list_unanswered(began, time.time()) == []
 
 
-def unanswered(began: float, ended: float) -> list[str]:
+def list_unanswered(began: float, ended: float) -> list[str]:
     """Queries of the dashboards that nothing in the story has an answer to."""
     queries = [q for name in DASHBOARDS for q in list_queries(name, namespace=job.NAMESPACE, trainingjob=job.NAME)]
     wanted = [query for query in queries if not any(series in query for series in NOT_IN_THIS_STORY)]

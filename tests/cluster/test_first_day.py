@@ -35,7 +35,7 @@ START = 240
 GPT = ["pacekeeper", "run", "examples/gpt.py", "--width=32", "--heads=2", "--layers=1", "--bytes=100000"]
 
 
-def script(source: str) -> list[str]:
+def build_command(source: str) -> list[str]:
     """The command of a trainer that runs these lines."""
     return ["sh", "-c", 'printf "%s" "$0" > /tmp/script.py && exec pacekeeper run /tmp/script.py', source]
 
@@ -44,18 +44,18 @@ def script(source: str) -> list[str]:
 def jobs(cluster: KubectlCluster) -> Iterator[Callable[[str], ClusterJob]]:
     """All of them start side by side: a job's start is most of what most of these tests need."""
     with scratch_namespace(cluster) as namespace:
-        for body in manifests():
+        for body in iterate_manifests():
             ClusterJob.apply(cluster, namespace, body)
         yield lambda name: ClusterJob(cluster, namespace, name)
         ClusterJob(cluster, namespace, "long").delete()
 
 
-def manifests() -> Iterator[dict[str, Any]]:
+def iterate_manifests() -> Iterator[dict[str, Any]]:
     yield build_paced_job("long", LONG, runPolicy={"cleanPodPolicy": "None"})
     yield build_job_manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
     for name in ("narrow", "beside"):  # on one claim
         yield build_paced_job(name, 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
-    yield build_job_manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
+    yield build_job_manifest("exits", build_command('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
     unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
     yield build_job_manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
     mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
@@ -63,7 +63,7 @@ def manifests() -> Iterator[dict[str, Any]]:
     yield build_job_manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
     yield without_a_volume()
     policy = {"activeDeadlineSeconds": 12, "cleanPodPolicy": "All"}
-    yield build_job_manifest("deadline", script("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
+    yield build_job_manifest("deadline", build_command("import time\ntime.sleep(1000)\n"), replicas=1, runPolicy=policy)
 
 
 def without_a_volume(**pod: Any) -> dict[str, Any]:
@@ -139,13 +139,13 @@ class TestMistakes:
             assert (first.find_claim_folder() / job.name / "step-00000005/manifest.json").exists()
         assert first.list_start_steps() == [0]
 
-        def pointed_to(name: str) -> ClusterJob:
+        def point_to(name: str) -> ClusterJob:
             checkpoint = {"everySteps": 5, "volumeClaimName": name, "subPath": name}
             return ClusterJob.apply(
                 cluster, first.namespace, build_paced_job(f"at-{name}", 9, replicas=1, checkpoint=checkpoint)
             )
 
-        waits, refused = pointed_to("long"), pointed_to("narrow")
+        waits, refused = point_to("long"), point_to("narrow")
         in_use = "CheckpointFolderInUse"
         waits.wait_until(lambda: waits.get_condition("Running").get("reason") == in_use, 30, "it waits for the folder")
         assert "job long writes its checkpoints to the same folder" in waits.get_condition("Running")["message"]
@@ -271,8 +271,8 @@ class TestLong:
         """The signature alone would be good: the same token with other times is let in."""
         worker, now = job.find_worker(0), int(time.time())
         good, me = create_sidecar_token(job, worker), {"worker": worker}
-        assert call_operator(job, "/v1/plan", resigned(good, now, now + 600), me)[0] == 200
-        assert call_operator(job, "/v1/plan", resigned(good, now - 1200, now - 600), me)[0] == 401
+        assert call_operator(job, "/v1/plan", sign_again(good, now, now + 600), me)[0] == 200
+        assert call_operator(job, "/v1/plan", sign_again(good, now - 1200, now - 600), me)[0] == 401
 
     def test_invalid_reports_are_refused(self, job: ClusterJob) -> None:
         worker = job.find_worker(0)
@@ -314,7 +314,7 @@ class TestLong:
         good, me = create_sidecar_token(job, worker), {"worker": worker}
         assert call_operator(job, "/v1/plan", good, me)[0] == 200
         unsigned = good.rsplit(".", 1)[0]
-        forged = [f"{unsigned}.{encoded(number.to_bytes(64))}" for number in range(200)]
+        forged = [f"{unsigned}.{encode_base64(number.to_bytes(64))}" for number in range(200)]
         with ThreadPoolExecutor(8) as pool:  # however slow the machine is, faster than they may come
             statuses = set(pool.map(lambda text: call_operator(job, "/v1/plan", text, me)[0], forged))
         assert statuses == {401, 429}
@@ -329,13 +329,13 @@ class TestLong:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
         job.run_cli("pause", job.name)
         job.wait_until_observed()
-        membership, pods, known = job.read_plan()["membership"], uids(job), job.list_incident_names()
+        membership, pods, known = job.read_plan()["membership"], list_uids(job), job.list_incident_names()
 
         job.crash_rank(1)
         incident = job.wait_until_incident_ended("crash", known)
         assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Act", "Recovered")
         job.wait_for_more_steps()
-        assert (job.read_plan()["membership"], uids(job)) == (membership, pods), "as torchrun restarts them"
+        assert (job.read_plan()["membership"], list_uids(job)) == (membership, pods), "as torchrun restarts them"
         round_, began = job.status["round"], job.list_start_steps()
 
         job.hang_rank(1)
@@ -343,7 +343,7 @@ class TestLong:
         assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Recommend", "Recommended")
         assert incident["status"]["remedy"] == "RestartRanks"
         assert "applied" not in incident["status"]
-        assert (job.read_plan()["membership"], job.status["round"], uids(job)) == (membership, round_, pods)
+        assert (job.read_plan()["membership"], job.status["round"], list_uids(job)) == (membership, round_, pods)
         assert job.list_start_steps() == began
 
         assert "only recommended" in job.run_cli("incidents", incident["metadata"]["name"])
@@ -352,7 +352,7 @@ class TestLong:
             lambda: len(job.list_start_steps()) > len(began), 30, "the ranks are restarted once that is allowed"
         )
         job.wait_for_more_steps()
-        assert uids(job) == pods
+        assert list_uids(job) == pods
 
     def test_a_job_is_suspended_resumed_and_scaled(self, job: ClusterJob) -> None:
         job.wait_for_phase("Running")
@@ -368,7 +368,7 @@ class TestLong:
         job.wait_until(lambda: job.get_condition("Suspended")["status"] == "True", 40, "the job is suspended")
         assert not job.list_pods()
         assert job.phase == "Suspended"
-        first = steps_of(job)
+        first = list_steps(job)
         job.patch(suspend=False)
         job.wait_for_phase("Running", timeout=60)
         assert job.list_start_steps() == [*rounds, first], "it goes on from the step at which it was suspended"
@@ -386,25 +386,25 @@ class TestLong:
         assert job.list_incident_names() == known
 
 
-def steps_of(job: ClusterJob) -> int:
+def list_steps(job: ClusterJob) -> int:
     """Completed by rank 0."""
     return int(job.read_diary()[-1]["step"])
 
 
-def uids(job: ClusterJob) -> set[str]:
+def list_uids(job: ClusterJob) -> set[str]:
     return {pod["metadata"]["uid"] for pod in job.list_pods()}
 
 
-def resigned(good: str, begin: int, end: int) -> str:
+def sign_again(good: str, begin: int, end: int) -> str:
     """The token with other times (seconds since the epoch), signed by the cluster's own key."""
     header, payload, _ = good.split(".")
     claims = json.loads(base64.urlsafe_b64decode(payload + "=="))
-    text = f"{header}.{encoded(json.dumps(claims | {'iat': begin, 'nbf': begin, 'exp': end}).encode())}"
+    text = f"{header}.{encode_base64(json.dumps(claims | {'iat': begin, 'nbf': begin, 'exp': end}).encode())}"
     key = serialization.load_pem_private_key(credentials.SERVICE_ACCOUNTS.with_suffix(".key").read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     r, s = utils.decode_dss_signature(key.sign(text.encode(), ec.ECDSA(hashes.SHA256())))
-    return f"{text}.{encoded(r.to_bytes(32, 'big') + s.to_bytes(32, 'big'))}"
+    return f"{text}.{encode_base64(r.to_bytes(32, 'big') + s.to_bytes(32, 'big'))}"
 
 
-def encoded(data: bytes) -> str:
+def encode_base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

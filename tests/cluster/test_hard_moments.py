@@ -37,7 +37,7 @@ class TestLong:
         return job
 
     def test_the_api_server_restarts(self, calm: ClusterJob) -> None:
-        known, membership, lives = calm.list_incident_names(), calm.read_plan()["membership"], operator_lives()
+        known, membership, lives = calm.list_incident_names(), calm.read_plan()["membership"], count_operator_starts()
         led = wait_for(release.find_leading_pod, 30, "an operator leads")["metadata"]["uid"]
 
         faults.restart_api_server()
@@ -54,7 +54,7 @@ class TestLong:
         assert len(calm.list_incident_names() - known) == 2, "one each"
         # A leader whose Lease expired during the outage exits once another operator holds it, and becomes the standby.
         may_end = {led} if wait_for(release.find_leading_pod, 30, "one leads")["metadata"]["uid"] != led else set()
-        after = operator_lives()
+        after = count_operator_starts()
         assert after.keys() == lives.keys()
         restarted = {uid for uid in lives if after[uid] != lives[uid]}
         assert restarted <= may_end, "operators wait for the API server, and do not die of it"
@@ -86,7 +86,7 @@ class TestLong:
         finally:
             faults.start_prometheus()
             cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
-        assert node not in cordoned(cluster)
+        assert node not in list_cordoned(cluster)
         assert len(calm.list_incident_names() - known) == 4, "one each"
         calm.wait_until(
             lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it"
@@ -97,7 +97,7 @@ class TestLong:
     ) -> None:
         """The uninstall releases what is quarantined, does not wait for anybody, and leaves others' cordons."""
         membership, round_ = calm.read_plan()["membership"], calm.status["round"]
-        known, pods = calm.list_incident_names(), uids(calm)
+        known, pods = calm.list_incident_names(), list_uids(calm)
         where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
         first, second, *_ = sorted(
             api.list_ready_nodes() - set(calm.list_nodes().values())
@@ -110,15 +110,15 @@ class TestLong:
         try:
             cluster.kubectl("cordon", first)
             for node in (first, second):
-                quarantine(cluster, node)
+                quarantine_node(cluster, node)
             both = {first, second}
-            wait_for(lambda: tainted(cluster) & cordoned(cluster) >= both, 30, "both nodes are quarantined")
+            wait_for(lambda: list_tainted(cluster) & list_cordoned(cluster) >= both, 30, "both nodes are quarantined")
             release.uninstall_release()
             assert not cluster.list("nodequarantines")
             assert cluster.get("configmap", "pacekeeper-pause", release.SYSTEM) is None, "the next installation acts"
-            assert not tainted(cluster) & {first, second}
-            assert first in cordoned(cluster), "somebody else had cordoned it before"
-            assert second not in cordoned(cluster)
+            assert not list_tainted(cluster) & {first, second}
+            assert first in list_cordoned(cluster), "somebody else had cordoned it before"
+            assert second not in list_cordoned(cluster)
             calm.wait_for_more_steps(20)
             alone = calm.read_step()
         finally:
@@ -129,7 +129,7 @@ class TestLong:
             lambda: calm.status["step"] >= alone and calm.phase == "Running", 40, "the new operator knows the job"
         )
         calm.wait_for_more_steps()
-        assert uids(calm) == pods
+        assert list_uids(calm) == pods
         assert (calm.read_plan()["membership"], calm.status["round"]) == (membership, round_)
         assert calm.list_incident_names() == known
 
@@ -151,7 +151,7 @@ def test_an_operator_that_is_killed_at_random_moments_does_each_action_once(
     job = ClusterJob.apply(
         cluster, namespace, build_paced_job("chaos", LONG, environment={"STOP_EVERY": "20"}, replicas=2, spares=1)
     )
-    with killing_the_operator(cluster, random.Random(1)) as killed:
+    with kill_operator_repeatedly(cluster, random.Random(1)) as killed:
         job.wait_for_step(20, timeout=120)
         job.crash_rank(1)
         job.wait_until_healed("crash", timeout=120)
@@ -168,7 +168,7 @@ def test_an_operator_that_is_killed_at_random_moments_does_each_action_once(
     assert draft is not None
     made = sum(highest + 1 for highest in draft.state.placement.incarnations.values())
     assert made == 4, "two workers, a spare, and one replacement"
-    assert tainted(cluster) == set()
+    assert list_tainted(cluster) == set()
     steps = [entry["step"] for entry in job.read_diary() if "step" in entry]
     assert set(steps) == set(range(1, max(steps) + 1)), "no step is left out"
 
@@ -185,7 +185,7 @@ def test_two_jobs_that_do_not_both_fit(cluster: KubectlCluster, namespace: str) 
     older = ClusterJob.apply(cluster, namespace, build_paced_job("older", LONG, **tight))
     older.wait_for_phase("Running", timeout=120)
     younger = ClusterJob.apply(cluster, namespace, build_paced_job("younger", 20, **tight))
-    younger.wait_until(lambda: any(placed(pod) for pod in younger.list_pods()), 20, "half of the younger is placed")
+    younger.wait_until(lambda: any(is_placed(pod) for pod in younger.list_pods()), 20, "half of the younger is placed")
 
     def waits() -> bool:
         return younger.get_condition("Running").get("reason") == "SchedulingTimeout" and not younger.list_pods()
@@ -202,7 +202,7 @@ THREE = ["node-2", "node-3", "node-4"]
 
 
 @contextmanager
-def killing_the_operator(cluster: KubectlCluster, dice: random.Random) -> Iterator[list[str]]:
+def kill_operator_repeatedly(cluster: KubectlCluster, dice: random.Random) -> Iterator[list[str]]:
     """Again and again, up to six seconds after it is ready; yields how it was killed each time."""
     killed: list[str] = []
     over = threading.Event()
@@ -210,7 +210,7 @@ def killing_the_operator(cluster: KubectlCluster, dice: random.Random) -> Iterat
     def kill() -> None:
         while not over.wait(dice.uniform(0, 6)):
             pod = release.find_leading_pod()
-            if pod is None or not ready(pod):
+            if pod is None or not is_ready(pod):
                 continue
             name = pod["metadata"]["name"]
             way = dice.choice(list(WAYS))
@@ -250,7 +250,7 @@ WAYS: dict[str, Callable[[KubectlCluster, str], None]] = {
 }
 
 
-def operator_lives() -> dict[str, int]:
+def count_operator_starts() -> dict[str, int]:
     """Of each of its pods, by UID, how often its container has been restarted."""
     return {
         pod["metadata"]["uid"]: pod["status"]["containerStatuses"][0]["restartCount"]
@@ -258,26 +258,26 @@ def operator_lives() -> dict[str, int]:
     }
 
 
-def ready(pod: dict[str, Any]) -> bool:
+def is_ready(pod: dict[str, Any]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
 
 
-def placed(pod: dict[str, Any]) -> bool:
+def is_placed(pod: dict[str, Any]) -> bool:
     return bool(pod["spec"].get("nodeName"))
 
 
-def uids(job: ClusterJob) -> set[str]:
+def list_uids(job: ClusterJob) -> set[str]:
     return {pod["metadata"]["uid"] for pod in job.list_pods()}
 
 
-def quarantine(cluster: KubectlCluster, node: str) -> None:
+def quarantine_node(cluster: KubectlCluster, node: str) -> None:
     spec = {"reason": "a test", "approved": True}
     cluster.apply(
         {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "NodeQuarantine", "metadata": {"name": node}, "spec": spec}
     )
 
 
-def tainted(cluster: KubectlCluster) -> set[str]:
+def list_tainted(cluster: KubectlCluster) -> set[str]:
     """Nodes with our taint."""
     nodes = cluster.list("nodes")
     return {
@@ -287,5 +287,5 @@ def tainted(cluster: KubectlCluster) -> set[str]:
     }
 
 
-def cordoned(cluster: KubectlCluster) -> set[str]:
+def list_cordoned(cluster: KubectlCluster) -> set[str]:
     return {str(node["metadata"]["name"]) for node in cluster.list("nodes") if node["spec"].get("unschedulable")}

@@ -19,7 +19,7 @@ EARLY_SECONDS = 40
 """A connection is held against its own first half minute (`sidecar.connections.EARLY_CONNECTION_SAMPLES`)."""
 
 
-def diagnosis(job: ClusterJob) -> dict[str, Any]:
+def wait_for_diagnosis(job: ClusterJob) -> dict[str, Any]:
     """Of the first incident of slow communication, once its probe has been answered."""
 
     def probed() -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ def test_a_slow_route_between_two_nodes_is_diagnosed_as_a_link(cluster: KubectlC
     nodes = set(job.list_nodes().values())
     try:
         faults.slow_pair(job.find_node(0), job.find_node(1), RATE)
-        found = diagnosis(job)
+        found = wait_for_diagnosis(job)
         assert (found["fault"], found["culprit"]) in {("Network", "link 0 → 1"), ("Network", "link 1 → 0")}, found
         assert {witness["kind"] for witness in found["signals"]} >= {"Times", "Transport", "Probe"}
     finally:

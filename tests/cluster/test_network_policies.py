@@ -60,7 +60,7 @@ class Place:
             answers["prometheus"] = pool.submit(run_command, sys.executable, *ask[1:])
         return {asking: (*map(int, answer.result().split()),) for asking, answer in answers.items()}
 
-    def until_reached(self, wanted: Reached) -> None:
+    def wait_until_reached(self, wanted: Reached) -> None:
         wait_for(lambda: self.reached() == wanted, 40, f"{wanted}", situation=lambda: f"it is {self.reached()}")
 
 
@@ -70,10 +70,10 @@ def pods(cluster: KubectlCluster) -> Iterator[Place]:
     if not cluster.is_testcluster:
         pytest.skip("the pods need the images of the cluster of `make cluster`")
     with scratch_namespace(cluster) as namespace, scratch_namespace(cluster) as operators:
-        cluster.apply(_pod("worker", "node-1", SERVE, worker=True), namespace)
-        cluster.apply(_pod("peer", "node-2", IDLE, worker=True), namespace)
-        cluster.apply(_pod("stranger", "node-1", IDLE, worker=False), namespace)
-        cluster.apply(_pod("operator", "node-2", IDLE, worker=True), operators)
+        cluster.apply(_build_pod("worker", "node-1", SERVE, worker=True), namespace)
+        cluster.apply(_build_pod("peer", "node-2", IDLE, worker=True), namespace)
+        cluster.apply(_build_pod("stranger", "node-1", IDLE, worker=False), namespace)
+        cluster.apply(_build_pod("operator", "node-2", IDLE, worker=True), operators)
         for where in (namespace, operators):
             cluster.kubectl("wait", "pods", "--all", "--namespace", where, "--for=condition=Ready", "--timeout=40s")
         address = cluster.get("pod", "worker", namespace)["status"]["podIP"]
@@ -83,7 +83,7 @@ def pods(cluster: KubectlCluster) -> Iterator[Place]:
 @pytest.fixture
 def place(pods: Place) -> Iterator[Place]:
     """Open before each test: what follows is the doing of its policy."""
-    pods.until_reached(EVERYBODY)
+    pods.wait_until_reached(EVERYBODY)
     yield pods
     pods.cluster.kubectl("delete", "networkpolicy", "--all", "--namespace", pods.namespace)
 
@@ -93,7 +93,8 @@ def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_prometheus(place:
     policy = build_network_policy(job, place.operators, derive_peers_from_url(PROMETHEUS_URL))
     del policy["metadata"]["ownerReferences"]  # there is no such job: its policy would be collected as garbage
     place.cluster.apply(policy, place.namespace)
-    place.until_reached({"peer": PORTS, "stranger": (), "operator": (METRICS_PORT,), "prometheus": (METRICS_PORT,)})
+    metrics = (METRICS_PORT,)
+    place.wait_until_reached({"peer": PORTS, "stranger": (), "operator": metrics, "prometheus": metrics})
 
 
 def test_a_tenants_own_policy_limits_the_egress_of_their_pods(place: Place) -> None:
@@ -105,10 +106,10 @@ def test_a_tenants_own_policy_limits_the_egress_of_their_pods(place: Place) -> N
     }
     kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "egress"}}
     place.cluster.apply(kind | {"spec": spec}, place.namespace)
-    place.until_reached(EVERYBODY | {"stranger": (FREE_PORT,)})
+    place.wait_until_reached(EVERYBODY | {"stranger": (FREE_PORT,)})
 
 
-def _pod(name: str, node: str, command: str, *, worker: bool) -> dict[str, Any]:
+def _build_pod(name: str, node: str, command: str, *, worker: bool) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "main",
         "image": DEV_IMAGE,

@@ -50,7 +50,7 @@ def namespace(cluster: KubectlCluster, shared_namespace: str) -> Iterator[str]:
         cluster.kubectl("delete", "tj,inc", "--all", "--namespace", shared_namespace, "--timeout=20s")
 
 
-def job(**spec: Any) -> dict[str, Any]:
+def build_job(**spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -59,7 +59,7 @@ def job(**spec: Any) -> dict[str, Any]:
     }
 
 
-def changed(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def change_field(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy of `body` with `value` at `path`, like `spec.template.spec.containers.0.name`."""
     body = copy.deepcopy(body)
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
@@ -70,7 +70,7 @@ def changed(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return body
 
 
-def refusal(cluster: KubectlCluster, body: dict[str, Any], namespace: str = "default") -> str:
+def apply_refused(cluster: KubectlCluster, body: dict[str, Any], namespace: str = "default") -> str:
     """What `kubectl apply` says of a manifest that is refused; the test fails if it is not."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         cluster.kubectl("apply", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
@@ -192,7 +192,7 @@ def test_each_mistake_is_refused_with_field_and_remedy(
     cluster: KubectlCluster, path: str, value: Any, message: str
 ) -> None:
     """Refused by the server: kubectl says the same."""
-    refused = cluster.reader.find_refusal("trainingjobs", changed(job(), path, value), "default")
+    refused = cluster.reader.find_refusal("trainingjobs", change_field(build_job(), path, value), "default")
     assert re.search(message, refused, re.DOTALL), refused
 
 
@@ -203,28 +203,32 @@ def test_timeouts_are_set_as_documented(cluster: KubectlCluster) -> None:
     assert len(names) == 7
     variables = [{"name": name, "value": "20"} for name in sorted(names)]
     cluster.kubectl(
-        "apply", "--dry-run=server", "-f", "-", stdin=json.dumps(changed(job(), f"{CONTAINER}.env", variables))
+        "apply",
+        "--dry-run=server",
+        "-f",
+        "-",
+        stdin=json.dumps(change_field(build_job(), f"{CONTAINER}.env", variables)),
     )
 
 
 @pytest.mark.parametrize("gpus", [4, "4"])
 def test_ranks_need_gpus_of_their_own(cluster: KubectlCluster, gpus: int | str) -> None:
-    body = changed(job(nprocPerNode=4), f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": gpus})
+    body = change_field(build_job(nprocPerNode=4), f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": gpus})
     cluster.kubectl("apply", "--dry-run=server", "-f", "-", stdin=json.dumps(body))
     body["spec"]["nprocPerNode"] = 5
-    assert re.search(r"spec.nprocPerNode.*lower spec.nprocPerNode or raise that limit", refusal(cluster, body))
+    assert re.search(r"spec.nprocPerNode.*lower spec.nprocPerNode or raise that limit", apply_refused(cluster, body))
 
 
 def test_checkpoint_claim_and_own_mount_exclude_one_another(cluster: KubectlCluster) -> None:
-    body = job(checkpoint={"path": "/ckpt", "volumeClaimName": "claim"})
-    body = changed(body, f"{CONTAINER}.volumeMounts", [{"name": "mine", "mountPath": "/ckpt"}])
-    assert re.search(r"spec.checkpoint.volumeClaimName.*remove that volumeMount", refusal(cluster, body))
+    body = build_job(checkpoint={"path": "/ckpt", "volumeClaimName": "claim"})
+    body = change_field(body, f"{CONTAINER}.volumeMounts", [{"name": "mine", "mountPath": "/ckpt"}])
+    assert re.search(r"spec.checkpoint.volumeClaimName.*remove that volumeMount", apply_refused(cluster, body))
 
 
 def test_defaults(cluster: KubectlCluster) -> None:
-    made = cluster.kubectl("create", "--dry-run=server", "-f", "-", "-o", "json", stdin=json.dumps(job()))
+    made = cluster.kubectl("create", "--dry-run=server", "-f", "-", "-o", "json", stdin=json.dumps(build_job()))
     spec = json.loads(made)["spec"]
-    assert spec.pop("template") == job()["spec"]["template"], "the template stays as the user wrote it"
+    assert spec.pop("template") == build_job()["spec"]["template"], "the template stays as the user wrote it"
     assert spec == {
         "replicas": 1,
         "spares": 0,
@@ -281,14 +285,14 @@ FIXED = {
 def test_the_worker_template_changes_only_in_suspension(
     cluster: KubectlCluster, namespace: str, path: str, value: Any, message: str
 ) -> None:
-    cluster.apply(job(), namespace)
-    change = changed(job(), path, value)
-    assert re.search(message, refusal(cluster, change, namespace), re.DOTALL)
+    cluster.apply(build_job(), namespace)
+    change = change_field(build_job(), path, value)
+    assert re.search(message, apply_refused(cluster, change, namespace), re.DOTALL)
 
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": true}}')
     _set_phase(cluster, namespace, "Running")
     change["spec"]["suspend"] = True
-    assert re.search("wait for the phase Suspended", refusal(cluster, change, namespace)), "workers still run"
+    assert re.search("wait for the phase Suspended", apply_refused(cluster, change, namespace)), "workers still run"
 
     _set_phase(cluster, namespace, "Suspended")
     change["spec"]["suspend"] = False
@@ -296,10 +300,10 @@ def test_the_worker_template_changes_only_in_suspension(
 
 
 def test_the_controller_of_a_job_never_changes(cluster: KubectlCluster, namespace: str) -> None:
-    body = job()
+    body = build_job()
     body["spec"]["suspend"] = True
     cluster.apply(body, namespace)
-    message = refusal(cluster, changed(body, "spec.managedBy", "kueue.x-k8s.io/multikueue"), namespace)
+    message = apply_refused(cluster, change_field(body, "spec.managedBy", "kueue.x-k8s.io/multikueue"), namespace)
     assert "spec.managedBy is immutable: delete the job and create it again" in message
 
 
@@ -323,21 +327,21 @@ def test_one_field_of_the_template_for_another_is_a_change(
     cluster: KubectlCluster, namespace: str, path: str, field: str, value: Any, other_field: str, other_value: Any
 ) -> None:
     """CEL's == does not see it where the schema does not name the fields."""
-    body = job()
+    body = build_job()
     spec = body["spec"]["template"]["spec"]
     spec |= {"volumes": [{"name": "data"}], "tolerations": [{"key": "gpu"}]}
     spec["containers"][0] |= {"env": [{"name": "A"}]}
     del spec["containers"][0]["command"]
-    cluster.apply(changed(body, f"{path}.{field}", value), namespace)
-    assert "spec.template may change only" in refusal(
-        cluster, changed(body, f"{path}.{other_field}", other_value), namespace
+    cluster.apply(change_field(body, f"{path}.{field}", value), namespace)
+    assert "spec.template may change only" in apply_refused(
+        cluster, change_field(body, f"{path}.{other_field}", other_value), namespace
     )
 
 
 def test_mutable_fields_of_a_live_job_can_change(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(), namespace)
+    cluster.apply(build_job(), namespace)
     cluster.apply(
-        job(
+        build_job(
             replicas=3,
             minReplicas=2,
             spares=2,
@@ -354,7 +358,7 @@ def test_mutable_fields_of_a_live_job_can_change(cluster: KubectlCluster, namesp
 
 
 def test_scale_changes_replicas_within_bounds(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(replicas=4, minReplicas=2), namespace)
+    cluster.apply(build_job(replicas=4, minReplicas=2), namespace)
     cluster.kubectl("scale", "tj", "gpt", "-n", namespace, "--replicas=3")
     assert cluster.get("tj", "gpt", namespace)["spec"]["replicas"] == 3
     for replicas, message in (
@@ -367,7 +371,7 @@ def test_scale_changes_replicas_within_bounds(cluster: KubectlCluster, namespace
 
 
 def test_the_scale_subresource_has_the_replicas_and_the_selector(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(replicas=4), namespace)
+    cluster.apply(build_job(replicas=4), namespace)
     status = json.dumps({"status": {"workers": {"ready": 3}, "selector": "pacekeeper.dev/job=gpt"}})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", status)
     path = f"/apis/pacekeeper.dev/v1alpha1/namespaces/{namespace}/trainingjobs/gpt/scale"
@@ -376,7 +380,7 @@ def test_the_scale_subresource_has_the_replicas_and_the_selector(cluster: Kubect
     assert scale["status"] == {"replicas": 3, "selector": "pacekeeper.dev/job=gpt"}
 
 
-def columns(cluster: KubectlCluster, namespace: str, *arguments: str) -> dict[str, str]:
+def read_columns(cluster: KubectlCluster, namespace: str, *arguments: str) -> dict[str, str]:
     """The first row that `kubectl get` prints, by the columns' names."""
     header, row, *_ = cluster.kubectl("get", *arguments, "-n", namespace).splitlines()
     starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", header)]
@@ -385,7 +389,7 @@ def columns(cluster: KubectlCluster, namespace: str, *arguments: str) -> dict[st
 
 
 def test_columns_of_a_job(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(replicas=4, spares=1), namespace)
+    cluster.apply(build_job(replicas=4, spares=1), namespace)
     status = {
         "phase": "Running",
         "step": 1200,
@@ -401,12 +405,12 @@ def test_columns_of_a_job(cluster: KubectlCluster, namespace: str) -> None:
     }
     patch = json.dumps({"status": status})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
-    shown = columns(cluster, namespace, "tj")
+    shown = read_columns(cluster, namespace, "tj")
     heads = ["NAME", "PHASE", "STEP", "PROGRESS", "LEFT", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "RESTARTS", "AGE"]
     assert list(shown) == heads
     told = ["gpt", "Running", "1200", "24%", "5h20m", "4/4+1", "1.04", "0.97", "Sync", "2"]
     assert list(shown.values())[:-1] == told
-    wide = columns(cluster, namespace, "tj", "-o", "wide")
+    wide = read_columns(cluster, namespace, "tj", "-o", "wide")
     assert (wide["ROUND"], wide["BOTTLENECK"]) == ("3", "rank 2")
 
 
@@ -430,7 +434,7 @@ def test_an_incident_is_written_once_and_its_columns_show_the_cause(cluster: Kub
     cluster.kubectl(
         "patch", "inc", "gpt-r3-node-lost", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch
     )
-    shown = list(columns(cluster, namespace, "inc").values())
+    shown = list(read_columns(cluster, namespace, "inc").values())
     assert shown[:-1] == [
         "gpt-r3-node-lost",
         "gpt",
@@ -442,10 +446,10 @@ def test_an_incident_is_written_once_and_its_columns_show_the_cause(cluster: Kub
         "1.5",
         "4.25",
     ]
-    assert "spec is written once" in refusal(cluster, changed(body, "spec.node", "node-4"), namespace)
+    assert "spec is written once" in apply_refused(cluster, change_field(body, "spec.node", "node-4"), namespace)
 
 
-def quarantine(**spec: Any) -> dict[str, Any]:
+def build_quarantine(**spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "NodeQuarantine",
@@ -456,29 +460,33 @@ def quarantine(**spec: Any) -> dict[str, Any]:
 
 def test_a_quarantine_waits_for_approval_which_cannot_be_withdrawn(cluster: KubectlCluster) -> None:
     try:
-        cluster.apply(quarantine(nodeUID="one"))
+        cluster.apply(build_quarantine(nodeUID="one"))
         assert cluster.get("nq", "no-such-node")["spec"] == {
             "reason": "XID 79",
             "nodeUID": "one",
             "approved": False,
             "expiresAfter": "1h",
         }
-        cluster.apply(quarantine(nodeUID="one", approved=True))
-        assert "delete the NodeQuarantine to release" in refusal(cluster, quarantine(nodeUID="one", approved=False))
-        assert "spec.nodeUID cannot change" in refusal(cluster, quarantine(nodeUID="two", approved=True))
-        assert "spec.expiresAfter" in refusal(cluster, quarantine(nodeUID="one", approved=True, expiresAfter="soon"))
+        cluster.apply(build_quarantine(nodeUID="one", approved=True))
+        assert "delete the NodeQuarantine to release" in apply_refused(
+            cluster, build_quarantine(nodeUID="one", approved=False)
+        )
+        assert "spec.nodeUID cannot change" in apply_refused(cluster, build_quarantine(nodeUID="two", approved=True))
+        assert "spec.expiresAfter" in apply_refused(
+            cluster, build_quarantine(nodeUID="one", approved=True, expiresAfter="soon")
+        )
     finally:
         cluster.kubectl("delete", "nq", "no-such-node")
 
 
-def fabric(**spec: Any) -> dict[str, Any]:
+def build_fabric(**spec: Any) -> dict[str, Any]:
     body = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "Fabric", "metadata": {"name": "no-such-network"}}
     return {**body, "spec": {"spines": 4} | spec}
 
 
 def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: KubectlCluster) -> None:
     try:
-        cluster.apply(fabric())
+        cluster.apply(build_fabric())
         assert cluster.get("fabric", "no-such-network")["spec"] == {
             "spines": 4,
             "planes": 1,
@@ -488,14 +496,14 @@ def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: KubectlCl
         status = {"flows": 640, "maxLoad": 5, "lowerBound": 4, "deadLinks": 1}
         patch = json.dumps({"status": status})
         cluster.kubectl("patch", "fabric", "no-such-network", "--subresource=status", "--type=merge", "-p", patch)
-        shown = columns(cluster, "default", "fabric", "no-such-network")
+        shown = read_columns(cluster, "default", "fabric", "no-such-network")
         assert [shown[name] for name in ("FLOWS", "MAXLOAD", "BOUND", "DEAD")] == ["640", "5", "4", "1"]
-        assert "needs spec.hops" in refusal(cluster, fabric(pathControl={"mode": "Probe"}))
-        assert "the lower one first" in refusal(cluster, fabric(pathControl={"ports": "29999-20000"}))
-        assert "like 400G" in refusal(cluster, fabric(uplink={"capacity": "fast"}))
+        assert "needs spec.hops" in apply_refused(cluster, build_fabric(pathControl={"mode": "Probe"}))
+        assert "the lower one first" in apply_refused(cluster, build_fabric(pathControl={"ports": "29999-20000"}))
+        assert "like 400G" in apply_refused(cluster, build_fabric(uplink={"capacity": "fast"}))
         slow = {"leaf": "l1", "spine": "s1", "state": "Slow"}
-        assert "a Slow link has a capacity" in refusal(cluster, fabric(exceptions=[slow]))
-        assert "the name of a label" in refusal(cluster, fabric(levels=[{"nodeLabel": "not one"}]))
+        assert "a Slow link has a capacity" in apply_refused(cluster, build_fabric(exceptions=[slow]))
+        assert "the name of a label" in apply_refused(cluster, build_fabric(levels=[{"nodeLabel": "not one"}]))
     finally:
         cluster.kubectl("delete", "fabric", "no-such-network", "--ignore-not-found")
 

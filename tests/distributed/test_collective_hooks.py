@@ -90,7 +90,7 @@ def call_all(rank: int, group: Any) -> None:
     group.reduce_scatter_tensor_coalesced([torch.zeros(3)], [pairs]).wait()
 
 
-def expected(rank: int) -> list[Heard]:
+def list_expected(rank: int) -> list[Heard]:
     to_other: Heard = ("SEND", True, [3], [])
     from_other: Heard = ("RECV", True, [], [3])
     return [
@@ -130,7 +130,7 @@ def test_each_collective_is_reported_once_with_its_tensors(told_by: ModuleType) 
         return listener.heard
 
     heard = run_ranks(rank_main, 2)
-    assert heard == [expected(0), expected(1)]
+    assert heard == [list_expected(0), list_expected(1)]
 
 
 def test_hooks_receive_the_callers_work() -> None:

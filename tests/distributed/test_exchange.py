@@ -35,7 +35,7 @@ pytestmark = pytest.mark.oldest_torch
 RANKS = 3
 
 
-def group() -> dist.ProcessGroup:
+def init_group() -> dist.ProcessGroup:
     """Of all ranks; from here on a rank that unpickles something fails."""
     dist.init_process_group("gloo")
     forbid_unpickling()
@@ -45,30 +45,30 @@ def group() -> dist.ProcessGroup:
     return its
 
 
-def said(rank: int) -> Any:
+def build_value(rank: int) -> Any:
     """Of another length on each rank."""
     return {"rank": rank, "words": "x" * 1000 * rank, "tensor": torch.full((rank,), rank), 7: (rank, None)}
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     return {**value, "tensor": value["tensor"].tolist()}
 
 
 def test_all_ranks_receive_what_is_gathered_or_scattered() -> None:
     def rank_main(rank: int) -> bool:
-        everyone = group()
-        gathered = object_collectives.all_gather_objects(said(rank), everyone)
-        collected = object_collectives.gather_objects(said(rank), everyone)
+        everyone = init_group()
+        gathered = object_collectives.all_gather_objects(build_value(rank), everyone)
+        collected = object_collectives.gather_objects(build_value(rank), everyone)
         scattered = object_collectives.scatter_objects(
-            [said(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone
+            [build_value(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone
         )
-        heard = object_collectives.broadcast_object(said(rank + 2), everyone)
-        expected = [plain(said(its)) for its in range(RANKS)]
-        assert [plain(its) for its in gathered] == expected
+        heard = object_collectives.broadcast_object(build_value(rank + 2), everyone)
+        expected = [to_plain(build_value(its)) for its in range(RANKS)]
+        assert [to_plain(its) for its in gathered] == expected
         assert (collected is None) == (rank > 0)
-        assert collected is None or [plain(its) for its in collected] == expected
-        assert plain(scattered) == plain(said(2 - rank))
-        assert plain(heard) == plain(said(2))
+        assert collected is None or [to_plain(its) for its in collected] == expected
+        assert to_plain(scattered) == to_plain(build_value(2 - rank))
+        assert to_plain(heard) == to_plain(build_value(2))
         return True
 
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
@@ -76,7 +76,7 @@ def test_all_ranks_receive_what_is_gathered_or_scattered() -> None:
 
 def test_a_pickle_from_a_peer_is_refused_not_run() -> None:
     def rank_main(rank: int) -> bool:
-        everyone = group()
+        everyone = init_group()
         content = torch.frombuffer(bytearray(pickle.dumps({"rank": rank})), dtype=torch.uint8)
         if rank == 1:
             object_collectives._encode_object = lambda *_: content  # a hostile peer's own version
@@ -87,7 +87,7 @@ def test_a_pickle_from_a_peer_is_refused_not_run() -> None:
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
 
 
-def state(rank: int, value: float) -> dict[str, Any]:
+def build_state(rank: int, value: float) -> dict[str, Any]:
     return {
         "model": {"weight": torch.full((3, 4), value), "half": torch.full((5,), value, dtype=torch.bfloat16)},
         "optimizer": {"param_groups": {"lr": value, "betas": (value, 0.99), "names": [None, True, "a"]}},
@@ -96,20 +96,20 @@ def state(rank: int, value: float) -> dict[str, Any]:
     }
 
 
-def save(its: dict[str, Any], folder: Path, everyone: dist.ProcessGroup) -> None:
+def save_state(its: dict[str, Any], folder: Path, everyone: dist.ProcessGroup) -> None:
     saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
     saver.write(saver.stage(its), folder, everyone)
 
 
 def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_something(tmp_path: Path) -> None:
     def rank_main(rank: int) -> bool:
-        everyone = group()
-        save(state(rank, 0.5), tmp_path, everyone)
+        everyone = init_group()
+        save_state(build_state(rank, 0.5), tmp_path, everyone)
         dist.barrier()
         (tmp_path / TORCH_INDEX_FILE).unlink(missing_ok=True)
-        found = state((rank + 1) % RANKS, 0.0)
+        found = build_state((rank + 1) % RANKS, 0.0)
         load_checkpoint(found, tmp_path, {CHECKPOINT_INDEX_FILE: compute_checksum(tmp_path / CHECKPOINT_INDEX_FILE)})
-        wanted = state((rank + 1) % RANKS, 0.5)
+        wanted = build_state((rank + 1) % RANKS, 0.5)
         for name, tensor in wanted.pop("model").items():
             assert torch.equal(found["model"][name], tensor)
             assert found["model"][name].dtype == tensor.dtype
@@ -138,13 +138,13 @@ def test_no_rank_waits_for_a_rank_that_fails(owner: Any, method: str, hear: Sequ
         raise OSError(errno.EIO, "Input/output error")
 
     def rank_main(rank: int) -> str:
-        everyone = group()
+        everyone = init_group()
         saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
         if rank == culprit:
             setattr(owner, method, fail)
         try:
             try:
-                staged: StagedCopy | str = saver.stage(state(rank, 0.5))
+                staged: StagedCopy | str = saver.stage(build_state(rank, 0.5))
             except CheckpointWriteError as failed:
                 staged = str(failed)
             saver.write(staged, tmp_path, everyone)
@@ -168,7 +168,7 @@ def test_ranks_take_no_copies_if_their_worker_lacks_memory_for_all(tmp_path: Pat
     """Each by itself would find room."""
 
     def rank_main(rank: int) -> tuple[str, dict[str, Any]]:
-        group()
+        init_group()
         saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None, read_memory_left=lambda: 66 << 20)
         own = {f"own.{rank}": torch.ones(1 << 18)}
         with pytest.raises(CheckpointWriteError) as failed:

@@ -20,7 +20,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_module(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(ONLY_TORCH_AND_NUMPY)
     path = os.pathsep.join([str(folder), *(str(PROJECT / root) for root in ("analysis", "trainer"))])
     return subprocess.run(
@@ -45,7 +45,7 @@ CAN_RUN = (
 
 def test_tests_for_gpus_can_run(tmp_path: Path) -> None:
     """All in one interpreter: it, and what asks the machine for its facts, would import torch again for each run."""
-    done = run(tmp_path, "tests.gpu", *(f"tests.gpu.{test}" for test in CAN_RUN), PACEKEEPER_TEST_DEVICE="cpu")
+    done = run_module(tmp_path, "tests.gpu", *(f"tests.gpu.{test}" for test in CAN_RUN), PACEKEEPER_TEST_DEVICE="cpu")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1] == "OK"
@@ -53,6 +53,6 @@ def test_tests_for_gpus_can_run(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_no_test_runs_and_the_exit_status_is_no_success(tmp_path: Path) -> None:
-    done = run(tmp_path, "tests.gpu", CUDA_VISIBLE_DEVICES="")
+    done = run_module(tmp_path, "tests.gpu", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (77, "")
     assert "not run: no GPU here" in done.stderr

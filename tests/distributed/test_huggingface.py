@@ -32,14 +32,14 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> TrainingOutcome:
     return trained
 
 
-def steps_of(records: NDArray[np.void]) -> list[int]:
+def list_steps(records: NDArray[np.void]) -> list[int]:
     return [int(step) for step in records[records["kind"] == RecordKind.STEP]["step"]]
 
 
 def test_its_steps_phases_checkpoints_and_losses_are_recorded(calm: TrainingOutcome) -> None:
     for rank in range(RANKS):
         records = calm.read_records(rank)
-        assert steps_of(records) == list(range(1, STEPS + 1))
+        assert list_steps(records) == list(range(1, STEPS + 1))
         phases = records[records["kind"] == RecordKind.PHASE]
         assert (phases["phase"] == Phase.EVALUATE).sum() == 3  # of steps 20, 40 and the last
         assert (phases["phase"] == Phase.CHECKPOINT).sum() == 5  # of each tenth and the last
@@ -53,7 +53,7 @@ def test_a_crashed_rank_goes_on_from_the_newest_checkpoint(calm: TrainingOutcome
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
     assert crashed.count_steps(0, 2) == STEPS - 20
-    assert steps_of(crashed.read_records(0)) == list(range(21, STEPS + 1))
+    assert list_steps(crashed.read_records(0)) == list(range(21, STEPS + 1))
     assert crashed.read_state(0)["restored_step"] == 20
     assert_same_weights(calm, crashed)
 
@@ -84,7 +84,7 @@ def test_it_is_monitored_and_restarted_without_any_code(calm: TrainingOutcome, t
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
     assert crashed.count_steps(0, 2) == STEPS - 20
-    assert steps_of(crashed.read_records(0)) == list(range(1, STEPS - 20 + 1)), "of its round"
+    assert list_steps(crashed.read_records(0)) == list(range(1, STEPS - 20 + 1)), "of its round"
     assert_same_weights(calm, crashed)
 
 

@@ -205,7 +205,9 @@ CASES = [
 ]  # fmt: skip
 
 
-def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options: list[str]) -> Callable[[], Outcome]:
+def _start_case(
+    case: Case, folder: Path, main: Callable[[list[str]], object], options: list[str]
+) -> Callable[[], Outcome]:
     """Start the case in a fork of this process, which has imported torch; wait for its end where it is called."""
     folder.mkdir()
     name = "module_of_case" if case.module else "script.py"
@@ -231,7 +233,7 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
             for number, signum in enumerate(case.signals):
                 wait_until_true((folder / "work" / f"ready-{number}").exists, f"ready-{number}")
                 os.kill(pid, signum)
-            code = wait_until_true(lambda: _code(pid), "the run ends")[0]
+            code = wait_until_true(lambda: _poll_exit_code(pid), "the run ends")[0]
         except AssertionError as error:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -250,7 +252,7 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
     return outcome
 
 
-def _code(pid: int) -> tuple[int] | None:
+def _poll_exit_code(pid: int) -> tuple[int] | None:
     ended, status = os.waitpid(pid, os.WNOHANG)
     return (os.waitstatus_to_exitcode(status),) if ended else None
 
@@ -272,8 +274,8 @@ def _wait_for_children(folder: Path) -> None:
 def test_a_script_does_what_it_does_under_torchrun(case: Case, tmp_path: Path) -> None:
     ranks = f"--nproc-per-node={case.ranks}"
     apart = ["--redirects=1", f"--log-dir={tmp_path / 'theirs' / 'logs'}"]  # or else one's words run into another's
-    under_torchrun = _run(case, tmp_path / "theirs", torch.distributed.run.main, ["--standalone", ranks, *apart])
-    under_ours = _run(case, tmp_path / "ours", command.main, ["--standalone", ranks])
+    under_torchrun = _start_case(case, tmp_path / "theirs", torch.distributed.run.main, ["--standalone", ranks, *apart])
+    under_ours = _start_case(case, tmp_path / "ours", command.main, ["--standalone", ranks])
     theirs, ours = under_torchrun(), under_ours()
     for what in ("code", "output", "files"):
         if what not in case.ours:

@@ -53,7 +53,7 @@ class TestConnections:
 
     def shown(self, made: NamespaceNetwork, folder: Path, shape: str) -> tuple[LinkDiagnosis, list[Evidence]]:
         with self.hosts(made, folder, shape) as ranks:
-            evidence = [Evidence.from_json(json.loads(_line(rank))) for rank in ranks]
+            evidence = [Evidence.from_json(json.loads(_read_line(rank))) for rank in ranks]
         return delay_matrix.diagnose_links(*delay_matrix.join_link_ends(evidence)), evidence
 
     def test_a_slow_link_among_all_pairs_is_found_by_its_two_ends(self, four: NamespaceNetwork, tmp_path: Path) -> None:
@@ -80,12 +80,12 @@ class TestConnections:
         four.slow_pair(four.hosts[2], four.hosts[3], "8mbit")
         with self.hosts(four, tmp_path, "all") as ranks:
             for rank in ranks:
-                _line(rank)
+                _read_line(rank)
             four.drop_packets(four.hosts[0], four.hosts[1])
             for _ in range(ATTEMPTS):  # until both ends have waited for long enough
                 for rank in ranks:
-                    _ask(rank, "blocked")
-                blocked = [[BlockedConnection(**end) for end in json.loads(_line(rank))] for rank in ranks]
+                    _send_request(rank, "blocked")
+                blocked = [[BlockedConnection(**end) for end in json.loads(_read_line(rank))] for rank in ranks]
                 if blocked[0] and blocked[1]:
                     break
         assert [[end.remote.rpartition(":")[0] for end in of] for of in blocked[2:]] == [[], []]
@@ -108,24 +108,24 @@ class TestConnections:
         shown, evidence = self.shown(four, tmp_path, "next")
         (hot,) = shown.hot_spots
         assert (hot.kind, hot.pairs) == (SpotKind.PAIR, ((1, 2),))
-        renamed = [_translated(answer, "10.217.0.2", "192.0.2.9") for answer in evidence]
+        renamed = [_translate_address(answer, "10.217.0.2", "192.0.2.9") for answer in evidence]
         through_nat = delay_matrix.diagnose_links(*delay_matrix.join_link_ends([renamed[0], evidence[1], *renamed[2:]]))
         assert through_nat.unknown_ends == 4, "both ends of both of its connections"
         assert all(1 not in pair for spot in through_nat.hot_spots for pair in spot.pairs), "unknown, and not wrong"
 
 
-def _line(rank: subprocess.Popen[str]) -> str:
+def _read_line(rank: subprocess.Popen[str]) -> str:
     assert rank.stdout is not None
     return rank.stdout.readline()
 
 
-def _ask(rank: subprocess.Popen[str], what: str) -> None:
+def _send_request(rank: subprocess.Popen[str], what: str) -> None:
     assert rank.stdin is not None
     rank.stdin.write(f"{what}\n")
     rank.stdin.flush()
 
 
-def _translated(answer: Evidence, address: str, seen: str) -> Evidence:
+def _translate_address(answer: Evidence, address: str, seen: str) -> Evidence:
     """As the peers of a host behind address translation see it."""
     return replace(answer, links=tuple(replace(end, remote=end.remote.replace(address, seen)) for end in answer.links))
 
@@ -135,7 +135,7 @@ class Launchers:
     """Launchers' ends of a probe, one a host."""
 
     parties: Sequence[ProbeParty]
-    _ask: Callable[[Sequence[ProbeParty], str], link_probe.LinkProbeResult]
+    _send_request: Callable[[Sequence[ProbeParty], str], link_probe.LinkProbeResult]
 
     def ask(self, name: str, others: int = 2) -> link_probe.LinkProbeResult:
         return self._ask(self.parties[2 : 2 + others], name)

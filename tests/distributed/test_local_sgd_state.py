@@ -39,7 +39,7 @@ LAYOUTS = {torch.float64: [(1, 4), (2, 1)], torch.bfloat16: [(2, 2)]}
 """(replicas, shards) that read what two replicas of two shards have written; the last one off-loads."""
 
 
-def outer_momentum(training: ReplicaTraining) -> list[Tensor]:
+def collect_outer_momentum(training: ReplicaTraining) -> list[Tensor]:
     """[parameters], gathered."""
     momenta = [training.replicas.outer.state[p]["momentum_buffer"] for p in training.net.parameters()]
     return [m.full_tensor() if isinstance(m, DTensor) else m.clone() for m in momenta]
@@ -56,7 +56,7 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
             pass
         net, outer = training.net, training.replicas.outer
         save({"net": get_model_state_dict(net), "outer": get_optimizer_state_dict(net, outer)}, checkpoint_id=tmp_path)
-        return gather_parameters(net), outer_momentum(training)
+        return gather_parameters(net), collect_outer_momentum(training)
 
     def read(replicas: int, shards: int, settings: OuterSGD) -> Callable[[int], tuple[list[Tensor], list[Tensor]]]:
         def main(_rank: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -72,7 +72,7 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
             set_optimizer_state_dict(net, outer, state["outer"])
             for _ in training.run_steps_and_syncs(0):
                 pass
-            found = gather_parameters(net), outer_momentum(training)
+            found = gather_parameters(net), collect_outer_momentum(training)
             training.replicas.start()
             for _ in training.run_steps_and_syncs(1):  # what was loaded is of the kind that it works with
                 pass
@@ -114,9 +114,9 @@ def test_equalize_makes_one_state_of_the_replicas(replicas: int, shards: int) ->
             first = optimizer.state[next(training.net.parameters())]["exp_avg"]
             part = first.to_local() if isinstance(first, DTensor) else first
             part[0] = torch.nan
-        before = _state_of(training, late, norm)
+        before = _copy_state(training, late, norm)
         equalize_replicas(optimizer, [training.net, norm], mesh.get_group("sync"))
-        after = _state_of(training, late, norm)
+        after = _copy_state(training, late, norm)
         return replica, mesh.get_local_rank("shard"), before, after
 
     results = run_ranks(rank_main, 4)
@@ -136,7 +136,7 @@ def test_equalize_makes_one_state_of_the_replicas(replicas: int, shards: int) ->
     assert float(results[-1][3]["0 step"]) == 1 + replicas
 
 
-def _state_of(training: ReplicaTraining, late: nn.Parameter, norm: nn.Module) -> dict[str, Tensor]:
+def _copy_state(training: ReplicaTraining, late: nn.Parameter, norm: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each moment and buffer."""
     named = {str(index): parameter for index, parameter in enumerate(training.net.parameters())} | {"late": late}
     found = {f"{name} {key}": value for name, p in named.items() for key, value in training.optimizer.state[p].items()}

@@ -98,7 +98,7 @@ def shim() -> Iterator[PathShim]:
         yield paths.build_shim(folder)
 
 
-def trace(
+def trace_hops(
     host: FabricHost, peer: str, hops: int, sources: range, kind: str = "tcp"
 ) -> tuple[dict[int, str], list[int]]:
     said = host.run(
@@ -108,7 +108,7 @@ def trace(
     return {int(port): end for port, end in ends.items()}, taken
 
 
-def sent_again(host: FabricHost) -> int:
+def count_retransmits(host: FabricHost) -> int:
     """How often anybody on it had to ask again for a connection."""
     names, values = (line.split() for line in host.run("cat", "/proc/net/netstat").splitlines()[:2])
     return int(values[names.index("TCPSynRetrans")])
@@ -120,7 +120,7 @@ class TestTrace:
     def test_packets_end_at_the_leaf_a_spine_the_far_leaf_and_the_peer(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         sources = range(25000, 25024)
-        ends = [set(trace(near, far.address, hops, sources)[0].values()) for hops in (1, 2, 3, 4)]
+        ends = [set(trace_hops(near, far.address, hops, sources)[0].values()) for hops in (1, 2, 3, 4)]
         assert ends[0] == {"10.97.0.1"}
         assert ends[1] == {address for address in fabric.hops if address.startswith("10.98.0.")}
         assert ends[2] == {"10.98.1.0", "10.98.1.2", "10.98.1.4"}
@@ -132,7 +132,7 @@ class TestTrace:
         server = far.start(*build_python_command(SERVE.replace(", 0))", ", 20001))")), far.address)
         assert server.stdout is not None
         server.stdout.readline()
-        ends, taken = trace(near, far.address, 2, range(25000, 25024))
+        ends, taken = trace_hops(near, far.address, 2, range(25000, 25024))
         assert (len(ends), taken) == (24, [])
         before = fabric.read_sent_bytes(0)
         expected = [0, 0, 0]
@@ -150,7 +150,7 @@ class TestTrace:
 
     def test_datagrams_are_traced_too(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
-        ends, _ = trace(near, far.address, 2, range(49200, 49212), "udp")
+        ends, _ = trace_hops(near, far.address, 2, range(49200, 49212), "udp")
         assert len(ends) == 12
         assert len(set(ends.values())) == 3
 
@@ -159,7 +159,7 @@ class TestTrace:
         server = near.start(*build_python_command(SERVE.replace(", 0))", ", 25001))")), near.address)
         assert server.stdout is not None
         server.stdout.readline()
-        ends, taken = trace(near, far.address, 2, range(25000, 25003))
+        ends, taken = trace_hops(near, far.address, 2, range(25000, 25003))
         server.kill()
         server.communicate()
         assert (set(ends), taken) == ({25000, 25002}, [25001])
@@ -167,7 +167,7 @@ class TestTrace:
     def test_missing_answers_end_the_search(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         fabric.filter_icmp()
-        assert trace(near, far.address, 2, range(25000, 25012)) == ({}, [])
+        assert trace_hops(near, far.address, 2, range(25000, 25012)) == ({}, [])
 
 
 class Host:
@@ -219,12 +219,12 @@ class Host:
         return json.loads(line)
 
 
-def half_open(host: FabricHost) -> int:
+def count_half_open(host: FabricHost) -> int:
     """Connections to it whose other side has not answered its answer."""
     return len(host.run("ss", "-Htn", "state", "syn-recv").splitlines())
 
 
-def plan_of(fabric: HostedLeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
+def build_plan(fabric: HostedLeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
     """Rank i is worker wi on host i. s9 is a spine that is not there. Of the ports that are tried one in three goes by
     each of the others; of those of the first membership none goes by s1 one way."""
     members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(fabric.hosts[:ranks]))
@@ -247,7 +247,7 @@ class Team:
     ) -> None:
         self.fabric, self.shim = fabric, shim
         folder.chmod(0o777)
-        plan = plan_of(fabric, *wanted, ranks=ranks, membership=membership)
+        plan = build_plan(fabric, *wanted, ranks=ranks, membership=membership)
         self.hosts = [
             Host(host, folder / f"{membership}-w{rank}", plan, f"w{rank}")
             for rank, host in enumerate(fabric.hosts[:ranks])
@@ -342,9 +342,9 @@ class TestPlannedPaths:
         with create_leaf_spine(pods=True) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
             assert all(team.hosts[1].found())
-            before = sent_again(fabric.hosts[1])
+            before = count_retransmits(fabric.hosts[1])
             assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
-            assert sent_again(fabric.hosts[1]) == before
+            assert count_retransmits(fabric.hosts[1]) == before
             assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
             team.end()
 
@@ -355,7 +355,7 @@ class TestPlannedPaths:
                 ways = PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s2")
                 team = Team(fabric, shim, folder, *ways, membership=membership)
                 assert all(team.hosts[1].found())
-                assert half_open(fabric.hosts[1]) == 0
+                assert count_half_open(fabric.hosts[1]) == 0
                 team.end()
 
     def test_the_next_port_is_used_if_the_planned_one_is_taken(
@@ -461,7 +461,7 @@ class TestFallback:
 
 
 @contextmanager
-def as_nobody() -> Iterator[None]:
+def drop_privileges() -> Iterator[None]:
     os.seteuid(NOBODY)
     try:
         yield
@@ -524,7 +524,7 @@ class Job:
             paths=Paths(wanted, hops, self.first_port, self.first_port + 999),
         ).with_membership_secret(Plan(), "5ec2e7" * 8)
         for worker, runtime in enumerate(self.runtimes):
-            with as_nobody():  # a plan may be read by its own user only, from its first moment
+            with drop_privileges():  # a plan may be read by its own user only, from its first moment
                 write_plan(runtime.plan, plan.build_worker_plan(f"w{worker}"))
             runtime.operator_contact.touch()
 

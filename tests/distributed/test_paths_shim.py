@@ -69,11 +69,11 @@ def run(shim: PathShim, server: socket.socket, entries: Path) -> Run:
     return run
 
 
-def port_of(listener: socket.socket) -> int:
+def get_port(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     """Unused ports, outside of the range from which the kernel takes them."""
     found = []
     for port in range(20011, 29999, 7):
@@ -92,45 +92,45 @@ class TestConnect:
     def test_a_connection_to_a_known_peer_comes_from_its_port(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        (wanted,) = free_ports(1)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        (wanted,) = find_free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {wanted}\n")
         assert run("print(port(connect()))").split() == [str(wanted)]
 
     def test_the_file_is_read_at_each_connection(self, run: Run, server: socket.socket, entries: Path) -> None:
-        first, second = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first}\n")
-        again = f"connect {LOOPBACK} {port_of(server)} {second}\\n"
+        first, second = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {first}\n")
+        again = f"connect {LOOPBACK} {get_port(server)} {second}\\n"
         program = f"a = connect(); open({str(entries)!r}, 'w').write('{again}'); b = connect(); print(port(a), port(b))"
         assert run(program).split() == [str(first), str(second)]
 
     def test_the_next_port_is_used_if_the_connection_exists(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        first, second = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first} {second}\n")
+        first, second = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {first} {second}\n")
         assert run("a, b = connect(), connect(); print(port(a), port(b))").split() == [str(first), str(second)]
 
     def test_the_next_port_is_used_if_the_port_has_a_listener(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        first, second = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first} {second}\n")
+        first, second = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {first} {second}\n")
         with socket.create_server(("", first)):
             assert run("print(port(connect()))").split() == [str(second)]
 
     def test_one_port_serves_connections_to_two_peers(self, run: Run, server: socket.socket, entries: Path) -> None:
-        (wanted,) = free_ports(1)
+        (wanted,) = find_free_ports(1)
         with socket.create_server((LOOPBACK, 0)) as other:
-            lines = [f"connect {LOOPBACK} {port_of(each)} {wanted}\n" for each in (server, other)]
+            lines = [f"connect {LOOPBACK} {get_port(each)} {wanted}\n" for each in (server, other)]
             entries.write_text("".join(lines))
             program = "a = connect(); sys.argv[2] = sys.argv[3]; b = connect(); print(port(a), port(b))"
-            assert run(program, str(port_of(other))).split() == [str(wanted)] * 2
+            assert run(program, str(get_port(other))).split() == [str(wanted)] * 2
 
     def test_a_connection_is_plain_and_its_socket_unchanged_if_all_ports_are_taken(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        (taken,) = free_ports(1)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {taken}\n")
+        (taken,) = find_free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {taken}\n")
         program = "a = connect(); print(port(a), a.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR), a.send(b'x'))"
         with socket.create_server(("", taken)):
             port, reuse, sent = map(int, run(program).split())
@@ -160,7 +160,7 @@ class TestConnect:
         self, run: Run, server: socket.socket, entries: Path, content: bytes | None
     ) -> None:
         if content is not None:
-            entries.write_bytes(content.replace(b"PORT", str(port_of(server)).encode()))
+            entries.write_bytes(content.replace(b"PORT", str(get_port(server)).encode()))
         assert int(run("print(port(connect()))")) not in (0, 20001)
 
     def test_a_folder_instead_of_the_file_is_a_plain_connection(self, run: Run, entries: Path) -> None:
@@ -168,8 +168,8 @@ class TestConnect:
         assert int(run("print(port(connect()))")) > 0
 
     def test_a_socket_that_is_bound_keeps_its_port(self, run: Run, server: socket.socket, entries: Path) -> None:
-        wanted, own = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        wanted, own = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {wanted}\n")
         program = f"""
 a = socket.socket(); a.bind(("", {own})); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))"""
         assert run(program).split() == [str(own)]
@@ -177,8 +177,8 @@ a = socket.socket(); a.bind(("", {own})); a.connect((sys.argv[1], int(sys.argv[2
     def test_datagrams_and_local_sockets_are_not_changed(
         self, run: Run, server: socket.socket, entries: Path, tmp_path: Path
     ) -> None:
-        (wanted,) = free_ports(1)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        (wanted,) = find_free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {wanted}\n")
         program = f"""
 a = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))
 b = socket.socket(socket.AF_UNIX)
@@ -190,7 +190,7 @@ except FileNotFoundError:
         assert (port != str(wanted), said) == (True, "nobody")
 
     def test_a_refusal_and_a_pending_connection_are_reported_as_before(self, run: Run, entries: Path) -> None:
-        wanted, closed = free_ports(2)
+        wanted, closed = find_free_ports(2)
         entries.write_text(f"connect {LOOPBACK} {closed} {wanted}\n")
         program = f"""
 import errno
@@ -199,16 +199,16 @@ b = socket.socket(); b.setblocking(False); print(errno.errorcode[b.connect_ex((s
         assert run(program).split() == ["ECONNREFUSED", "EINPROGRESS", str(wanted)]
 
     def test_ipv6_is_supported(self, shim: PathShim, entries: Path) -> None:
-        (wanted,) = free_ports(1)
+        (wanted,) = find_free_ports(1)
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
-            entries.write_text(f"connect ::1 {port_of(listener)} {wanted}\n")
-            command = [*build_python_command(CONNECT + "print(port(connect()))"), "::1", str(port_of(listener))]
+            entries.write_text(f"connect ::1 {get_port(listener)} {wanted}\n")
+            command = [*build_python_command(CONNECT + "print(port(connect()))"), "::1", str(get_port(listener))]
             environment = {**os.environ, **shim.build_environment(entries)}
             said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         assert said.stdout.split() == [str(wanted)]
 
     def test_a_process_without_a_file_is_not_changed(self, shim: PathShim, server: socket.socket) -> None:
-        command = [*build_python_command(CONNECT + "print(port(connect()))"), LOOPBACK, str(port_of(server))]
+        command = [*build_python_command(CONNECT + "print(port(connect()))"), LOOPBACK, str(get_port(server))]
         environment = {**os.environ, **shim.build_environment(None)}
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         assert int(said.stdout) > 0
@@ -225,13 +225,13 @@ def listen(address="127.0.0.1", number=0, kind=socket.SOCK_STREAM):
 """
 
     def test_the_first_listener_gets_the_port_and_the_next_another(self, run: Run, entries: Path) -> None:
-        (wanted,) = free_ports(1)
+        (wanted,) = find_free_ports(1)
         entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
         first, second = map(int, run(f"{self.LISTEN}\na, b = listen(), listen(); print(port(a), port(b))").split())
         assert (first, second != wanted) == (wanted, True)
 
     def test_a_taken_port_is_the_next_one_or_any(self, run: Run, entries: Path) -> None:
-        taken, free = free_ports(2)
+        taken, free = find_free_ports(2)
         with socket.create_server((LOOPBACK, taken)):
             entries.write_text(f"listen {LOOPBACK} 0 {taken} {free}\n")
             assert run(f"{self.LISTEN}\nprint(port(listen()))").split() == [str(free)]
@@ -239,7 +239,7 @@ def listen(address="127.0.0.1", number=0, kind=socket.SOCK_STREAM):
             assert int(run(f"{self.LISTEN}\nprint(port(listen()))")) not in (0, taken)
 
     def test_other_addresses_requested_ports_and_datagrams_are_not_changed(self, run: Run, entries: Path) -> None:
-        wanted, asked = free_ports(2)
+        wanted, asked = find_free_ports(2)
         entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
         program = f"""{self.LISTEN}
 print(port(listen("0.0.0.0")), port(listen(number={asked})), port(listen(kind=socket.SOCK_DGRAM)))"""

@@ -98,14 +98,14 @@ class Rank:
         return [its for its in [*self.model.parameters(), *moments] if isinstance(its, DTensor)]
 
 
-def lose(folder: Path, worker: str, ranks: Collection[int] = range(RANKS)) -> None:
+def delete_replicas(folder: Path, worker: str, ranks: Collection[int] = range(RANKS)) -> None:
     """All that lies in this worker's memory of these ranks."""
     for rank in ranks:
         for path in (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*"):
             path.unlink()
 
 
-def flip(folder: Path, workers: str, rank: int, step: int) -> None:
+def flip_bit(folder: Path, workers: str, rank: int, step: int) -> None:
     """A bit of the last tensor, with each of these workers."""
     for worker in workers:
         slots = (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*")
@@ -125,14 +125,14 @@ class Loss:
 
 
 LOSSES = {
-    "a lost worker": Loss(lambda folder: lose(folder, "b"), "ac", 4),
-    "the first worker": Loss(lambda folder: lose(folder, "a"), "cb", 4),
+    "a lost worker": Loss(lambda folder: delete_replicas(folder, "b"), "ac", 4),
+    "the first worker": Loss(lambda folder: delete_replicas(folder, "a"), "cb", 4),
     "ranks that were moved": Loss(lambda _: None, "ba", 4),
-    "a torn copy: the one before": Loss(lambda folder: flip(folder, "a", rank=3, step=4), "ac", 3),
-    "a torn shard of the worker that stays": Loss(lambda folder: flip(folder, "a", rank=0, step=4), "ac", 3),
-    "a torn shard that its neighbor has whole": Loss(lambda folder: flip(folder, "a", rank=0, step=4), "ab", 4),
-    "a torn copy of a rank that was moved there": Loss(lambda folder: flip(folder, "a", rank=3, step=4), "ba", 4),
-    "a shard that is torn wherever it is": Loss(lambda folder: flip(folder, "ab", rank=0, step=4), "ab", 3),
+    "a torn copy: the one before": Loss(lambda folder: flip_bit(folder, "a", rank=3, step=4), "ac", 3),
+    "a torn shard of the worker that stays": Loss(lambda folder: flip_bit(folder, "a", rank=0, step=4), "ac", 3),
+    "a torn shard that its neighbor has whole": Loss(lambda folder: flip_bit(folder, "a", rank=0, step=4), "ab", 4),
+    "a torn copy of a rank that was moved there": Loss(lambda folder: flip_bit(folder, "a", rank=3, step=4), "ba", 4),
+    "a shard that is torn wherever it is": Loss(lambda folder: flip_bit(folder, "ab", rank=0, step=4), "ab", 3),
     "a copy that is not there: the one before": Loss(
         lambda folder: next(
             path for path in (folder / "a/snapshots").glob("shard-2-of-4.*") if path.read_bytes()[8] == 4
@@ -325,7 +325,7 @@ def test_with_a_peer_replica_the_volume_is_not_read(tmp_path: Path) -> None:
         writer.store.wait_for_checkpoint()
         dist.barrier()
         if rank == 0:
-            lose(tmp_path, "b")
+            delete_replicas(tmp_path, "b")
         dist.barrier()
         CheckpointSource.load = None  # type: ignore[method-assign,assignment]  # of a process that ends with the test
         found = Rank(rank, tmp_path, "ac", volume=True).store.restore()
@@ -408,7 +408,7 @@ def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
         last = writer.store.settle()
         dist.barrier()
         if rank == 0:
-            lose(tmp_path, "b")
+            delete_replicas(tmp_path, "b")
         dist.barrier()
         found = Rank(rank, tmp_path, "ac").store.restore()
         return last, None if found is None else found.step

@@ -21,7 +21,7 @@ CRASH = json.dumps([{"rank": 1, "round": 1, "step": 60, "kind": "sigkill"}])
 
 
 @contextmanager
-def training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
+def start_training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
     """Two ranks on two workers."""
     with create_team(folder, script=TRAIN_SCRIPT) as one:
         one.environment.update(UNTIL="100000", SLEEP="0.01", SNAPSHOT_EVERY="2", PACEKEEPER_CHECKPOINT_EVERY="5")
@@ -35,7 +35,7 @@ def training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
         yield one
 
 
-def trains(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
+def wait_until_training(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
     """What the workers say once they all train in this round."""
 
     def beats() -> list[Heartbeat] | None:
@@ -53,8 +53,8 @@ MEMORY = {"MEMORY", "PEER"}
 def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
     tmp_path: Path, snapshots: int, origins: set[str]
 ) -> None:
-    with training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
-        first, second = trains(one, "ab", 1), trains(one, "ab", 2)
+    with start_training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
+        first, second = wait_until_training(one, "ab", 1), wait_until_training(one, "ab", 2)
         (fault,) = one.workers["b"].read_faults(FaultKind.RANK_FAILED)
     assert {(beat.origin, beat.teardown_seconds) for beat in first} == {("NOTHING", 0.0)}
     for beat in second:
@@ -74,14 +74,14 @@ def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
 
 
 def test_the_state_of_a_new_worker_comes_from_its_peer_replica(tmp_path: Path) -> None:
-    with training(tmp_path) as one:
-        one.wait_for(lambda: min(beat.snapshot_step for beat in trains(one, "ab", 1)[:1]) > 5, "snapshots")
+    with start_training(tmp_path) as one:
+        one.wait_for(lambda: min(beat.snapshot_step for beat in wait_until_training(one, "ab", 1)[:1]) > 5, "snapshots")
         one.workers["b"].kill()
         one.workers["b"].wait()
         one.start("c")
         members = one.build_members(a=[0], c=[1])
         one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="ac")
-        stayed, came = trains(one, "ac", 2)
+        stayed, came = wait_until_training(one, "ac", 2)
     assert (stayed.origin, came.origin) == ("MEMORY", "PEER")
     assert came.teardown_seconds == 0
     found = break_down_restart(20.0, [stayed, came], ranks=2)

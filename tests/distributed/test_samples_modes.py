@@ -29,7 +29,7 @@ PLAN = WorkerPlan(version=1, role=WorkerRole.MEMBER, sync_every=3, sync_seconds=
 Sample = tuple[int, torch.Tensor]
 
 
-def sample(index: int) -> Sample:
+def build_sample(index: int) -> Sample:
     return index, torch.full((4,), index / SIZE)
 
 
@@ -38,7 +38,7 @@ class Indexed(torch.utils.data.Dataset[Sample]):
         return SIZE
 
     def __getitem__(self, index: int) -> Sample:
-        return sample(index)
+        return build_sample(index)
 
 
 class Streamed(torch.utils.data.IterableDataset[Sample]):
@@ -52,18 +52,18 @@ class Streamed(torch.utils.data.IterableDataset[Sample]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(sample, self.order.get_indices([(self.epoch * SIZE, (self.epoch + 1) * SIZE)]))
+        return map(build_sample, self.order.get_indices([(self.epoch * SIZE, (self.epoch + 1) * SIZE)]))
 
 
-def expected(steps: int) -> Counter[int]:
+def count_expected(steps: int) -> Counter[int]:
     return Counter(IndexedStream(SIZE, seed=0).get_indices([(0, steps * BATCH)]))
 
 
-def used_by(results: list[tuple[list[int], list[SyncMode]]]) -> Counter[int]:
+def count_used(results: list[tuple[list[int], list[SyncMode]]]) -> Counter[int]:
     return Counter(index for used, _ in results for index in used)
 
 
-def train(
+def train_until(
     rank: int,
     runtime: Path,
     dataset: Any,
@@ -137,10 +137,10 @@ def test_samples_are_exact_across_switches_of_the_mode(
 ) -> None:
     ranks = mesh["sync"] * mesh.get("shard", 1)
     results = run_ranks(
-        lambda rank: train(rank, tmp_path, dataset, until, modes, mesh, **options), ranks, runtime=tmp_path
+        lambda rank: train_until(rank, tmp_path, dataset, until, modes, mesh, **options), ranks, runtime=tmp_path
     )
     assert all(seen == [SYNC, *modes] for _, seen in results)
-    assert used_by(results) == expected(until)
+    assert count_used(results) == count_expected(until)
 
 
 @pytest.mark.parametrize("dataset", [Indexed(), Streamed()], ids=["indexed", "iterable"])
@@ -148,16 +148,16 @@ def test_samples_are_exact_across_a_restart_with_leases_and_another_number_of_ra
     dataset: Any, tmp_path: Path
 ) -> None:
     first = run_ranks(
-        lambda rank: train(rank, tmp_path, dataset, 1000, [ASYNC], {"sync": 3}, leaves=True, num_workers=1),
+        lambda rank: train_until(rank, tmp_path, dataset, 1000, [ASYNC], {"sync": 3}, leaves=True, num_workers=1),
         3,
         runtime=tmp_path,
     )
-    done = sum(used_by(first).values())
+    done = sum(count_used(first).values())
     assert [seen for _, seen in first] == [[SYNC, ASYNC]] * 3
     until = done // BATCH + 12
     second = run_ranks(
-        lambda rank: train(rank, tmp_path, dataset, until, [], {"sync": 2}),
+        lambda rank: train_until(rank, tmp_path, dataset, until, [], {"sync": 2}),
         2,
         runtime=tmp_path,
     )
-    assert used_by(first + second) == expected(until)
+    assert count_used(first + second) == count_expected(until)

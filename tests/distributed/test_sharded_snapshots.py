@@ -131,7 +131,7 @@ def test_with_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_traini
                 writer.store.snapshot(step, samples=step)  # left out: there is no memory for it yet
                 assert writer.store.settle(wait=True) == -1
             hold.end()
-            newest = max(_snapshot(writer, 3), _snapshot(writer, 20))  # both slots
+            newest = max(_wait_for_snapshot(writer, 3), _wait_for_snapshot(writer, 20))  # both slots
             hold = _Hold(patch, "publish")
             writer.store.snapshot(newest + 1, samples=0)
             assert writer.store.settle() == -1, "the training goes on"
@@ -175,7 +175,7 @@ def test_no_copy_is_written_over_before_all_ranks_have_the_next_one(tmp_path: Pa
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[], [2, 3]]
 
 
-def _snapshot(writer: _Rank, step: int) -> int:
+def _wait_for_snapshot(writer: _Rank, step: int) -> int:
     """The step of the first that is kept, from this one on: the ranks try alike."""
     deadline = time.monotonic() + PATIENCE
     while True:

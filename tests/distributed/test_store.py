@@ -91,7 +91,7 @@ class Rank:
                 path.write_bytes(content)
 
 
-def a_rank(rank: int, folder: Path) -> Rank:
+def create_rank(rank: int, folder: Path) -> Rank:
     environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(folder / "runtime"))
     volume = CheckpointFolder(folder / "volume", environment.round)
     model = nn.Linear(1, 1, bias=False)
@@ -131,8 +131,8 @@ def test_the_newest_state_of_all_ranks_is_restored(
 ) -> None:
     def rank_main(rank: int) -> tuple[RestoredState | None, float]:
         dist.init_process_group("gloo")
-        a_rank(rank, tmp_path).keep(kept)
-        fresh = a_rank(rank, tmp_path)
+        create_rank(rank, tmp_path).keep(kept)
+        fresh = create_rank(rank, tmp_path)
         return fresh.store.restore(), float(fresh.weight)
 
     origin = StateOrigin.MEMORY if weight == IN_MEMORY else StateOrigin.CHECKPOINT
@@ -144,7 +144,7 @@ def test_the_newest_state_of_all_ranks_is_restored(
 def test_without_a_kept_state_nothing_changes(tmp_path: Path) -> None:
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
-        fresh = a_rank(rank, tmp_path)
+        fresh = create_rank(rank, tmp_path)
         before = fresh.weight.detach().clone()
         return fresh.store.restore() is None and torch.equal(fresh.weight, before)
 
@@ -166,7 +166,7 @@ class Particular:
         self.step = state["step"]
 
 
-def an_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer, Particular, StateStore]:
+def create_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer, Particular, StateStore]:
     """It trains the weight and not the bias, at first."""
     environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(folder / "runtime"))
     model = nn.Linear(1, 1)
@@ -187,7 +187,7 @@ def test_all_ranks_load_an_older_state_if_a_snapshot_cannot_be_loaded(
 ) -> None:
     def rank_main(rank: int) -> tuple[int, float]:
         dist.init_process_group("gloo")
-        model, optimizer, particular, store = an_optimizing_rank(rank, tmp_path)
+        model, optimizer, particular, store = create_optimizing_rank(rank, tmp_path)
 
         def train(number: int) -> None:
             if number == 4 and why == "groups":
@@ -208,7 +208,7 @@ def test_all_ranks_load_an_older_state_if_a_snapshot_cannot_be_loaded(
             store.snapshot(number, number)
             store.settle()
         dist.barrier()
-        fresh, _, its, later = an_optimizing_rank(rank, tmp_path)
+        fresh, _, its, later = create_optimizing_rank(rank, tmp_path)
         if why == "refused" and rank == 0:
             its.most = 5  # one rank alone refuses
         found = later.restore()
@@ -221,13 +221,13 @@ def test_all_ranks_load_an_older_state_if_a_snapshot_cannot_be_loaded(
 def test_the_training_does_not_begin_with_half_of_a_state(tmp_path: Path) -> None:
     def rank_main(rank: int) -> str:
         dist.init_process_group("gloo")
-        _, _, particular, store = an_optimizing_rank(rank, tmp_path)
+        _, _, particular, store = create_optimizing_rank(rank, tmp_path)
         particular.step = 4
         store.snapshot(4, 4)
         store.settle()
         dist.barrier()
         with pytest.raises(InputError) as caught:
-            an_optimizing_rank(rank, tmp_path)[-1].restore()
+            create_optimizing_rank(rank, tmp_path)[-1].restore()
         return str(caught.value)
 
     for said in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):

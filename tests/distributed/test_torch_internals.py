@@ -45,7 +45,7 @@ def test_every_function_has_its_test_here() -> None:
 # Process groups
 
 
-def _alone() -> Any:
+def _init_single_rank() -> Any:
     """A process group of one rank."""
     dist.init_process_group("gloo")
     return dist.group.WORLD
@@ -53,7 +53,7 @@ def _alone() -> Any:
 
 def test_get_default_store() -> None:
     def rank_main(rank: int) -> bytes:
-        _alone()
+        _init_single_rank()
         store = torch_internals.get_default_store()
         if rank == 0:
             store.set("said", "by rank 0")
@@ -66,7 +66,7 @@ def test_get_default_store() -> None:
 
 def test_list_process_groups() -> None:
     def rank_main(_: int) -> bool:
-        groups = [_alone(), dist.new_group([0])]
+        groups = [_init_single_rank(), dist.new_group([0])]
         return torch_internals.list_process_groups() == groups
 
     assert run_ranks(rank_main, 1) == [True]
@@ -76,7 +76,7 @@ def test_on_new_process_group() -> None:
     def rank_main(rank: int) -> bool:
         made: list[Any] = []
         torch_internals.on_new_process_group(made.append)
-        groups = [_alone(), dist.new_group([rank], use_local_synchronization=True)]
+        groups = [_init_single_rank(), dist.new_group([rank], use_local_synchronization=True)]
         groups += init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")).get_all_groups()
         dist.barrier()
         return {id(group) for group in groups} <= {id(group) for group in made}
@@ -86,7 +86,7 @@ def test_on_new_process_group() -> None:
 
 def test_get_group_ranks() -> None:
     def rank_main(rank: int) -> list[tuple[int, ...]]:
-        group = _alone()
+        group = _init_single_rank()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
         alone: Any = dist.new_group([rank], use_local_synchronization=True)
         groups = [group, mesh.get_group("b"), alone, object()]
@@ -100,7 +100,7 @@ def test_intercept_operator() -> None:
     """Of an operator, on all devices that there are here."""
 
     def rank_main(_: int) -> list[Any]:
-        group = _alone()
+        group = _init_single_rank()
         seen: list[Any] = []
 
         def kernel(arguments: Any, proceed: Any) -> Any:
@@ -327,7 +327,7 @@ def test_hide_worker_info() -> None:
 
 def test_broadcast_buffers() -> None:
     def rank_main(rank: int) -> tuple[list[float], int]:
-        _alone()
+        _init_single_rank()
         model = DistributedDataParallel(nn.BatchNorm1d(2), broadcast_buffers=False)
         model.module.running_mean.fill_(rank + 1.0)
         model.module.num_batches_tracked.fill_(rank + 7)
@@ -341,7 +341,7 @@ def test_rebuild_buckets() -> None:
     """Which DDP would do otherwise when the next forward pass begins."""
 
     def rank_main(_: int) -> list[bool]:
-        _alone()
+        _init_single_rank()
         to_do = []
         for settled in (False, True):
             model = DistributedDataParallel(nn.Linear(2, 2))
@@ -358,7 +358,7 @@ class _Sharded:
     """Two layers, sharded one by one over a single rank."""
 
     def __init__(self) -> None:
-        _alone()
+        _init_single_rank()
         mesh = init_device_mesh("cpu", (1,))
         self.model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         for layer in self.model:

@@ -102,14 +102,14 @@ class Faults(unittest.TestCase):
             members = one.build_members(a=[0], b=[1])
             one.give_plan(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
             one.wait_for(lambda: "round 1 kernel" in one.read_diary(1), "the kernel", PATIENCE_SECONDS)
-            found = one.wait_for(lambda: diagnose_hang(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
+            found = one.wait_for(lambda: diagnose_hang(list_stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
             self.assertEqual(found.ranks, (1,), found)
             self.assertEqual(found.kind, kind, found)
-            told = stalls(one)
+            told = list_stalls(one)
             one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
             one.wait_for(lambda: "round 2 end" in one.read_diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
         return told
 
 
-def stalls(one: LauncherTeam) -> list[FaultReport]:
+def list_stalls(one: LauncherTeam) -> list[FaultReport]:
     return [fault for worker in one.workers.values() for fault in worker.read_faults(FaultKind.STALLED)]

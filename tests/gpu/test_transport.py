@@ -20,20 +20,20 @@ class Transport(unittest.TestCase):
         self.assertEqual(explain_unusable_plugin(PROFILER_PLUGIN_PATH), "")
 
     def test_two_ranks_report_what_they_have_sent_to_each_other(self) -> None:
-        ranks = self.all_reduces(2)
+        ranks = self.run_all_reduces(2)
         for rank, found in enumerate(ranks):
             self.assertEqual(found["flows"].keys(), {str(1 - rank)})
             self.assert_sent(found["flows"][str(1 - rank)], NBYTES)
 
     def test_three_ranks_in_a_ring_report_sends_to_the_next_rank(self) -> None:
-        ranks = self.all_reduces(3)
+        ranks = self.run_all_reduces(3)
         for rank, found in enumerate(ranks):
             after, before = str((rank + 1) % 3), str((rank + 2) % 3)
             self.assertEqual(found["flows"].keys(), {after, before})
             self.assert_sent(found["flows"][after], NBYTES * 4 / 3)
             self.assertEqual(found["flows"][before], 0, "of what comes in, the other end tells")
 
-    def all_reduces(self, size: int) -> list[Any]:
+    def run_all_reduces(self, size: int) -> list[Any]:
         ranks = run_workers(f"{transfers.__name__}:trace_all_reduces", size, nbytes=NBYTES, count=COUNT)
         (identity,) = {found["communicators"][0][0] for found in ranks}  # the same on all its ranks
         for rank, found in enumerate(ranks):

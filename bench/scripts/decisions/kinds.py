@@ -40,7 +40,7 @@ def slow_node(job: JobCosts, depth: float, rng: np.random.Generator) -> Strain:
 
 
 def slow_link(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
-    """A route through the fabric, whose connections are not observed: all transfers wait for it, wherever the ranks are."""
+    """A route through the fabric, whose connections are not observed: all transfers wait for it in every placement."""
     return Strain(transfer_seconds=(depth - 1.0) * job.step_seconds)
 
 

@@ -32,10 +32,10 @@ STORM = "storm"
 
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
-    return asyncio.run(_measure(quick))
+    return asyncio.run(_measure_jobs(quick))
 
 
-async def _measure(quick: bool) -> list[Measurement]:
+async def _measure_jobs(quick: bool) -> list[Measurement]:
     jobs = 20 if quick else 1000
     idle, storm = (QUICK_IDLE_SECONDS, QUICK_STORM_SECONDS) if quick else (IDLE_SECONDS, STORM_SECONDS)
     async with create_testbed(jobs * WORKERS) as testbed:

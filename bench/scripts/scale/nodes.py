@@ -60,10 +60,10 @@ ANCHORS = {150: "NVSentinel: 62 s", 375: "NVSentinel: 155 s", 750: "NVSentinel: 
 
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
-    return asyncio.run(_measure(QUICK if quick else FULL))
+    return asyncio.run(_measure_nodes(QUICK if quick else FULL))
 
 
-async def _measure(size: Size) -> list[Measurement]:
+async def _measure_nodes(size: Size) -> list[Measurement]:
     measurements: list[Measurement] = []
     async with create_testbed(size.nodes) as testbed, _watch_nodes(testbed.api) as observations:
         testbed.start_operator(RAISED_LIMITS | PATIENT_SETTINGS)

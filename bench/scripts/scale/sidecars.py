@@ -8,8 +8,8 @@ each has a processor of its own in a cluster: a spare that is to be timed needs 
 Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
 client (`pacekeeper.sidecar.operator_client`). At most as many handshakes are in progress at a time as one process can
 answer: thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its
-metrics vary a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks
-and when the last one was, and how many calls were refused so far.
+metrics vary a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given
+ranks and when the last one was, and how many calls were refused so far.
 """
 
 from __future__ import annotations

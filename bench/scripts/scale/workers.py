@@ -27,10 +27,10 @@ TIMEOUT_SECONDS = 120.0
 
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
-    return asyncio.run(_measure(*((40, 2.0) if quick else (5000, CALM_SECONDS))))
+    return asyncio.run(_measure_workers(*((40, 2.0) if quick else (5000, CALM_SECONDS))))
 
 
-async def _measure(workers: int, calm_seconds: float) -> list[Measurement]:
+async def _measure_workers(workers: int, calm_seconds: float) -> list[Measurement]:
     async with create_testbed(workers + CONSECUTIVE_LOSSES, spares_apart=True) as testbed:
         testbed.start_operator(PATIENT_SETTINGS)
         await testbed.make_job(NAME, workers, spares=CONSECUTIVE_LOSSES)

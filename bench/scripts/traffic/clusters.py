@@ -196,7 +196,7 @@ def draw_hundred_jobs(rng: np.random.Generator, packed: bool) -> list[TrafficJob
 
 
 def _draw_job(hosts: Sequence[int], rng: np.random.Generator) -> TrafficJob:
-    """Periods divide one another, so that shifts hold indefinitely: CASSINI's best case. Bound by communication to a fifth
-    up to three fifths."""
+    """Periods divide one another, so that shifts hold without end: CASSINI's best case. Communication takes a fifth up
+    to three fifths."""
     period = int(rng.choice([6, 12, 24]))
     return TrafficJob(tuple(hosts), period, round(period * float(rng.uniform(0.2, 0.6))))

@@ -104,7 +104,7 @@ def compute_statistics(
 
 
 def _compute_count_statistics(runs: Sequence[Run], single_speed: float) -> dict[str, Any]:
-    """Of runs with this number of jobs. A job *collides* where ECMP gives it a link with more flows than any of the plan.
+    """Of runs with this number of jobs. A job *collides* if ECMP gives it a link with more flows than any of the plan.
     Ratios are planned over ECMP; the least ones of runs where all flows went as planned. None: there is no such run."""
     ecmp, planned = ([run for run in runs if run.planned is side] for side in (False, True))
     by_seed = {run.seed: run for run in planned}
