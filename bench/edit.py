@@ -6,7 +6,7 @@ All in one process, without a clock: replicas of a tiny GPT train one after the 
 Dirty data has random bytes instead of one replica's samples, or of all replicas', for the time between two
 synchronizations. A seed has the same samples, garbage and initial parameters for all sides. DiLoCo is its published
 rule, which torchft's class applies (torch's SGD with Nesterov momentum on the plain mean), by our outer optimizer.
-QUICK=1: one seed and few steps, which says whether it works; there are no goals then. CURVES=picture.svg: draws the
+QUICK=1: one seed and few steps, a smoke test; there are no goals then. CURVES=picture.svg: draws the
 first seed's curves there.
 """
 
@@ -43,7 +43,7 @@ class Sizes:
     """Of each replica."""
     warmup: int
     judged_from: int
-    """Synchronizations that the penalty learns from before it judges, and as many until data may be dirty."""
+    """Synchronizations that the penalty learns from before it acts, and as many until data may be dirty."""
     seeds: int
     workers: tuple[int, ...]
     learning_rates: tuple[float, ...]

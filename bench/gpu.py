@@ -34,7 +34,7 @@ MAX_OVERHEAD = 0.005
 MIN_HIDDEN_SHARE = 0.5
 STATE_BYTES = 8 * 10**9 if ON_GPU else 2 * 10**8
 RUNS_PER_KIND = 2 if os.environ.get("QUICK") else 5
-"""Snapshots, checkpoints and ways back, of each kind."""
+"""Snapshots, checkpoints and restores, of each kind."""
 MAX_TIME_SHARE = 0.01
 COPY_MARGIN = 1.25
 """The longest stall of a step by a checkpoint, as a multiple of the bare copy of the state to pinned memory."""

@@ -28,7 +28,7 @@ FUNCTIONS = 110
 """Functions of a rank in addition to the named ones: its pattern is close to the largest size allowed."""
 STEP_SECONDS = 0.6
 TICK_SECONDS = 0.01
-"""Seconds between two turns of the loop that are asked for."""
+"""Requested seconds between two turns of the loop."""
 MAX_SECONDS, MAX_MEGABYTES, MAX_LATE_SECONDS = 10.0, 500.0, 0.1
 
 

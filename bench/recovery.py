@@ -45,7 +45,7 @@ class Side:
     failed: int = 0
     hung: int = 0
     not_started: list[str] = field(default_factory=list)
-    """The last words of runs in which not all ranks came to train."""
+    """The last lines of runs in which not all ranks came to train."""
 
     def to_json(self) -> dict[str, Any]:
         return {

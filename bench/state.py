@@ -36,7 +36,7 @@ class Sizes:
     snapshots: int
     checkpoints: int
     tries: int
-    """Of each way back."""
+    """Of each kind of restore."""
 
 
 FULL = Sizes(nbytes=10**9, snapshots=4, checkpoints=6, tries=5)
@@ -60,7 +60,7 @@ any amount of data."""
 
 @dataclass
 class RestoreRoute:
-    """One of the ways by which the state comes back."""
+    """One of the kinds of restore."""
 
     seconds: list[float] = field(default_factory=list)
     exact: bool = True
@@ -131,7 +131,7 @@ def read_memory_limit() -> int:
 
 
 def compute_rank_bytes(wanted: int, available: int, shared_available: int) -> int:
-    """Of the state; no more than there is memory for, of which a tenth is left alone."""
+    """Of the state; no more than there is memory for, of which a tenth stays free."""
     max_bytes = min(available // MEMORY_COPIES, shared_available // SHARED_MEMORY_COPIES)
     return min(wanted, max_bytes * 9 // 10 // RANKS)
 
@@ -150,8 +150,7 @@ def find_slowest(rank_seconds: Sequence[Sequence[float]]) -> list[float]:
 
 def compute_snapshot_statistics(rank_results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of what each rank's `with_pacekeeper.measure_snapshots` gave back. `share`: of the time, at the job's own
-    interval, for which a snapshot holds the steps up, and what they lose to its copy that goes to the neighbor
-    at the same time."""
+    interval, for which a snapshot holds the steps up, and what they lose to its replication at the same time."""
     held_seconds = find_slowest([rank_result["held"] for rank_result in rank_results])
     step_seconds = statistics.median(find_slowest([rank_result["plain"] for rank_result in rank_results]))
     copying_seconds = find_slowest([rank_result["copying"] for rank_result in rank_results])
@@ -192,7 +191,7 @@ def measure_restore(
     snapshot: Sequence[Sequence[int]],
     checkpoint: Sequence[Sequence[int]],
 ) -> dict[str, RestoreRoute]:
-    """By each way, in turns. snapshot, checkpoint: what each rank's state was like when it was kept there."""
+    """By each kind, in turns. snapshot, checkpoint: what each rank's state was like when it was kept there."""
 
     def restore_ours(state: Sequence[Sequence[int]], **options: Any) -> tuple[float, bool]:
         results = ours.call("restore_state", CALL_TIMEOUT_SECONDS, layers=layers, **options)
@@ -241,7 +240,7 @@ def measure_attempt(route: RestoreRoute, restore: Callable[[], tuple[float, bool
 
 
 OUR_ROUTES = ("crash", "lost_node", "volume")
-"""The ways back that are ours."""
+"""The kinds of restore that are ours."""
 
 
 def compute_max_checkpoint_seconds(copy_seconds: float) -> float:

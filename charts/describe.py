@@ -43,8 +43,8 @@ def comments_of(text: str) -> dict[Path, str]:
         first = line
         while first > 0 and lines[first - 1].strip().startswith("#"):
             first -= 1
-        if words := " ".join(above.strip().lstrip("# ") for above in lines[first:line]):
-            found[path] = words
+        if description := " ".join(above.strip().lstrip("# ") for above in lines[first:line]):
+            found[path] = description
     return found
 
 
@@ -66,7 +66,7 @@ def iterate_leaves(schema: Schema, path: Path = ()) -> Iterator[tuple[Path, Sche
 
 
 def add_descriptions(schema: Schema, comments: dict[Path, str], path: Path = ()) -> Schema:
-    """`schema` with each value's comment as its description, before all else that it says of it."""
+    """Return `schema` with each value's comment as its description, before its other keys."""
     parts = {
         name: add_descriptions(part, comments, (*path, name)) for name, part in schema.get("properties", {}).items()
     }

@@ -2,7 +2,7 @@
 
     pacekeeper run --local 4 examples/gpt.py --steps 300
 
-It also runs alone (`python examples/gpt.py`) and under torchrun, on GPUs where there are some.
+It also runs as a single process (`python examples/gpt.py`) and under torchrun, on GPUs where there are some.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def evaluate_model(model: nn.Module, held_out: Subset[tuple[Tensor, Tensor]], jo
 
 
 def reduce_any(wanted: bool, job: pk.Job) -> bool:
-    """Whether any rank wants it; the ranks may look at different moments."""
+    """Return whether any rank wants it; the ranks may check at different times."""
     votes = torch.tensor(int(wanted), device=job.device)
     dist.all_reduce(votes)
     return votes.item() > 0

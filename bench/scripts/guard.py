@@ -63,7 +63,7 @@ def main(parent: int, seconds: float, command: Sequence[str]) -> int:
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where a shell started us in the background, and inherited
     signal.signal(signal.SIGTERM, _raise_interrupted)
-    if os.getppid() != parent:  # gone before it could have told
+    if os.getppid() != parent:  # gone before the signal was set up
         return TIMED_OUT
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -158,7 +158,7 @@ def _call_prctl(option: int, value: int) -> None:
 
 
 def _compute_exit_status(returncode: int) -> int:
-    """As a shell tells it."""
+    """As a shell returns it."""
     return returncode if returncode >= 0 else 128 - returncode
 
 

@@ -1,4 +1,4 @@
-"""A process that runs ranks in the virtual environment of one side, as it is asked to."""
+"""A process that runs ranks in the virtual environment of one side, on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from testcluster.settings import REPOSITORY
 
 MAX_ERROR_OUTPUT_CHARACTERS = 4000
-"""Characters of its log that are told when it has ended."""
+"""Characters of its log that are reported when it has ended."""
 END_SECONDS = 30.0
 
 

@@ -1,7 +1,7 @@
-"""Probes of an API server's behavior where the operator relies on it: each asks a few things, and says what it saw.
+"""Probes of an API server's behavior where the operator relies on it: each makes a few requests, and returns what it saw.
 
-They run against the simulated API server and the real one, which must say the same. What differs between any two runs
-(uids, versions, times) is left out of what they say; `@probe(…)` holds what is expected.
+They run against the simulated API server and the real one, with the same results. What differs between any two runs
+(uids, versions, times) is left out of the results; `@probe(…)` holds what is expected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProbedServer(Protocol):
         """Of the pod's service account, bound to it."""
 
     def list_changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, Object]]:
-        """What a watch with this query tells within a second, bookmarks aside."""
+        """The events of a watch with this query within a second, bookmarks aside."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ProbeAnswer:
     body: Object
 
     def __str__(self) -> str:
-        """In a few words: the status, and of an error its reason and the fields that it is about."""
+        """In short: the status, and of an error its reason and the fields that it is about."""
         if self.status < 300:
             return str(self.status)
         causes = (self.body.get("details") or {}).get("causes", ())
@@ -81,12 +81,12 @@ class ProbeAnswer:
 
 
 def _is_secondary_cause(cause: Mapping[str, str]) -> bool:
-    """The real server says one fault of a type twice, and that it has looked no further."""
+    """The real server reports one fault of a type twice, and that it has checked no further."""
     return "some validation rules were not checked" in cause["message"] or "Checked value must be" in cause["message"]
 
 
 class ProbeClient:
-    """A server, with shorter words."""
+    """A server, with shorter calls."""
 
     def __init__(self, server: ProbedServer) -> None:
         self.server = server
@@ -160,7 +160,7 @@ class ProbeClient:
         return self.wait_until(lambda: self.get(plural, name).status == 404)
 
     def list_changes(self, plural: str, since: str, labels: str = "", namespace: str | None = None) -> list[str]:
-        """What a watch tells since a version, in order: type and name."""
+        """The events of a watch since a version, in order: type and name."""
         query = {"resourceVersion": since} | ({"labelSelector": labels} if labels else {})
         changes = self.server.list_changes(self.build_path(plural, namespace=namespace), query)
         return [f"{type} {body['metadata'].get('name', body.get('code'))}" for type, body in changes]
@@ -168,7 +168,7 @@ class ProbeClient:
 
 @dataclass(frozen=True)
 class ApiProbe:
-    """One of them, and what it is expected to say."""
+    """One of them, and its expected results."""
 
     run: Callable[[ProbeClient], Sequence[object]]
     expected: tuple[object, ...]
@@ -650,7 +650,7 @@ def what_a_deletion_answers(api: ProbeClient) -> Sequence[object]:
 
 @register_probe(["MODIFIED traced", "MODIFIED traced", "DELETED traced"])
 def events_of_a_deletion_with_a_finalizer(api: ProbeClient) -> Sequence[object]:
-    """The write that takes the last finalizer is told as the deletion alone."""
+    """The write that takes the last finalizer is reported only as the deletion."""
     created = api.create("incidents", build_incident("traced", labels={"probe": "traced"}))
     api.patch("incidents", "traced", {"metadata": {"finalizers": ["pacekeeper.dev/probe"]}})
     api.delete("incidents", "traced")
@@ -739,7 +739,7 @@ def a_pod_whose_finalizer_goes_within_its_grace(api: ProbeClient) -> Sequence[ob
 
 @register_probe(["ADDED forced", "MODIFIED forced", "DELETED forced"])
 def events_of_a_forced_deletion(api: ProbeClient) -> Sequence[object]:
-    """Also where no grace is given, watches are told of the deletion first."""
+    """Also where no grace is given, watches receive the deletion first."""
     since = api.list_objects("pods").version
     body = build_bound_pod("forced")
     api.create("pods", {**body, "metadata": {"name": "forced", "labels": {"probe": "forced"}}})
@@ -1232,7 +1232,7 @@ def unknown_fields_and_defaults(api: ProbeClient) -> Sequence[object]:
     "200", 2, "422 Invalid spec.template", "200", "422 Invalid spec.nprocPerNode", "200", "422 Invalid spec.replicas"
 )
 def what_may_change_of_a_job(api: ProbeClient) -> Sequence[object]:
-    """A template only while it is suspended, and its phase says so."""
+    """A template only while it is suspended, by its phase."""
     api.create("trainingjobs", build_job("changing"))
     resumed = api.patch("trainingjobs", "changing", {"spec": {"suspend": False}})
     generation = resumed.metadata["generation"]

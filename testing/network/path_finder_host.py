@@ -2,8 +2,8 @@
 
     python -m testing.network.path_finder_host ADDRESS FOLDER
 
-Reads a WorkerPlan, and says when it is ready; reads a word, and begins the round. From then on it prints, for each time
-that it reads (seconds, as the launcher's clock would show), what its ranks' shims are told and what has become of the
+Reads a WorkerPlan, and prints when it is ready; reads a line, and begins the round. From then on it prints, for each
+time that it reads (seconds, as the launcher's clock would show), what its ranks' shims get and what has become of the
 paths.
 """
 

@@ -1,7 +1,7 @@
 """A script of two ranks as people write them: watched only, with waits in the middle, and work after the last step.
 
 Environment: FOLDER; WAY: "waits" (a child process, a FIFO, a busy child, each for longer than ten steps; then rank 0
-exports while rank 1 has left), "uneven" (rank 1 has fewer batches), or "silent" (rank 1 exits with 3 and says nothing).
+exports while rank 1 has left), "uneven" (rank 1 has fewer batches), or "silent" (rank 1 exits with 3 and prints nothing).
 """
 
 from __future__ import annotations

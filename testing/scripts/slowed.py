@@ -1,4 +1,4 @@
-"""A managed job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> says, or FOLDER/seconds-<host> for
+"""A managed job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> sets, or FOLDER/seconds-<host> for
 any rank there; they are read in each step.
 
 Environment: FOLDER, where each rank writes when its steps ended, their rounds, numbers and samples; SECONDS_A_SAMPLE

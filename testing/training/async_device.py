@@ -1,7 +1,7 @@
 """A double of an asynchronous device, in virtual time: for what has to be right on GPUs and is tested without one.
 
 A `World` has one simulated rank for each script that it is given. A rank's host goes on at once where it launches work;
-the work runs later, in the order of its stream, for as long as the script says. Collectives begin when the streams of
+the work runs later, in the order of its stream, for as long as the script sets. Collectives begin when the streams of
 all ranks have come to them. Time passes on the host by `busy`, and where the host waits for the device. A world that is
 not asynchronous is a CPU with gloo: the host waits for all that it launches but collectives, and for these in
 `Work.wait`.

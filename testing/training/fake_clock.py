@@ -1,4 +1,4 @@
-"""A clock for ranks on one machine, by which nothing takes time but the work that their script says it does.
+"""A clock for ranks on one machine, by which only the work that their script declares takes time.
 
 What ranks record of themselves is then exact, however busy the machine is. Each rank's clock is its own, and goes on by
 `work`. Where ranks wait for each other, it goes on to when the last of them came, as real ones do (Lamport, 1978): each

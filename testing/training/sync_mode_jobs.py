@@ -130,7 +130,7 @@ def run_job(
                 optimizer.zero_grad()
                 trace.own_steps += 1
                 trace.losses.append(loss.item())
-                if step.due("look", every=1):
+                if step.due("poll", every=1):
                     rate = optimizer.param_groups[0]["lr"]
                     trace.sync_points.append(
                         SyncPointState(job.step, job.samples, rate, compute_digest(net.parameters()))

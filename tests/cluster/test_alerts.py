@@ -43,7 +43,7 @@ def run_promtool(tool: Path, *arguments: str) -> None:
 
 
 class Told(BaseHTTPRequestHandler):
-    """Whom Alertmanager tells."""
+    """The receiver of Alertmanager."""
 
     alerts: list[tuple[str, str, str]] = []  # noqa: RUF012  # (name, job, status), set by each test
 

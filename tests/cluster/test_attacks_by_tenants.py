@@ -1,6 +1,6 @@
 """What tenants try through the API server, and what a stolen token of the operator's is still good for.
 
-Rights are asked for, and writes are dry runs, which go through authorization and admission: nothing here needs a pod.
+Rights are queried, and writes are dry runs, which go through authorization and admission: nothing here needs a pod.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tenant:
         return self.cluster.kubectl(*arguments, *where, stdin=None if body is None else json.dumps(body))
 
     def refusal(self, user: str, *arguments: str, body: dict[str, Any] | None = None, namespace: str = "") -> str:
-        """The API server's words; the test fails if it does not refuse."""
+        """The API server's message; the test fails if it does not refuse."""
         with pytest.raises(subprocess.CalledProcessError) as refused:
             self.write(user, *arguments, DRY_RUN, body=body, namespace=namespace)
         return str(refused.value.stderr)
@@ -76,7 +76,7 @@ def build_access_review(user: str, question: str, namespace: str) -> dict[str, A
 
 
 def build_list(bodies: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """For one call of kubectl, which tries each and tells all refusals."""
+    """For one call of kubectl, which tries each and prints all refusals."""
     return {"apiVersion": "v1", "kind": "List", "items": list(bodies)}
 
 

@@ -1,4 +1,4 @@
-"""What a tenant does to have a node taken away from the others: by its workers' words, by series, by the objects.
+"""What a tenant does to have a node taken away from the others: by its workers' reports, by series, by the objects.
 
 Everything here is done with what a tenant has: a job of its own, its workers' tokens, pods in its own namespace.
 """
@@ -70,7 +70,7 @@ def read_phase(cluster: KubectlCluster, node: str) -> str:
 
 
 def send_forged_fault(job: ClusterJob, worker: str, name: str) -> None:
-    """The worker says that its GPU has failed; whether it is taken at once does not matter here."""
+    """The worker reports that its GPU has failed; whether it is accepted at once does not matter here."""
     fault = {
         "name": name,
         "kind": "GpuError",
@@ -97,7 +97,7 @@ def test_a_forged_gpu_error_quarantines_no_node_and_many_of_them_cause_one_probe
     for number in range(5, 10):
         send_forged_fault(job, worker, f"{worker}-lie-{number}")
     incidents = [i for i in job.list_incidents() if i["spec"]["cause"] == "gpu-error"]
-    assert len(incidents) == 1, "the lie was heard, and however often it is told it is one"
+    assert len(incidents) == 1, "the forged fault was received, and repeated ones count as one"
     assert is_untouched(cluster, NODE)
     assert len(cluster.get("nodequarantine", NODE)["status"]["probes"]) == 1
 
@@ -138,6 +138,6 @@ def test_no_tenant_writes_quarantines(cluster: KubectlCluster, namespace: str, r
     binding = ["--clusterrole=edit", f"--serviceaccount={account}", "--namespace", namespace]
     cluster.kubectl("create", "rolebinding", "tenant", *binding)
     for verb in ("create", "patch", "update", "delete"):
-        with pytest.raises(subprocess.CalledProcessError) as denied:  # kubectl's way to say no
+        with pytest.raises(subprocess.CalledProcessError) as denied:  # kubectl exits with 1
             cluster.kubectl("auth", "can-i", verb, resource, f"--as=system:serviceaccount:{account}")
         assert denied.value.output.strip() == "no", verb

@@ -67,7 +67,7 @@ def test_strangers_at_the_rendezvous_port_are_disconnected_and_end_no_round(job:
     assert job.read_plan()["membership"] == plan["membership"]
     assert job.list_incidents() == []
     log = job.cluster.kubectl("logs", first["worker"], "-c", "trainer", "-n", job.namespace)
-    assert log.count("were rejected") == 1, "said once, not for each of them"
+    assert log.count("were rejected") == 1, "logged once, not for each of them"
     assert plan["secret"] not in log
 
 
@@ -87,7 +87,7 @@ def test_a_rank_that_hangs_inside_one_tensor_group_is_named_among_all_that_wait(
 
 
 def test_no_other_container_mounts_the_sidecars_token(cluster: KubectlCluster, namespace: str) -> None:
-    """The condition says it in the operator's words, and no pod is made."""
+    """The condition has the operator's message, and no pod is created."""
     spy = {"name": "spy", "image": "spy", "volumeMounts": [{"name": "pacekeeper-token", "mountPath": "/token"}]}
     body = build_paced_job("spying", LONG)
     body["spec"]["template"]["spec"]["containers"].append(spy)

@@ -1,4 +1,4 @@
-"""The main job, as a user sees it: faults of the demo are healed and the job completes."""
+"""The main job, as a user sees it: the job recovers from the faults of the demo and completes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testing.kubernetes.dashboards import DASHBOARDS, list_queries
 pytestmark = pytest.mark.usefixtures("operator")
 NOT_IN_THIS_STORY = {
     "pacekeeper_fabric_": "no Fabric describes the network",
-    "pacekeeper_link_side_ratio": "in a ring a side cannot be told from its one link",
+    "pacekeeper_link_side_ratio": "in a ring a side cannot be distinguished from its one link",
     "pacekeeper_refused_calls_total": "no sidecar is refused",
 }
 """Series, and why the demo has none of them."""
@@ -42,7 +42,7 @@ def test_the_faults_of_a_short_demo_are_recovered_and_the_job_completes(tmp_path
 
 
 def list_unanswered(began: float, ended: float) -> list[str]:
-    """Queries of the dashboards that nothing in the story has an answer to."""
+    """Queries of the dashboards that have no answer in the demo."""
     queries = [q for name in DASHBOARDS for q in list_queries(name, namespace=job.NAMESPACE, trainingjob=job.NAME)]
     wanted = [query for query in queries if not any(series in query for series in NOT_IN_THIS_STORY)]
     return [query for query in wanted if not kube.has_answers(query, began, ended)]

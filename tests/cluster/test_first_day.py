@@ -55,7 +55,7 @@ def iterate_manifests() -> Iterator[dict[str, Any]]:
     yield build_job_manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
     for name in ("narrow", "beside"):  # on one claim
         yield build_paced_job(name, 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
-    yield build_job_manifest("exits", build_command('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
+    yield build_job_manifest("exits", build_command('print("loading")\nraise SystemExit("no corpus at /data/corpus")\n'))
     unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
     yield build_job_manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
     mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
@@ -73,7 +73,7 @@ def without_a_volume(**pod: Any) -> dict[str, Any]:
 
 
 class TestMistakes:
-    """Jobs that cannot train: each says why."""
+    """Jobs that cannot train: each reports why."""
 
     def test_an_image_that_cannot_be_pulled(self, jobs: Callable[[str], ClusterJob]) -> None:
         """First by the condition Running, then, when the time for placing is over, by its end."""
@@ -84,7 +84,7 @@ class TestMistakes:
             return found if found.get("reason") == "ImagePullFailed" else None
 
         assert (
-            "no/such-image:1" in job.wait_until(reason, 30, "the condition says that the image is missing")["message"]
+            "no/such-image:1" in job.wait_until(reason, 30, "the condition reports that the image is missing")["message"]
         )
         job.wait_for_phase("Failed", timeout=60)
         assert "no/such-image:1" in job.get_condition("Failed")["message"]
@@ -94,7 +94,7 @@ class TestMistakes:
         job.wait_for_phase("Failed", timeout=START)
         failed = job.get_condition("Failed")
         assert (failed["status"], failed["reason"]) == ("True", "ScriptFailed")
-        assert "no corpus at /data/words" in failed["message"]
+        assert "no corpus at /data/corpus" in failed["message"]
         assert job.status["round"] in (2, 3), "the second may go well; a third may begin before the operator has spoken"
 
         def closed() -> bool:
@@ -268,7 +268,7 @@ class TestLong:
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, mine), {"worker": other})[0] == 403
 
     def test_an_expired_token_is_refused(self, job: ClusterJob) -> None:
-        """The signature alone would be good: the same token with other times is let in."""
+        """The signature by itself would be good: the same token with other times is let in."""
         worker, now = job.find_worker(0), int(time.time())
         good, me = create_sidecar_token(job, worker), {"worker": worker}
         assert call_operator(job, "/v1/plan", sign_again(good, now, now + 600), me)[0] == 200
@@ -382,7 +382,7 @@ class TestLong:
         third = job.list_start_steps()[len(rounds) + 1 :]
         assert len(third) == 1, "a change of size is one round"
         assert third[0] > first
-        assert job.status["restarts"] == spent, "no budget is burnt by what the user asks for"
+        assert job.status["restarts"] == spent, "what the user requests costs no budget"
         assert job.list_incident_names() == known
 
 

@@ -23,14 +23,14 @@ def gangs(cluster: KubectlCluster, operator: None) -> Iterator[None]:  # noqa: A
 
 
 def build_tight_job(name: str, steps: int, replicas: int) -> dict[str, Any]:
-    """On three nodes with room for one worker each."""
+    """On three nodes with capacity for one worker each."""
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     return build_paced_job(name, steps, replicas=replicas, cpu="1300m", pod={"affinity": {"nodeAffinity": required}})
 
 
 def is_unplaced(pod: dict[str, Any]) -> bool:
-    """By the word of the scheduler."""
+    """By the scheduler's condition."""
     conditions = {each["type"]: each["status"] for each in pod.get("status", {}).get("conditions", ())}
     return not pod["spec"].get("nodeName") and conditions.get("PodScheduled") == "False"
 
@@ -42,7 +42,7 @@ def test_no_pod_is_placed_before_all_pods_fit(cluster: KubectlCluster) -> None:
         older.wait_for_phase("Running", timeout=120)
         older.delete_worker(0)
         older.wait_until_healed("worker-lost")
-        assert [pod["spec"].get("schedulingGroup") for pod in older.list_pods()].count(None) == 1, "it is placed alone"
+        assert [pod["spec"].get("schedulingGroup") for pod in older.list_pods()].count(None) == 1, "it is placed by itself"
 
         younger = ClusterJob.apply(cluster, namespace, build_tight_job("younger", 20, replicas=2))
         younger.wait_until(

@@ -65,7 +65,7 @@ class TestLong:
         faults.stop_prometheus()
         try:
             calm.wait_until(
-                lambda: calm.get_condition("MetricsAvailable")["status"] == "False", 40, "the condition tells of it"
+                lambda: calm.get_condition("MetricsAvailable")["status"] == "False", 40, "the condition reports it"
             )
             assert "GPU errors cannot be detected" in calm.get_condition("MetricsAvailable")["message"]
             calm.crash_rank(0)
@@ -89,13 +89,13 @@ class TestLong:
         assert node not in list_cordoned(cluster)
         assert len(calm.list_incident_names() - known) == 4, "one each"
         calm.wait_until(
-            lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it"
+            lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition reports it"
         )
 
     def test_an_upgrade_and_an_uninstall_do_not_touch_the_workers(
         self, cluster: KubectlCluster, calm: ClusterJob
     ) -> None:
-        """The uninstall releases what is quarantined, does not wait for anybody, and leaves others' cordons."""
+        """The uninstall releases what is quarantined, waits for no user, and leaves others' cordons."""
         membership, round_ = calm.read_plan()["membership"], calm.status["round"]
         known, pods = calm.list_incident_names(), list_uids(calm)
         where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
@@ -117,7 +117,7 @@ class TestLong:
             assert not cluster.list("nodequarantines")
             assert cluster.get("configmap", "pacekeeper-pause", release.SYSTEM) is None, "the next installation acts"
             assert not list_tainted(cluster) & {first, second}
-            assert first in list_cordoned(cluster), "somebody else had cordoned it before"
+            assert first in list_cordoned(cluster), "a user had cordoned it before"
             assert second not in list_cordoned(cluster)
             calm.wait_for_more_steps(20)
             alone = calm.read_step()
@@ -126,7 +126,7 @@ class TestLong:
             release.install_release()
 
         calm.wait_until(
-            lambda: calm.status["step"] >= alone and calm.phase == "Running", 40, "the new operator knows the job"
+            lambda: calm.status["step"] >= alone and calm.phase == "Running", 40, "the new operator has loaded the job"
         )
         calm.wait_for_more_steps()
         assert list_uids(calm) == pods
@@ -174,7 +174,7 @@ def test_an_operator_that_is_killed_at_random_moments_does_each_action_once(
 
 
 def test_two_jobs_that_do_not_both_fit(cluster: KubectlCluster, namespace: str) -> None:
-    """Three nodes with room for one worker each, and two workers a job."""
+    """Three nodes with capacity for one worker each, and two workers a job."""
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     tight: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""One job that trains on while one fault after the other is made, and an operator that is told of none."""
+"""One job that trains on while faults are injected, and an operator that is informed of none."""
 
 from __future__ import annotations
 

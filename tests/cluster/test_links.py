@@ -1,4 +1,4 @@
-"""A slow way between workers on real nodes: told by the kernel's figures, then by a probe between their launchers."""
+"""A slow route between workers on real nodes: found by the kernel's counters, then by a probe of the launchers."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ for port in map(int, sys.argv[2:]):
         pass
 """
 Reached = dict[str, tuple[int, ...]]
-"""By who asks: the first worker's ports that let him in."""
+"""By client: the first worker's ports that admit it."""
 EVERYBODY: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"), PORTS)
 
 

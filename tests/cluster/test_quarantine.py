@@ -150,7 +150,7 @@ def is_free(cluster: KubectlCluster, node: str = NODE) -> bool:
 
 
 def list_events(cluster: KubectlCluster, node: str = NODE) -> dict[str, set[str]]:
-    """Reason → kinds of the objects that it was told about."""
+    """Reason → kinds of the objects of its events."""
     about = [event for event in cluster.list("events.events.k8s.io") if event["regarding"]["name"] == node]
     return {e["reason"]: {o["regarding"]["kind"] for o in about if o["reason"] == e["reason"]} for e in about}
 
@@ -158,7 +158,7 @@ def list_events(cluster: KubectlCluster, node: str = NODE) -> dict[str, set[str]
 async def accuse_node(
     api: Api, cluster: KubectlCluster, settings: Settings, node: str = NODE, **changes: Any
 ) -> QuarantineDecision:
-    """A job's suspicion, which a witness confirms unless `changes` say otherwise."""
+    """A job's suspicion, which a witness confirms unless `changes` set something else."""
     blame = NodeAccusation(node, read_uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
     return await raise_suspicion(NodeRegistry(api, OperatorRuntime(), settings), replace(blame, **changes))
 
@@ -208,7 +208,7 @@ class TestLife:
         await reconcile_all(api, settings, now=expiry)
         (first,) = cluster.get("nodequarantine", NODE)["status"]["probes"]
         assert first["passed"], first
-        assert len(first["metrics"]["links"]) == 2, "the ways to both nodes that kept it company"
+        assert len(first["metrics"]["links"]) == 2, "the routes to both nodes of its probe group"
         await reconcile_all(api, settings, now=expiry + 10)
         assert is_held(cluster)
         await reconcile_all(api, settings, now=expiry + 20)
@@ -247,7 +247,7 @@ class TestLife:
     async def test_deletion_releases_the_node(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         await hold_node(api, cluster, settings)
         cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        assert is_held(cluster)  # the finalizer guarantees that somebody takes the marks away first
+        assert is_held(cluster)  # the finalizer guarantees that the marks are removed first
         await reconcile_all(api, settings)
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
@@ -270,20 +270,20 @@ class TestLife:
         loop = asyncio.create_task(run_quarantine_loop(fleet))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
-            await fleet.refresh()  # in a watch's place
-            await asyncio.to_thread(wait_for, condition, 10, "what the user asked for")
+            await fleet.refresh()  # instead of a watch
+            await asyncio.to_thread(wait_for, condition, 10, "what the user requested")
 
         create_manually(cluster, approved=True)
         await within_seconds(lambda: is_held(cluster))
         released = asyncio.create_task(asyncio.to_thread(cluster.run_cli, "release", NODE, "--yes"))
-        await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 20, "the person has asked for it")
+        await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 20, "the user has requested it")
         await within_seconds(lambda: is_free(cluster) and cluster.get("nodequarantine", NODE) is None)
         assert "is released" in await released
         loop.cancel()
 
 
 class TestOthers:
-    """The node is not ours alone."""
+    """The node also has taints of others."""
 
     async def test_an_earlier_cordon_stays(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         cluster.kubectl("cordon", NODE)
@@ -430,7 +430,7 @@ class TestLimits:
         create_manually(cluster, OTHER, approved=True)
         await reconcile_all(api, flagging, OTHER)
         conditions = {one["type"]: one for one in cluster.get("node", OTHER)["status"]["conditions"]}
-        assert {"Ready", "PacekeeperFaulty"} <= conditions.keys(), "what the kubelet says stays"
+        assert {"Ready", "PacekeeperFaulty"} <= conditions.keys(), "the kubelet's conditions stay"
         assert (conditions["PacekeeperFaulty"]["status"], conditions["PacekeeperFaulty"]["reason"]) == (
             "True",
             "Person",
@@ -464,7 +464,7 @@ class TestReleaseAll:
         await reconcile_all(api, settings, OTHER)
         cluster.kubectl("patch", "nq", OTHER, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
         cluster.kubectl("delete", "nq", OTHER)
-        assert is_held(cluster, OTHER)  # somebody has forced the deletion: nothing but the node itself tells of it
+        assert is_held(cluster, OTHER)  # a user has forced the deletion: only the node itself has the marks
 
         await release_all(api, OperatorRuntime(), 30, settings)
 

@@ -36,7 +36,7 @@ def build_queued_job(name: str, steps: int, **spec: Any) -> dict[str, Any]:
 
 
 def read_suspended_message(job: ClusterJob) -> str:
-    """Of the condition that says why it is held."""
+    """Of the condition with the reason why it is held."""
     return job.get_condition("Suspended").get("message", "")
 
 
@@ -48,13 +48,13 @@ def has_no_pods(job: ClusterJob, queue: QueueStandIn) -> bool:
 
 
 def test_a_queue_without_a_controller_holds_the_job_and_its_condition_says_so(cluster: KubectlCluster) -> None:
-    """First: from the next test on somebody does."""
+    """First: from the next test on there is a controller."""
     with scratch_namespace(cluster) as namespace:
         job = ClusterJob.apply(cluster, namespace, build_queued_job("unserved", 20, replicas=1))
         job.wait_until(
             lambda: "this cluster serves no Workloads" in read_suspended_message(job),
             30,
-            "the job says what is missing",
+            "the job reports what is missing",
         )
         assert not job.list_pods()
         cluster.kubectl("label", "tj", "unserved", "-n", namespace, "kueue.x-k8s.io/queue-name-")
@@ -80,7 +80,7 @@ def test_a_job_is_admitted_preempted_and_admitted_again_with_fewer_workers(
         assert job.wait_until(lambda: queue.get_workload(job), 30, "its Workload")["spec"]["priority"] == 100
         queue.keep_pending(job, "insufficient unused quota")
         job.wait_until(
-            lambda: "insufficient unused quota" in read_suspended_message(job), 30, "the queue's words stand in the job"
+            lambda: "insufficient unused quota" in read_suspended_message(job), 30, "the queue's message is in the job"
         )
         assert job.phase == "Suspended"
         assert job.get_condition("Reconciling")["reason"] == "Queued"
@@ -90,12 +90,12 @@ def test_a_job_is_admitted_preempted_and_admitted_again_with_fewer_workers(
         job.wait_until_calm(spares=1)
         assert set(job.list_nodes().values()) <= pool
         job.wait_until(
-            lambda: queue.get_condition_status(job, "PodsReady") == "True", 30, "the queue knows that it trains"
+            lambda: queue.get_condition_status(job, "PodsReady") == "True", 30, "the queue has received that it trains"
         )
 
         before = job.read_step()
         queue.evict(job, "Preempted", "to make room for another")
-        job.wait_until(lambda: "to make room" in read_suspended_message(job), 30, "it is told to leave")
+        job.wait_until(lambda: "to make room" in read_suspended_message(job), 30, "it is evicted")
         job.wait_until(lambda: has_no_pods(job, queue), 60, "its pods are gone")
         job.wait_until(
             lambda: queue.get_condition_status(job, "QuotaReserved") == "False", 30, "its quota is given back"
@@ -128,10 +128,10 @@ def test_a_job_that_is_sent_to_another_cluster_reports_its_end_in_both(
         copy.wait_until(
             lambda: queue.get_condition_status(copy, "Finished") == "True",
             40,
-            "the queue there knows that it has ended",
+            "the queue there has received that it has ended",
         )
         assert queue.get_condition(copy, "Finished")["reason"] == "Succeeded"
         assert not job.list_pods()
-        assert not job.phase, "what it says is the other controller's to write"
+        assert not job.phase, "its status is the other controller's to write"
         queue.copy_status_back(copy, job)
         job.wait_until(lambda: queue.get_condition_status(job, "Finished") == "True", 40, "and the queue here, too")

@@ -1,4 +1,4 @@
-"""What the API server refuses is said in its own words: by jobs that cannot begin, and by one that cannot be healed."""
+"""Refusals of the API server are reported with its message: by jobs that cannot begin, and by one without a remedy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_job_whose_pods_are_refused_reports_the_reason(
         running = job.get_condition("Running")
         return running.get("reason") == "PodDenied" and words in running.get("message", "")
 
-    job.wait_until(told, SAID_SECONDS, f"{name} says that {words}")
+    job.wait_until(told, SAID_SECONDS, f"{name} reports that {words}")
     assert job.phase == "Pending"
     assert job.get_condition("ActionBlocked")["status"] == "True"
     assert not job.list_pods()
@@ -77,7 +77,7 @@ def test_a_live_job_whose_new_pod_is_refused_reports_it_and_goes_on_once_it_is_a
         return blocked.get("reason") == "PodDenied" and "exceeded quota" in blocked.get("message", "")
 
     live.wait_until(lambda: len(live.list_pods()) == 1, 15, "the pod is gone")
-    live.wait_until(told, SAID_SECONDS, "the job says that its quota is exceeded")
+    live.wait_until(told, SAID_SECONDS, "the job reports that its quota is exceeded")
     assert live.phase == "Recovering"
     live.wait_until(lambda: live.list_incident_names(), SAID_SECONDS, "the incident is written all the same")
     assert [incident["spec"]["cause"] for incident in live.list_incidents()] == ["worker-lost"]

@@ -36,7 +36,7 @@ def test_both_replicas_are_ready_and_the_budget_admits_one_eviction(cluster: Kub
     wait_for(lambda: read_allowed_disruptions(cluster) == 1, 30, "the budget has seen both")
 
 
-@pytest.mark.parametrize("how", ["its process is killed", "its pod is removed", "it is told to end", "it is frozen"])
+@pytest.mark.parametrize("how", ["its process is killed", "its pod is removed", "it receives SIGTERM", "it is stopped"])
 def test_a_standby_takes_over_from_a_lost_leader_while_the_job_trains(
     cluster: KubectlCluster, calm: ClusterJob, how: str
 ) -> None:
@@ -87,8 +87,8 @@ def freeze_operator(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
 GOES: dict[str, Callable[[KubectlCluster, str], Callable[[], None]]] = {
     "its process is killed": kill_operator,
     "its pod is removed": remove_pod,
-    "it is told to end": terminate_operator,
-    "it is frozen": freeze_operator,
+    "it receives SIGTERM": terminate_operator,
+    "it is stopped": freeze_operator,
 }
 
 

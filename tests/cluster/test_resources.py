@@ -71,7 +71,7 @@ def change_field(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def apply_refused(cluster: KubectlCluster, body: dict[str, Any], namespace: str = "default") -> str:
-    """What `kubectl apply` says of a manifest that is refused; the test fails if it is not."""
+    """The message of `kubectl apply` for a manifest that is refused; the test fails if it is not."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         cluster.kubectl("apply", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
     return str(refused.value.stderr)
@@ -191,7 +191,7 @@ MISTAKES = {
 def test_each_mistake_is_refused_with_field_and_remedy(
     cluster: KubectlCluster, path: str, value: Any, message: str
 ) -> None:
-    """Refused by the server: kubectl says the same."""
+    """Refused by the server: kubectl prints the same."""
     refused = cluster.reader.find_refusal("trainingjobs", change_field(build_job(), path, value), "default")
     assert re.search(message, refused, re.DOTALL), refused
 
@@ -199,7 +199,7 @@ def test_each_mistake_is_refused_with_field_and_remedy(
 def test_timeouts_are_set_as_documented(cluster: KubectlCluster) -> None:
     page = (REPOSITORY / "docs/running-jobs.md").read_text()
     names = set(re.findall(r"`(PACEKEEPER_[A-Z_]+_(?:SECONDS|MEGABYTES))`", page))
-    names.remove("PACEKEEPER_HANG_SECONDS")  # without an operator; in its pods spec.detection.hangSeconds says it
+    names.remove("PACEKEEPER_HANG_SECONDS")  # without an operator; in its pods spec.detection.hangSeconds sets it
     assert len(names) == 7
     variables = [{"name": name, "value": "20"} for name in sorted(names)]
     cluster.kubectl(

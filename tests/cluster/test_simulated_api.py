@@ -1,4 +1,4 @@
-"""The simulated API server behaves as the real one, where the operator relies on it: probes ask both."""
+"""The simulated API server behaves as the real one, where the operator relies on it: probes call both."""
 
 from __future__ import annotations
 

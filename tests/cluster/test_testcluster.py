@@ -140,7 +140,7 @@ def test_prometheus_discovers_a_pod_by_its_port(cluster: KubectlCluster, namespa
             labels = [found["labels"] for found in json.load(answer)["data"]["activeTargets"]]
         return next((found for found in labels if found["namespace"] == namespace), None)
 
-    found = wait_for(target, 20, "Prometheus knows the pod")
+    found = wait_for(target, 20, "Prometheus has discovered the pod")
     assert (found["pod"], found["container"], found["node"]) == ("metrics", "main", "node-3")
 
 

@@ -40,7 +40,7 @@ def network(cluster: KubectlCluster) -> Iterator[LeafSpine]:
     try:
         faults.shape_uplinks(RATE)
         cluster.apply(fabric.build_manifest())
-        wait_for(lambda: is_true(cluster, "LeavesResolved"), 30, "the operator knows the leaves")
+        wait_for(lambda: is_true(cluster, "LeavesResolved"), 30, "the operator has resolved the leaves")
         yield fabric.get_network()
     finally:
         cluster.kubectl("delete", "fabric", fabric.NAME, "--ignore-not-found")
@@ -54,7 +54,7 @@ def jobs(cluster: KubectlCluster) -> Iterator[list[ClusterJob]]:
         for name in NODES:  # the second is planned around the first
             job = ClusterJob.apply(cluster, namespace, list_pairs_across_leaves(name))
             job.wait_for_phase("Running", timeout=120)
-            job.wait_until(partial(are_paths_in_force, job), 60, f"the flows of {name} are on their ways")
+            job.wait_until(partial(are_paths_in_force, job), 60, f"the flows of {name} are on their routes")
             made.append(job)
         yield made
         for job in made:
@@ -96,7 +96,7 @@ def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
     ]
     assert of_fabrics
     for query in of_fabrics:
-        wait_for(partial(has_answers, query), 30, f"Prometheus knows {query}")
+        wait_for(partial(has_answers, query), 30, f"Prometheus answers {query}")
 
 
 def test_labels_that_are_removed_and_restored_move_no_flow(cluster: KubectlCluster, jobs: list[ClusterJob]) -> None:
@@ -132,7 +132,7 @@ def test_all_links_of_a_node_are_cut_and_slowed(network: LeafSpine) -> None:
 def test_a_link_that_dies_is_planned_around_while_training_goes_on(
     cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
-    """The other job's ways are alive, but its leaf chooses among two spines now, so its ports may lead elsewhere."""
+    """The other job's routes are alive, but its leaf chooses among two spines now, so its ports may lead elsewhere."""
     for job in jobs:
         job.wait_for_more_steps(20)
     dying = list_planned_spines(jobs[0])["l1", "l2"]
@@ -144,7 +144,7 @@ def test_a_link_that_dies_is_planned_around_while_training_goes_on(
         cluster.apply(fabric.build_manifest())
         for job in jobs:
             replanned = partial(is_replanned, job, dying, rounds[job.name])
-            job.wait_until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on their ways")
+            job.wait_until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on their routes")
         status = find_planned_status(cluster, 4)
         assert status is not None
         assert (status["maxLoad"], status["lowerBound"], status["deadLinks"]) == (1, 1, 1)
@@ -168,7 +168,7 @@ def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one
         faults.cut_uplink(*link)
     try:
         cluster.apply(fabric.build_manifest())
-        said = wait_for(lambda: find_condition(cluster, "Planned", "NoRoute"), 15, "there is no way for any flow")
+        said = wait_for(lambda: find_condition(cluster, "Planned", "NoRoute"), 15, "there is no route for any flow")
         assert said["status"] == "False"
         assert all(job.name in said["message"] for job in jobs), said
     finally:
@@ -177,7 +177,7 @@ def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one
         cluster.apply(fabric.build_manifest())
     for job in jobs:
         job.wait_for_step(steps[job.name] + 10, timeout=90)
-    wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have ways again")
+    wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have routes again")
 
 
 def has_answers(query: str) -> bool:
@@ -203,7 +203,7 @@ def list_planned_spines(job: ClusterJob) -> dict[tuple[str, str], str]:
 
 
 def is_replanned(job: ClusterJob, dead: str, round_: int) -> bool:
-    """Its flows are on their ways in a later round, and none by that spine."""
+    """Its flows are on their routes in a later round, and none by that spine."""
     return dead not in list_planned_spines(job).values() and job.status["round"] > round_ and are_paths_in_force(job)
 
 

@@ -1,4 +1,4 @@
-"""Of a disaster the simulation tells what the cluster tells: a difference is its defect, or a discovery about the
+"""The simulation and the cluster write the same objects in a disaster: a difference is its defect, or a discovery about the
 operator.
 
 `python -m simulation compare` plays all of them.

@@ -25,10 +25,10 @@ from testing.readme import read_commands
 pytestmark = pytest.mark.usefixtures("resources")
 
 NO_OPERATOR = "image.repository=127.0.0.1:1/none,image.pullPolicy=Never"
-"""Its pod never starts: the definitions are looked at alone."""
+"""Its pod never starts: only the definitions are checked."""
 REPOSITORY_OF_THE_README = "registry.example/pacekeeper/operator"
 NEW_IN_STATUS = {"leafCrossings": {"now": 2, "best": 1}}
-"""A field that the version before does not know."""
+"""A field that the version before does not have."""
 STATUS = {"phase": "Running", "step": 7}
 
 
@@ -100,7 +100,7 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     wait_until_known(cluster, leaf_crossings=False)
     wait_for(lambda: is_same(read_job(cluster, namespace), stored), 30, "only the new fields are gone")
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
-    assert cluster.list("fabrics") == [], "a kind that the version before does not know stays, and does no harm"
+    assert cluster.list("fabrics") == [], "a kind that the version before does not have stays, and does no harm"
 
     release(*install, str(CHART))
     wait_until_known(cluster, leaf_crossings=True)
@@ -110,7 +110,7 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
 
 
 def run_command(command: str, cluster: KubectlCluster) -> str:
-    """What it says to somebody who has cloned, has Helm and kubectl, and has `pip install`ed."""
+    """The output for a user who has cloned the repository, has Helm and kubectl, and has `pip install`ed."""
     path = [Path(sys.executable).parent, programs.find_kubectl().parent, os.environ["PATH"]]
     environment = os.environ | {"KUBECONFIG": str(cluster.kubeconfig), "PATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(

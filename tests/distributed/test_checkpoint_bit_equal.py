@@ -156,7 +156,7 @@ def test_a_worker_that_is_lost_during_replication_costs_the_steps_since_the_prev
         return whole if torn == -1 else 0
 
     with run_training(folder, workers="abc", separate_namespaces=True, SHARD=1, SLEEP=0.1, **variables) as one:
-        whole = one.wait_for(under_way, "all copies are under way")
+        whole = one.wait_for(under_way, "all copies are in progress")
         lose_b(one)
     assert list_restored_steps(folder) == [0, whole]
     assert read_history(folder) == read_history(tmp_path / "whole")

@@ -62,7 +62,7 @@ def inject_fault(rank: int, fault: str, times: float = 1) -> None:
 def train_until(
     volume: Path, every: int, until: int | None, after: Callable[[pk.Job, pk.Step], None] = lambda *_: None
 ) -> tuple[int, Any]:
-    """The step that was reached, and the exit code of a job that was told to leave."""
+    """The step that was reached, and the exit code of a job that received SIGTERM."""
     logging.getLogger("pacekeeper").addHandler(logging.StreamHandler())
     job = pk.init(checkpoints=pk.Checkpoints(volume, every=every))
     model = job.replicate(nn.Linear(4, 1))
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_fails_on_one_rank_stalls_no_rank_and_the_next_one_is_
     assert list_kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
     assert read_state_field(tmp_path / "runtime", "checkpoint_step") == [6] * RANKS
     message = f"the checkpoint of step 2 is not published: rank {FAULTS[fault][0]}: OSError: {FULL}: {REMEDY}\n"
-    assert capfd.readouterr().err.count(message) == 1  # rank 0 says it for all
+    assert capfd.readouterr().err.count(message) == 1  # rank 0 reports it for all
 
 
 @contextmanager
@@ -175,10 +175,10 @@ def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_whe
                 spoil(volume)
             elif step.number in {5, 7}:
                 wait_until(
-                    lambda: f"step {step.number - 1}: " in read_checkpoint_status(news).error, "the failure is told"
+                    lambda: f"step {step.number - 1}: " in read_checkpoint_status(news).error, "the failure is reported"
                 )
                 told = read_checkpoint_status(news)
-                assert (told.step, told.failed_rank) == (2, 0), "the newest that is kept, and who could not keep more"
+                assert (told.step, told.failed_rank) == (2, 0), "the newest that is kept, and the rank that failed"
                 assert told.error.startswith(str(volume))
                 assert reason in told.error
                 if step.number == 7:
@@ -214,7 +214,7 @@ def test_training_that_waits_for_a_hanging_volume_reports_it(tmp_path: Path) -> 
         publish = checkpoint_folder.CheckpointFolder.publish
 
         def hangs(*arguments: Any) -> bool:
-            wait_until(lambda: "still being written" in read_checkpoint_status(news).error, "the wait is told")
+            wait_until(lambda: "still being written" in read_checkpoint_status(news).error, "the wait is reported")
             return publish(*arguments)
 
         if rank == 0:
@@ -246,7 +246,7 @@ def test_a_rank_that_ends_waits_for_a_hanging_volume_for_a_limited_time(
 def test_a_save_that_times_out_on_one_rank_is_lost_on_all_and_no_rank_retries_by_itself(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has heard that it has failed, and would make the last checkpoint once more, without rank 1."""
+    """Rank 0 has received the failure, and would make the last checkpoint once more, without rank 1."""
 
     def rank_main(rank: int) -> tuple[int, Any]:
         inject_fault(rank, "manifest")
@@ -315,7 +315,7 @@ def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_ke
         assert list_kept(tmp_path / "volume") == set()
         assert read_state_field(tmp_path / "runtime", "checkpoint_request") == [0] * RANKS
         assert read_state_field(tmp_path / "runtime", "checkpoint_step") == [-1] * RANKS
-        assert log.count("checkpoint of step 4 is not published") == 2  # the one that was due, and the one asked for
+        assert log.count("checkpoint of step 4 is not published") == 2  # the one that was due, and the requested one
         assert log.count("checkpoint of step 6 is not published") == 2
         assert (
             "the state after step 6, the last one, is NOT saved on the volume: the newest checkpoint there is none"

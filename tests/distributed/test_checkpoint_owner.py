@@ -29,7 +29,7 @@ def build_job_environment(name: str, uid: str, **more: str) -> dict[str, str]:
 def train_until(
     volume: Path, until: int, width: int = 1, after: Callable[[int, int], None] = lambda *_: None
 ) -> tuple[int, int]:
-    """The steps that it went on from and has come to. `after`: is told rank and step behind each step."""
+    """The steps that it went on from and has come to. `after`: is called with rank and step after each step."""
     job = pk.init(checkpoints=pk.Checkpoints(volume, every=1))
     model = job.replicate(nn.Linear(4, width))
     optimizer = job.optimizer(torch.optim.AdamW(model.parameters()))

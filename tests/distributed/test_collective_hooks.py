@@ -1,6 +1,6 @@
-"""What is heard of collectives on their way through torch's dispatcher, and that they are none the worse for it.
+"""What hooks receive of collectives in torch's dispatcher, and that the collectives work as before.
 
-`hooks` takes torch's own hooks where there are any; `dispatcher` works with any torch, and must say the same.
+`hooks` takes torch's own hooks where there are any; `dispatcher` works with any torch, and must report the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Heard = tuple[str, bool, list[int], list[int]]
 
 
 class Listener:
-    """Writes down what it is told of one group."""
+    """Records the calls of one group."""
 
     def __init__(self, told_by: ModuleType, group: Any) -> None:
         self.heard: list[Heard] = []

@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives as it was said, and nothing of it is unpickled."""
+"""What ranks send each other arrives unchanged, and nothing of it is unpickled."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_someth
     ],
 )
 def test_no_rank_waits_for_a_rank_that_fails(owner: Any, method: str, hear: Sequence[int], tmp_path: Path) -> None:
-    """hear: who hears of it at once; the others do by `CheckpointWriter`, which asks all how it went."""
+    """hear: the ranks that receive it at once; the others do by `CheckpointWriter`, which gathers all results."""
     culprit = 0 if method in {"create_global_plan", "finish"} else 1
 
     def fail(*_: Any) -> NoReturn:
@@ -165,7 +165,7 @@ def test_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
 
 
 def test_ranks_take_no_copies_if_their_worker_lacks_memory_for_all(tmp_path: Path) -> None:
-    """Each by itself would find room."""
+    """Each by itself would have enough memory."""
 
     def rank_main(rank: int) -> tuple[str, dict[str, Any]]:
         init_group()

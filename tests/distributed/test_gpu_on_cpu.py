@@ -44,7 +44,7 @@ CAN_RUN = (
 
 
 def test_tests_for_gpus_can_run(tmp_path: Path) -> None:
-    """All in one interpreter: it, and what asks the machine for its facts, would import torch again for each run."""
+    """All in one interpreter: it, and the query of the machine's facts, would import torch again for each run."""
     done = run_module(tmp_path, "tests.gpu", *(f"tests.gpu.{test}" for test in CAN_RUN), PACEKEEPER_TEST_DEVICE="cpu")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()

@@ -17,7 +17,7 @@ def test_the_connection_of_a_lost_machine_ends_with_the_time_of_its_last_answer(
             with worker.python("testing.network.open_connection", operator.address) as other:
                 try:
                     assert holder.stdout.readline() == "holds\n"
-                    time.sleep(SILENCE_TIMEOUT_SECONDS + 2)  # that it only says nothing ends nothing
+                    time.sleep(SILENCE_TIMEOUT_SECONDS + 2)  # an idle connection stays open
                     between.drop_packets(operator, worker)
                     unheard = float(holder.stdout.readline())  # only the kernel ends the connection
                     assert unheard > SILENCE_TIMEOUT_SECONDS - 1

@@ -16,7 +16,7 @@ PORT = 29413
 
 
 def start_two_workers(one: LauncherTeam, step_seconds: float = 0.0) -> None:
-    """Worker a with ranks 0 and 1, worker b with rank 2. step_seconds: that the operator knows of."""
+    """Worker a with ranks 0 and 1, worker b with rank 2. step_seconds: from the operator."""
     one.start("a")
     one.start("b")
     members = one.build_members(a=[0, 1], b=[2])
@@ -84,7 +84,7 @@ def test_a_rank_whose_kernel_never_ends_is_named_although_its_processor_spins(
 
 
 def test_long_phases_of_one_rank_accuse_no_rank(tmp_path: Path) -> None:
-    """Each three times the deadline: the peers stall and say so, and no verdict follows from it."""
+    """Each three times the deadline: the peers stall and report it, and no verdict follows from it."""
     phases = {8: "COMPILE", 11: "CHECKPOINT"}
     fault = {"rank": 2, "round": 1, "kind": "phase", "seconds": 3.0}
     faults = [{**fault, "step": step, "phase": phase} for step, phase in phases.items()]

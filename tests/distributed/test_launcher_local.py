@@ -37,7 +37,7 @@ def start_local_run(
 ) -> Iterator[int]:
     """The process id of a run with two ranks; its output is in `folder`/log. controller: other constants for it.
 
-    fake_clock: by which nothing takes time but what the script says (where it knows how to). way: of ordinary.py.
+    fake_clock: by which only what the script declares takes time (where it supports that). variant: of ordinary.py.
     """
     import_modules(PREIMPORTS)
     environment = {
@@ -199,7 +199,7 @@ def test_uneven_batches_are_reported_and_not_repeated_indefinitely(tmp_path: Pat
     *_, last = log.strip().splitlines()
     assert "3 rounds have ended after step 60, and none got further: rank 0 ended with code 1" in last
     assert "waiting for rank 1, which had exited with code 0" in last
-    assert "round 5" not in log, "the launcher may have begun the next one before it is told that it was the last"
+    assert "round 5" not in log, "the launcher may have begun the next one before it receives that it was the last"
 
 
 def test_a_rank_that_fails_silently_ends_the_run(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
             os.kill(pid, signal.SIGINT)
             return again in log.read_text()
 
-        wait_until_true(is_second_received, "a second one is heard")
+        wait_until_true(is_second_received, "a second one is received")
         with interrupt_repeatedly(pid) as stop_interrupting:  # also while the launcher's process ends
             assert exit_code(pid, tmp_path, stop_interrupting) == 130
     server = int((tmp_path / "server").read_text())
@@ -324,7 +324,7 @@ def test_sequences_are_balanced_by_their_cost_once_it_is_measured(tmp_path: Path
         wait_until_true(lambda: "BalanceLengths" in log.read_text(), "a judgment")
         wait_until_true(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
         judged = len(uneven())
-        wait_until_true(lambda: len(uneven()) > judged + 200, "further judgments")
+        wait_until_true(lambda: len(uneven()) > judged + 200, "further decisions")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert log.read_text().count("BalanceLengths: samples distributed for equal costs of all ranks") == 1
@@ -345,7 +345,7 @@ def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_p
         wait_until_true(lambda: "LocalSGD: AsyncEDiT, synchronizing every" in log.read_text(), "a judgment")
         wait_until_true(lambda: "AsyncEDiT from step" in log.read_text(), "the ranks follow")
         (tmp_path / "calm").touch()
-        wait_until_true(lambda: "Sync: a synchronous step would take" in log.read_text(), "the way back")
+        wait_until_true(lambda: "Sync: a synchronous step would take" in log.read_text(), "the return to Sync")
         wait_until_true(lambda: re.search(r"\bSync from step", log.read_text()), "the ranks follow back")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143

@@ -60,7 +60,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         one.environment |= double.environment
         one_worker(one)
         one.wait_for_step(2)
-        one.wait_for(lambda: double.state.gpus[1].registered, "events are asked for")
+        one.wait_for(lambda: double.state.gpus[1].registered, "events are registered")
         double.state.gpus[0].rows_pending = 1
         one.wait_for(
             lambda: "RowsPending" in str(one.workers["a"].read_heartbeat().gpus), "its health in the heartbeat"
@@ -87,7 +87,7 @@ def test_the_checkpoint_status_of_rank_0_is_in_the_heartbeat(tmp_path: Path) -> 
         news = CheckpointStatusFile(worker.runtime.checkpoints)
         news.report_published(1)
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_age_seconds >= 0, "a checkpoint is kept")
-        news.report_failure("/checkpoints: no room", 1)
+        news.report_failure("/checkpoints: no space", 1)
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_error, "the failure")
         assert worker.read_heartbeat().checkpoint_failed_rank == 1
         before = worker.read_heartbeat().checkpoint_age_seconds
@@ -98,7 +98,7 @@ def test_the_checkpoint_status_of_rank_0_is_in_the_heartbeat(tmp_path: Path) -> 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
 def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path) -> None:
-    """What is not written in between is written when there is room. Records have had their room from the beginning."""
+    """What is not written in between is written when there is space. Records have had their space from the beginning."""
 
     def main(_: int) -> None:
         unshare_mounts()
@@ -109,7 +109,7 @@ def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path
             worker = one.workers["a"]
             fill_volume(worker.runtime.root / "filler")
             words = "cannot be written for the operator: the heartbeat: [Errno 28] No space left on device"
-            one.wait_for(lambda: words in worker.log.read_text(), "it says so")
+            one.wait_for(lambda: words in worker.log.read_text(), "it is logged")
             step = len(one.read_diary(0))
             one.wait_for(
                 lambda: len(one.read_diary(0)) > step + 300, "the ranks train on, through more than a page of records"
@@ -177,7 +177,7 @@ def test_two_rounds_without_a_step_are_not_followed_by_a_third(tmp_path: Path) -
         one_worker(one)
         one.wait_for_state("a", LauncherState.FAILED)
         assert [fault.round for fault in one.workers["a"].read_faults()] == [1, 2]
-        # A new membership is the operator's word that it shall be tried again.
+        # A new membership is the operator's request to try again.
         one.give_plan(
             Plan(version=2, membership=2, round=7, members=one.build_members(a=[0, 1]), store_port=29411, restarts=5)
         )

@@ -90,7 +90,7 @@ def test_a_launcher_with_another_secret_takes_no_part(tmp_path: Path) -> None:
         good = Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5, secret="5ec2e7")
         one.give_plan(replace(good, secret="0a0a0a"), to="c")
         one.give_plan(good, to="ab")
-        one.wait_for(lambda: one.workers["a"].read_faults(FaultKind.ROUND_FAILED), "a says that not all have come")
+        one.wait_for(lambda: one.workers["a"].read_faults(FaultKind.ROUND_FAILED), "a reports that not all have come")
         assert one.read_diary(0) == one.read_diary(2) == []
         assert "were rejected" in one.workers["a"].log.read_text()
         one.give_plan(replace(good, version=2), to="c")
@@ -127,7 +127,7 @@ def test_a_launcher_that_sees_the_new_plan_first_waits_for_its_peers(tmp_path: P
         one.wait_for_step(2)
         second = Plan(version=2, membership=2, round=2, members=one.plan.members, store_port=PORT, restarts=5)
         one.give_plan(second, to=["b"])
-        # b has ended its rank; the others stay in the old membership, where b is missing, until they are told.
+        # b has ended its rank; the others stay in the old membership, where b is missing, until they get the plan.
         one.wait_for_state("b", LauncherState.GATHERING)
         assert not any("round 2" in line for line in one.read_diary(1))
         one.give_plan(second)
@@ -231,7 +231,7 @@ def test_without_operator_and_peers_the_ranks_end(tmp_path: Path) -> None:
         def has_c_ended() -> bool:
             one.workers[
                 "b"
-            ].runtime.operator_contact.touch()  # or b ended its rank first, now and then, which c would hear of
+            ].runtime.operator_contact.touch()  # or b ended its rank first, sometimes, which c would receive
             return one.workers["c"].read_heartbeat().state is LauncherState.LOST
 
         one.wait_for(has_c_ended, "c ends its rank")

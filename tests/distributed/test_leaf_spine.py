@@ -1,4 +1,4 @@
-"""The network of leaves and spines itself, by the kernel's routing: what breaks, who knows it, and that it heals."""
+"""The network of leaves and spines itself, by the kernel's routing: what breaks, which switches know it, and that it heals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def start_listener(host: FabricHost) -> Iterator[None]:
 
 
 def count_connections(host: FabricHost, peer: FabricHost) -> int:
-    """How many of the connections to it are made that take other ways, as hashing has it."""
+    """How many of the connections to it are made that take other routes, as hashing has it."""
     with start_listener(peer):
         return len(host.run(*build_python_command(CONNECT), peer.address, str(PORT), *map(str, SOURCES)).split())
 
@@ -78,7 +78,7 @@ def list_used_spines(fabric: HostedLeafSpine, host: FabricHost, peer: FabricHost
     """The spines by which a host's connections to another one go; all are made."""
     before = fabric.read_sent_bytes(host.leaf)
     assert count_connections(host, peer) == len(SOURCES)
-    # Neighbors are asked for now and then, by a few bytes.
+    # Neighbors are resolved from time to time, by a few bytes.
     return {
         spine
         for spine, (now, was) in enumerate(zip(fabric.read_sent_bytes(host.leaf), before, strict=True))
@@ -104,7 +104,7 @@ def test_packets_are_lost_on_a_link_whose_cut_is_not_announced(fabric: HostedLea
     assert fabric.find_broken() == BrokenLinks(frozenset({(0, 1)}), frozenset())
     assert 0 < count_connections(far, near) < len(SOURCES)
     fabric.cut_link(0, 1)
-    assert list_used_spines(fabric, far, near) == {0, 2}, "now they are told"
+    assert list_used_spines(fabric, far, near) == {0, 2}, "now the cut is announced"
 
 
 def test_another_hash_seed_sends_the_same_connections_over_other_links(fabric: HostedLeafSpine) -> None:
@@ -117,7 +117,7 @@ def test_another_hash_seed_sends_the_same_connections_over_other_links(fabric: H
         return [now - was for now, was in zip(fabric.read_received_bytes(far.leaf), before, strict=True)]
 
     first = carried()
-    assert carried() == pytest.approx(first, abs=200), "neighbors are asked for now and then"
+    assert carried() == pytest.approx(first, abs=200), "neighbors are resolved from time to time"
     fabric.reseed_hashes(1)
     assert carried() != pytest.approx(first, abs=200)
 

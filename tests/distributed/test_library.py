@@ -1,4 +1,4 @@
-"""A steered job: shares change on one step, requests are answered, it leaves when told, and says what is wrong."""
+"""A managed job: shares change on one step, requests are answered, it leaves on SIGTERM, and reports errors."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_requested_checkpoint_is_published_and_answered(tmp_path: Path) -> Non
             train_step(step, model, optimizer)
             if rank == 0 and step.number == 3:
                 write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, version=2, checkpoint_request=1).to_json())
-            # All ranks see it alike only where they agree; the ring of rank 0 is what the launcher looks at.
+            # All ranks see it alike only where they agree; the launcher reads the ring of rank 0.
             answered = torch.tensor(int(read_state(tmp_path, 0)["checkpoint_request"]))
             torch.distributed.all_reduce(answered, torch.distributed.ReduceOp.MIN)
             if answered.item() == 1:
@@ -354,7 +354,7 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
     assert [restored for restored, _ in first] == [0, 0]
     with_spare = run_ranks(run(0, ["a", "spare"]), 2)
     with_both = run_ranks(run(0, ["a", "b"]), 2)
-    # The snapshot of step 6 was still under way.
+    # The snapshot of step 6 was still in progress.
     assert [restored for restored, _ in with_both] == [5, 5]
     assert [restored for restored, _ in with_spare] == ([4, 4] if sharded else [5, 5])
     if not sharded:
@@ -467,7 +467,7 @@ def test_leaving_microbatches_out_is_an_error() -> None:
 
 
 def test_one_call_registers_and_restores_and_steps_do_so_themselves(tmp_path: Path) -> None:
-    """A checkpoint that is there is never passed over, whichever way a script is written."""
+    """An existing checkpoint is never skipped, however a script is written."""
 
     def train_to(until: int, restore: Callable[..., None]) -> list[int]:
         def rank_main(_: int) -> list[int]:

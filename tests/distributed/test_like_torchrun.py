@@ -11,7 +11,7 @@ on stdout, line by line in any order of the ranks, the files of the folder, and 
 imports torch costs seconds of processor time, any other next to nothing.
 Options of a case: `arguments` of the script, `options` of the launcher, `stdin`, `environment`, and `signals` that the
 launcher gets one after the other, each when the script has made a file `ready-N` (N: 0, 1, …). `expect` is what both
-print, where that is to be stated. `ours` says what differs here, and why: the named things are not compared.
+print, where that is to be stated. `ours` names what differs here, and why: the named things are not compared.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ CASES = [
     open("ready-0", "w").close()
     time.sleep(60)
     ''', ranks=1, signals=[signal.SIGTERM],
-         ours={"code": "a run that was told to end exits with 143 (130 after Ctrl-C), torchrun with 1"}),
+         ours={"code": "a run that received SIGTERM exits with 143 (130 after Ctrl-C), torchrun with 1"}),
     *(Case(f"{signum.name} is as SIGTERM", '''
     import os, signal, sys, time
     def leave(number, _):
@@ -273,7 +273,7 @@ def _wait_for_children(folder: Path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_script_does_what_it_does_under_torchrun(case: Case, tmp_path: Path) -> None:
     ranks = f"--nproc-per-node={case.ranks}"
-    apart = ["--redirects=1", f"--log-dir={tmp_path / 'theirs' / 'logs'}"]  # or else one's words run into another's
+    apart = ["--redirects=1", f"--log-dir={tmp_path / 'theirs' / 'logs'}"]  # or else one's lines run into another's
     under_torchrun = _start_case(case, tmp_path / "theirs", torch.distributed.run.main, ["--standalone", ranks, *apart])
     under_ours = _start_case(case, tmp_path / "ours", command.main, ["--standalone", ranks])
     theirs, ours = under_torchrun(), under_ours()

@@ -1,5 +1,5 @@
 """Links between real hosts (namespaces with cables between them), slowed by the kernel: what connections show of them,
-and what a probe between launchers tells."""
+and what a probe between launchers measures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def four() -> Iterator[NamespaceNetwork]:
 
 
 class TestConnections:
-    """What the sidecars' looks at the ranks' connections come to. Rank i is worker wi."""
+    """The diagnosis of the sidecars' samples of the ranks' connections. Rank i is worker wi."""
 
     @contextmanager
     def hosts(self, made: NamespaceNetwork, folder: Path, shape: str) -> Iterator[list[subprocess.Popen[str]]]:
@@ -67,7 +67,7 @@ class TestConnections:
     def test_where_acknowledgements_wait_in_the_slow_queue_the_direction_is_right(
         self, four: NamespaceNetwork, tmp_path: Path
     ) -> None:
-        """How long the way back takes is luck of which connection has filled the queue: told as a pair or as a link."""
+        """The return time depends on which connection has filled the queue: the finding is a pair or a link."""
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW)
         (hot,) = self.shown(four, tmp_path, "all")[0].hot_spots
         assert hot.kind in (SpotKind.LINK, SpotKind.PAIR)
@@ -76,7 +76,7 @@ class TestConnections:
     def test_packets_lost_on_a_route_block_only_the_ends_of_that_route(
         self, four: NamespaceNetwork, tmp_path: Path
     ) -> None:
-        """What is slow, and who does not read, moves or has no room: that is no lost packet."""
+        """A slow peer, and one that does not read, move, or have memory: those are no lost packets."""
         four.slow_pair(four.hosts[2], four.hosts[3], "8mbit")
         with self.hosts(four, tmp_path, "all") as ranks:
             for rank in ranks:
@@ -96,7 +96,7 @@ class TestConnections:
 
     @pytest.mark.parametrize("way", ["egress", "ingress"])
     def test_a_slow_side_is_a_row_or_column(self, four: NamespaceNetwork, tmp_path: Path, way: str) -> None:
-        """Which of the two is the probe's to tell: the acknowledgements of one side stand in the queue of the other."""
+        """A probe distinguishes the two: the acknowledgements of one side wait in the queue of the other."""
         slow = four.slow_egress if way == "egress" else four.slow_ingress
         slow(four.hosts[1], "160mbit")
         (hot,) = self.shown(four, tmp_path, "all")[0].hot_spots
@@ -132,13 +132,13 @@ def _translate_address(answer: Evidence, address: str, seen: str) -> Evidence:
 
 @dataclass(frozen=True)
 class Launchers:
-    """Launchers' ends of a probe, one a host."""
+    """Launchers' ends of a probe, one per host."""
 
     parties: Sequence[ProbeParty]
-    _send_request: Callable[[Sequence[ProbeParty], str], link_probe.LinkProbeResult]
+    _measure: Callable[[Sequence[ProbeParty], str], link_probe.LinkProbeResult]
 
-    def ask(self, name: str, others: int = 2) -> link_probe.LinkProbeResult:
-        return self._ask(self.parties[2 : 2 + others], name)
+    def probe(self, name: str, others: int = 2) -> link_probe.LinkProbeResult:
+        return self._measure(self.parties[2 : 2 + others], name)
 
 
 class TestProbe:
@@ -171,15 +171,15 @@ class TestProbe:
                         answers[party.worker] = [LinkProbe(**probe) for probe in found]
                 return answers
 
-            def ask(others: Sequence[ProbeParty], name: str) -> link_probe.LinkProbeResult:
-                """Measure again where a host was too busy for what a probe may take: no way here is cut."""
+            def measure(others: Sequence[ProbeParty], name: str) -> link_probe.LinkProbeResult:
+                """Measure again where a host was too busy for a probe's time limit: no route here is cut."""
                 for attempt in range(ATTEMPTS):
                     answers = measure(others, f"{name}-{attempt}")
                     if not any(probe.failed for probes in answers.values() for probe in probes):
                         break
                 return link_probe.evaluate_probe(answers, "w0", "w1")
 
-            yield Launchers(parties, ask)
+            yield Launchers(parties, measure)
         finally:
             for one in running:
                 one.communicate(timeout=300)
@@ -189,19 +189,19 @@ class TestProbe:
         for host in four.hosts:
             four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
-            assert made.ask("well").verdict is LinkProbeVerdict.NOTHING
+            assert made.probe("well").verdict is LinkProbeVerdict.NOTHING
             four.slow_pair(s, d, SLOW)
-            assert made.ask("pair").verdict is LinkProbeVerdict.LINK
+            assert made.probe("pair").verdict is LinkProbeVerdict.LINK
             four.restore_speed(s)
             four.slow_pair(d, s, SLOW)
-            assert made.ask("back").verdict is LinkProbeVerdict.REVERSED
+            assert made.probe("back").verdict is LinkProbeVerdict.REVERSED
             four.restore_speed(d)
             four.slow_egress(s, SLOW)
-            told = made.ask("egress")
+            told = made.probe("egress")
             assert told.verdict is LinkProbeVerdict.SENDER, told.message
             four.restore_speed(s)
             four.slow_ingress(d, SLOW)
-            told = made.ask("ingress")
+            told = made.probe("ingress")
             assert told.verdict is LinkProbeVerdict.RECEIVER, told.message
 
     def test_three_launchers_are_enough(self, four: NamespaceNetwork, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ class TestProbe:
             four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
             four.slow_egress(four.hosts[0], SLOW)
-            assert made.ask("egress", others=1).verdict is LinkProbeVerdict.SENDER
+            assert made.probe("egress", others=1).verdict is LinkProbeVerdict.SENDER
             four.restore_speed(four.hosts[0])
             four.slow_ingress(four.hosts[1], SLOW)
-            assert made.ask("ingress", others=1).verdict is LinkProbeVerdict.RECEIVER
+            assert made.probe("ingress", others=1).verdict is LinkProbeVerdict.RECEIVER

@@ -1,4 +1,4 @@
-"""Local-SGD does what it says to the last bit, or to 1e-10 in float64 where sums come in another order."""
+"""Local-SGD is exact to the last bit, or to 1e-10 in float64 where sums come in another order."""
 
 from __future__ import annotations
 

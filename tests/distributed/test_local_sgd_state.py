@@ -1,4 +1,4 @@
-"""The outer optimizer's state in checkpoints, and the way back from replicas to one state."""
+"""The outer optimizer's state in checkpoints, and the return from replicas to one state."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path
             optimizer.zero_grad()
             if job.rank == 0 and step.due("print", every=6):
                 due.append(job.step)
-            if mode is EDIT:  # a collective of the script's own, behind what only one rank asks
+            if mode is EDIT:  # a collective of the script's own, after a query of only one rank
                 torch.distributed.barrier()
             parameters[job.step] = compute_digest(net.parameters())
         return due, parameters
@@ -53,7 +53,7 @@ def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path
 
 
 def test_ranks_without_a_step_and_ranks_that_call_one_model_hold_no_rank_up() -> None:
-    """Two models of more units than are under way at a time. Rank 0 has used up all samples while rank 1 has two steps
+    """Two models of more units than are in progress at a time. Rank 0 has used up all samples while rank 1 has two steps
     to go, so it comes to a synchronization without a forward pass. Then rank 1 must not wait for it in anything but
     this synchronization. And rank 1 evaluates the second model first."""
 
@@ -83,7 +83,7 @@ def test_ranks_without_a_step_and_ranks_that_call_one_model_hold_no_rank_up() ->
 
 
 def test_ranks_make_different_queries_and_each_event_comes_once(tmp_path: Path) -> None:
-    """Rank 1 asks for the first time when the ranks have met: what was due then comes one ordinal later."""
+    """Rank 1 queries for the first time when the ranks have synchronized: what was due then comes one ordinal later."""
 
     def rank_main(rank: int) -> dict[str, list[int]]:
         if rank == 0:
@@ -106,7 +106,7 @@ def test_ranks_make_different_queries_and_each_event_comes_once(tmp_path: Path) 
         return due
 
     zero, one = run_ranks(rank_main, 2, runtime=tmp_path)
-    assert one == {"sparse": [12, 20], "late": [16, 20, 24], "print": []}  # 12: told at 16; 18 and 24
+    assert one == {"sparse": [12, 20], "late": [16, 20, 24], "print": []}  # 12: returned at 16; 18 and 24
     assert zero == {"sparse": [], "late": [], "print": [4, 8, 12, 16, 20, 24, 28]}
 
 
@@ -127,7 +127,7 @@ def test_the_ranks_synchronize_when_all_optimizers_have_stepped(tmp_path: Path) 
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            if step.due("look", every=4):
+            if step.due("poll", every=4):
                 found.append(compute_digest(net.parameters()))
         return found
 
@@ -139,7 +139,7 @@ def test_the_ranks_synchronize_when_all_optimizers_have_stepped(tmp_path: Path) 
 @pytest.mark.parametrize("mode", SyncMode)
 @pytest.mark.parametrize("before_the_microbatches", [False, True])
 def test_a_query_before_the_optimizers_step_is_an_error(mode: SyncMode, before_the_microbatches: bool) -> None:
-    """In the first step, in Sync too: in a Local-SGD mode he would synchronize without it, and its peers with it."""
+    """In the first step, in Sync too: in a Local-SGD mode the rank would synchronize without it, and its peers with it."""
 
     def rank_main(_: int) -> str:
         job = pk.init(sync_mode=mode, sync_every=3)
@@ -156,7 +156,7 @@ def test_a_query_before_the_optimizers_step_is_an_error(mode: SyncMode, before_t
                 optimizer.step()
             except RuntimeError as error:
                 return str(error)
-        return "nothing was said"
+        return "no error"
 
     (said,) = run_ranks(rank_main, 1)
     assert said == "step 1: step.due was called before optimizer.step(); call it afterwards"

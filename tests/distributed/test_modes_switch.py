@@ -125,7 +125,7 @@ def test_without_an_operator_the_script_chooses_the_mode() -> None:
                 (net(x).sum() / step.total_weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-            asked += step.due("look", every=1)
+            asked += step.due("poll", every=1)
         return job.step, job.samples, asked
 
     assert run_ranks(rank_main, 2) == [(10, 10 * BATCH, 2 + 3)] * 2  # 1, 2 in Sync; then 5, 8, 10

@@ -1,4 +1,4 @@
-"""The README's doors that need no cluster, as somebody goes through them who has just cloned, by its own commands.
+"""The README's commands that need no cluster, run as by a user who has just cloned the repository.
 
 That which needs one is gone through by tests/cluster/test_upgrade.py.
 """

@@ -54,7 +54,7 @@ while True:
     print(address, port, received, flush=True)
     kept = peer
 """
-"""Takes what a client sends, then sends one byte more back than it asked for first; keeps the connection open."""
+"""Takes what a client sends, then sends one byte more back than it requested first; keeps the connection open."""
 SEND = """
 import socket, sys
 address, port, count, answer = sys.argv[1], *map(int, sys.argv[2:5])
@@ -80,7 +80,7 @@ def fabric() -> Iterator[HostedLeafSpine]:
 
 @contextmanager
 def open_folder() -> Iterator[Path]:
-    """That anybody may enter: pytest's own are shut for others, again with each session that starts."""
+    """Accessible to all users: pytest closes its own folders for others with each session."""
     with TemporaryDirectory(prefix="pacekeeper-test-") as name:
         os.chmod(name, 0o777)
         yield Path(name)
@@ -109,7 +109,7 @@ def trace_hops(
 
 
 def count_retransmits(host: FabricHost) -> int:
-    """How often anybody on it had to ask again for a connection."""
+    """How often processes on it had to repeat a connection request."""
     names, values = (line.split() for line in host.run("cat", "/proc/net/netstat").splitlines()[:2])
     return int(values[names.index("TCPSynRetrans")])
 
@@ -190,7 +190,7 @@ class Host:
         assert self._hear() == "begun"
 
     def told(self, now: float = 0.0) -> list[str]:
-        """What the shim of its rank is told."""
+        """The lines that the shim of its rank reads."""
         self._say(now)
         return list(self._hear()["told"][0])
 
@@ -226,7 +226,7 @@ def count_half_open(host: FabricHost) -> int:
 
 def build_plan(fabric: HostedLeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
     """Rank i is worker wi on host i. s9 is a spine that is not there. Of the ports that are tried one in three goes by
-    each of the others; of those of the first membership none goes by s1 one way."""
+    each of the others; of those of the first membership none goes by s1 in one direction."""
     members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(fabric.hosts[:ranks]))
     hops = {**fabric.hops, "10.98.77.1": "s9"}
     named = tuple(Hop(address, spine) for address, spine in hops.items())
@@ -337,8 +337,8 @@ class TestPlannedPaths:
     def test_pods_are_one_hop_further_and_their_nodes_admit_probed_connections(
         self, shim: PathShim, folder: Path
     ) -> None:
-        """Nodes follow connections and drop what belongs to none, as kube-proxy has it: a packet that was tried the
-        other way must not have spoiled the ports for it."""
+        """Nodes follow connections and drop what belongs to none, as kube-proxy has it: a probe in the
+        other direction must not have spoiled the ports for it."""
         with create_leaf_spine(pods=True) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
             assert all(team.hosts[1].found())
@@ -383,7 +383,7 @@ class TestPlannedPaths:
     def test_labels_for_roce_are_found_by_datagrams(
         self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
     ) -> None:
-        """Unproven beyond this: no network card was asked."""
+        """Unproven beyond this: no network card was used."""
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
         (line,) = (line for line in team.hosts[0].told() if line.startswith("label"))
         _, address, label = line.split()
@@ -507,9 +507,9 @@ class Job:
         return Heartbeat.from_json(json.loads(self.runtimes[worker].heartbeat.read_text()))
 
     def begin(self, spine: str) -> None:
-        """The next membership, whose traffic goes by this spine both ways."""
+        """The next membership, whose traffic goes by this spine in both directions."""
         self._wait(lambda: all(runtime.liveness.exists() for runtime in self.runtimes), "launchers")
-        self._wait(lambda: self.beat(0).rendezvous_port, "where launchers meet")  # not yet in the first heartbeat
+        self._wait(lambda: self.beat(0).rendezvous_port, "the rendezvous port")  # not yet in the first heartbeat
         self._membership += 1
         (self.folder / "go").unlink(missing_ok=True)
         members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts))

@@ -187,7 +187,7 @@ try:
 except FileNotFoundError:
     print("missing")"""
         port, said = run(program).split()
-        assert (port != str(wanted), said) == (True, "nobody")
+        assert (port != str(wanted), said) == (True, "missing")
 
     def test_a_refusal_and_a_pending_connection_are_reported_as_before(self, run: Run, entries: Path) -> None:
         wanted, closed = find_free_ports(2)
@@ -249,7 +249,7 @@ print(port(listen("0.0.0.0")), port(listen(number={asked})), port(listen(kind=so
 
 
 class TestRoce:
-    """Unproven: a stand-in plays libibverbs, by the layout that its header has. No network card was asked."""
+    """Unproven: a stand-in replaces libibverbs, by the layout of its header. No network card was used."""
 
     @pytest.fixture
     def driver(self, shim: PathShim, tmp_path: Path) -> Path:

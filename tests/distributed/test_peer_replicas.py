@@ -74,7 +74,7 @@ class Rank:
         self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, checkpoints)
 
     def step(self, number: int) -> list[torch.Tensor]:
-        """One step, its snapshot, and the neighbour's copy of it; the shards after it."""
+        """One step, its snapshot, and its peer replica; the shards after it."""
         self.model(torch.randn(3, 64)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -130,7 +130,7 @@ LOSSES = {
     "ranks that were moved": Loss(lambda _: None, "ba", 4),
     "a torn copy: the one before": Loss(lambda folder: flip_bit(folder, "a", rank=3, step=4), "ac", 3),
     "a torn shard of the worker that stays": Loss(lambda folder: flip_bit(folder, "a", rank=0, step=4), "ac", 3),
-    "a torn shard that its neighbor has whole": Loss(lambda folder: flip_bit(folder, "a", rank=0, step=4), "ab", 4),
+    "a torn shard whose peer replica is whole": Loss(lambda folder: flip_bit(folder, "a", rank=0, step=4), "ab", 4),
     "a torn copy of a rank that was moved there": Loss(lambda folder: flip_bit(folder, "a", rank=3, step=4), "ba", 4),
     "a shard that is torn wherever it is": Loss(lambda folder: flip_bit(folder, "ab", rank=0, step=4), "ab", 3),
     "a copy that is not there: the one before": Loss(
@@ -279,7 +279,7 @@ def test_the_first_snapshot_of_a_round_is_on_another_node_too(tmp_path: Path) ->
 
 
 def test_the_cost_of_replication_is_part_of_the_cost_of_a_snapshot(tmp_path: Path) -> None:
-    """On the rank where it is highest: rank 0 says how often snapshots are taken."""
+    """On the rank where it is highest: rank 0 decides how often snapshots are taken."""
 
     def rank_main(rank: int) -> tuple[bool, bool]:
         dist.init_process_group("gloo")
@@ -291,7 +291,7 @@ def test_the_cost_of_replication_is_part_of_the_cost_of_a_snapshot(tmp_path: Pat
         counted = cost.seconds > 0
         if rank == 3:
             cost._costs.append(100.0)
-        writer.step(3)  # says what the copies before have cost
+        writer.step(3)  # measures what the copies before have cost
         dist.barrier()  # or this rank would be gone before it has taken another one's
         return counted, writer.store.snapshot_seconds > 100.0 / 3
 
@@ -336,7 +336,7 @@ def test_with_a_peer_replica_the_volume_is_not_read(tmp_path: Path) -> None:
 
 
 def test_no_snapshot_is_taken_during_a_replication(tmp_path: Path) -> None:
-    """Otherwise the others would soon have nothing that is as old as what the neighbors have."""
+    """Otherwise the others would soon have no snapshot as old as the peer replicas."""
 
     def rank_main(rank: int) -> tuple[list[int], bool, list[str]]:
         dist.init_process_group("gloo")
@@ -382,7 +382,7 @@ class Heard(logging.Handler):
 def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
     arrives: bool, restored: int, tmp_path: Path
 ) -> None:
-    """A last snapshot would be written over the one that the neighbors have, while the next is on its way."""
+    """A last snapshot would be written over the replicated one, while the next is in transfer."""
 
     def rank_main(rank: int) -> tuple[int, int | None]:
         dist.init_process_group("gloo")
@@ -436,7 +436,7 @@ def test_without_another_node_or_a_budget_there_are_no_peer_replicas(
 
 
 def test_replicas_of_an_earlier_ring_are_deleted(tmp_path: Path) -> None:
-    """Ranks were moved: neither they nor their neighbours' copies are this worker's any longer."""
+    """Ranks were moved: neither they nor their peer replicas are this worker's any longer."""
 
     def rank_main(rank: int) -> list[str]:
         dist.init_process_group("gloo")

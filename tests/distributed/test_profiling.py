@@ -83,7 +83,7 @@ def delay_all_ranks(seconds: float) -> ByStep:
 def build_monitored_main(
     steps: int, augments: ByStep = return_zero, loads: ByStep = return_zero, at_step: ByStep = return_zero
 ) -> Callable[[int], None]:
-    """One that knows nothing of Pacekeeper but one line."""
+    """One with only one line of Pacekeeper."""
 
     def rank_main(rank: int) -> None:
         rank_profiler.EARLY_PROFILE_MIN_SECONDS = 0.2

@@ -1,4 +1,4 @@
-"""What a restart went to, as real launchers and ranks tell it: its parts add up to the recovery."""
+"""The parts of a restart, as real launchers and ranks report them: they add up to the recovery."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start_training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
 
 
 def wait_until_training(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
-    """What the workers say once they all train in this round."""
+    """The workers' heartbeats once they all train in this round."""
 
     def beats() -> list[Heartbeat] | None:
         said = [one.workers[name].read_heartbeat() for name in names]

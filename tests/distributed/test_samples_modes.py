@@ -75,8 +75,8 @@ def train_until(
 ) -> tuple[list[int], list[SyncMode]]:
     """The samples of the steps that this rank has completed, and the modes that it has been through.
 
-    leaves: rank 1 is told to, in AsyncEDiT; then all do.
-    modes: what the plan says one after the other, each when the one before has been in force for some steps of rank 0.
+    leaves: rank 1 receives SIGTERM in AsyncEDiT; then all leave.
+    modes: of the plan one after the other, each when the one before has been in force for some steps of rank 0.
     """
     job = pk.init(mesh=mesh, checkpoints=pk.Checkpoints(runtime / "checkpoints", 1000))
     model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

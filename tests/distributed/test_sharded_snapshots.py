@@ -55,7 +55,7 @@ class _Rank:
         self.optimizer.zero_grad()
 
     def places(self) -> list[int]:
-        """In memory, of what a graph or somebody's `data` would have."""
+        """In memory, of what a graph or a holder of `data` would have."""
         moments = [its for state in self.optimizer.state.values() for its in state.values()]
         tensors = [*self.model.parameters(), *moments]
         return [(its.to_local() if isinstance(its, DTensor) else its).data_ptr() for its in tensors]

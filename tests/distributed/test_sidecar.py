@@ -40,7 +40,7 @@ PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, ranks=(0,), w
 
 @dataclass
 class Operator:
-    """What the operator would answer; the test changes it, and sees what it was told."""
+    """What the operator would answer; the test changes it, and reads what it received."""
 
     plan: WorkerPlan = PLAN
     away: bool = False
@@ -172,7 +172,7 @@ async def test_plans_are_received_and_heartbeats_are_sent(tmp_path: Path) -> Non
         warned = GpuHealth("GPU-1", ("RowsPending",), temperature=60)
         beat = Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3, gpus=(warned,))
         write_json(worker.runtime.heartbeat, beat.to_json())
-        await wait_until(lambda: any(beat.gpus == (warned,) for beat in operator.heartbeats), "a GPU's sign, at once")
+        await wait_until(lambda: any(beat.gpus == (warned,) for beat in operator.heartbeats), "a GPU's warning, at once")
 
 
 async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> No
         await wait_until(lambda: not worker.runtime.fault(fault.name).exists(), "acknowledged")
     (taken,) = operator.faults
     assert replace(taken, sent_at=0.0) == fault
-    assert taken.sent_at > fault.noticed_at, "by which the operator knows its age"
+    assert taken.sent_at > fault.noticed_at, "by which the operator computes its age"
 
 
 async def test_patterns_are_forwarded_unchanged_and_deleted(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ async def test_metrics_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
 
         train(0.06)
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
-        await wait_until(lambda: any(beat.rank_metrics for beat in operator.heartbeats), "the first figures")
+        await wait_until(lambda: any(beat.rank_metrics for beat in operator.heartbeats), "the first metrics")
         await wait_until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
         await asyncio.sleep(1.5)
         told = len(operator.heartbeats)
@@ -295,7 +295,7 @@ async def test_a_launcher_without_peers_polls_the_operator_during_a_long_poll(tm
         assert len(operator.heartbeats) == told, "no poll arrives"
         contact = worker.runtime.operator_contact.stat().st_mtime_ns
         worker.runtime.partitioned.touch()
-        await wait_until(lambda: len(operator.heartbeats) > told, "the operator is asked at once")
+        await wait_until(lambda: len(operator.heartbeats) > told, "the operator is polled at once")
         await wait_until(lambda: worker.runtime.operator_contact.stat().st_mtime_ns > contact, "its answer has come")
 
 
@@ -313,7 +313,7 @@ async def test_a_poll_may_be_held_for_twice_as_long_as_the_one_before(tmp_path: 
 
 
 async def test_the_end_of_the_launcher_is_reported_before_the_sidecar_ends(tmp_path: Path) -> None:
-    """The operator is away when the trainer ends and the kubelet tells the sidecar to."""
+    """The operator is unavailable when the trainer ends and the kubelet stops the sidecar."""
     operator = Operator()
     fault = FaultReport("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
     async with run_sidecar(tmp_path, operator) as worker:

@@ -106,7 +106,7 @@ def test_a_worker_without_memory_does_not_block_the_others(tmp_path: Path) -> No
 
 
 def test_a_snapshot_that_rank_0_has_no_memory_for_is_no_cheaper_for_the_others(tmp_path: Path) -> None:
-    """Rank 0 says how often snapshots are taken: by the cost on the rank where it is highest."""
+    """Rank 0 decides how often snapshots are taken: by the cost on the rank where it is highest."""
 
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")

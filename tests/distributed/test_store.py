@@ -210,7 +210,7 @@ def test_all_ranks_load_an_older_state_if_a_snapshot_cannot_be_loaded(
         dist.barrier()
         fresh, _, its, later = create_optimizing_rank(rank, tmp_path)
         if why == "refused" and rank == 0:
-            its.most = 5  # one rank alone refuses
+            its.most = 5  # only one rank refuses
         found = later.restore()
         assert found is not None
         return found.step, float(fresh.weight.detach())
@@ -311,7 +311,7 @@ def test_the_outer_optimizer_of_a_torn_state_is_discarded(tmp_path: Path) -> Non
         dist.barrier()
         fresh, particular, later = a_training_rank(rank)
         if rank == 1:
-            particular.most = 5  # rank 0 alone refuses the newest
+            particular.most = 5  # only rank 0 refuses the newest
         found = later.restore()
         assert found is not None
         return found.step, momentum(fresh), fresh.replicas[0].state_dict()["number"]

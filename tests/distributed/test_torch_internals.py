@@ -138,7 +138,7 @@ def test_dump_flight_record() -> None:
 
 
 def test_list_used_gpus() -> None:
-    """Of one that is used, tests.gpu.test_faults asks."""
+    """Of a GPU in use: see tests.gpu.test_faults."""
     assert callable(torch._C._cuda_hasPrimaryContext)
     assert torch_internals.list_used_gpus() == []
 
@@ -168,7 +168,7 @@ def test_callbacks_of_the_engine_run_at_the_end_of_the_backward_pass() -> None:
 
 
 def test_on_compilation() -> None:
-    """Once around each compilation, however often it is asked for."""
+    """Once around each compilation, however often it is registered."""
 
     def rank_main(_: int) -> list[str]:
         told: list[str] = []
@@ -225,7 +225,7 @@ _LAYERS = 3
 
 
 def test_bracket_fsdp_waits() -> None:
-    """On a CPU, whose streams do nothing, but are asked to wait as a GPU's are."""
+    """On a CPU, whose streams do nothing, but receive the calls to wait of a GPU's."""
 
     def rank_main(_: int) -> tuple[int, int, int, int]:
         brackets = 0
@@ -457,7 +457,7 @@ def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path
 
 
 def test_list_device_activities() -> None:
-    """Of the host's activities here, where there is no GPU: a device's are told in the same way."""
+    """Of the host's activities here, where there is no GPU: a device's are reported in the same format."""
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     began = time.time_ns()
     profile.start()
@@ -472,7 +472,7 @@ def test_list_device_activities() -> None:
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 def test_start_kernel_profile() -> None:
-    """Here, where there is no GPU, it says so."""
+    """Here, where there is no GPU, it reports so."""
     with pytest.raises(RuntimeError, match="activities"):
         torch_internals.start_kernel_profile()
     with (
@@ -485,7 +485,7 @@ def test_start_kernel_profile() -> None:
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_call_before_other_profile(ended: bool) -> None:
-    """Another one's trace is whole, as ours has made room for it."""
+    """Another one's trace is complete, as ours has ended for it."""
     ours, its = (torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) for _ in range(2))
     ended_at: list[str] = []
 

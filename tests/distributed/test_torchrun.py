@@ -27,7 +27,7 @@ OPTIONS = [
 
 
 def run_script(launcher: list[str], folder: Path) -> tuple[list[Any], dict[str, str], list[str]]:
-    """What the script has written down in each rank, the log files' words, and the lines on the console."""
+    """What the script has written down in each rank, the log files' content, and the lines on the console."""
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACEKEEPER_")}
     options = [*OPTIONS, "--log-dir", str(folder / "logs")]
@@ -141,7 +141,7 @@ def test_a_program_runs_once_for_each_rank_and_again_after_a_failure(tmp_path: P
     assert files["attempt_0/1/stderr.log"] == "err 1\n"
     assert log.count(f"[trainer rank1] {outputs[1]}") == 2, "in both attempts"
     assert not [word for word in ("out 0", "err 0", "out 2", "err 2") if word in log], "redirected, or left out"
-    assert "rank 1 ended with code 3 in round 1 before its first step: err 1" in log, "its last words are in its file"
+    assert "rank 1 ended with code 3 in round 1 before its first step: err 1" in log, "its last lines are in its file"
     assert "from the environment: PET_NPROC_PER_NODE=3, " in log
     assert "--event-log-handler ignored: faults are reported to the operator" in log
 

@@ -108,7 +108,7 @@ def test_main_builds_the_trainer_in_a_supported_manner(titan: Path) -> None:
         for node in ast.walk(configurable)
         if isinstance(node, ast.FunctionDef) and node.name == "__init_subclass__"
     )
-    assert "if 'Config' in cls.__dict__:" in ast.unparse(made), "what is derived from a trainer leaves its Config alone"
+    assert "if 'Config' in cls.__dict__:" in ast.unparse(made), "what is derived from a trainer does not change its Config"
 
 
 def test_the_checkpointer_saves_when_the_integration_expects_it(titan: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the records say of real ranks: a slow rank shows as slow and its peers do not, under DDP and FSDP2."""
+"""The records of real ranks: a slow rank is measured as slow and its peers are not, under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_model(rank: int, clock: FakeClock) -> nn.Module:
 
 
 def run_monitored_script(sharded: bool, folder: Path) -> Callable[[int], None]:
-    """A script that knows nothing of Pacekeeper but one line."""
+    """A script with only one line of Pacekeeper."""
 
     def rank_main(rank: int) -> None:
         clock = install_fake_clock(folder, rank, RANKS)
@@ -122,7 +122,7 @@ SCRIPTS = pytest.mark.parametrize("script", [run_monitored_script, run_managed_s
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script, bool, str], Path]:
-    """The runtime folder of a run of the script, with `PACEKEEPER_NATIVE` as it says; each is run once."""
+    """The runtime folder of a run of the script, with `PACEKEEPER_NATIVE` as given; each is run once."""
 
     @cache
     def folder_of(script: Script, sharded: bool, native: str) -> Path:
@@ -239,7 +239,7 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("native")
 def test_the_state_names_the_rank_that_never_entered(tmp_path: Path) -> None:
-    """What a hang is judged by: the peers are inside a collective that the culprit has not entered."""
+    """The evidence of a hang: the peers are inside a collective that the culprit has not entered."""
 
     def rank_main(rank: int) -> list[tuple[int, int]]:
         import pacekeeper.auto  # noqa: F401
@@ -314,7 +314,7 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
 
 
 class Busy(torch.utils.data.Dataset[Tensor]):
-    """Does in a DataLoader's worker what would be recorded in a rank, and says which callbacks gc has there."""
+    """Does in a DataLoader's worker what would be recorded in a rank, and returns which callbacks gc has there."""
 
     def __len__(self) -> int:
         return 12

@@ -13,7 +13,7 @@ from .borders import load_borders
 
 
 def main() -> int:
-    """1: something was found; it says how to find it again."""
+    """1: something was found; it is printed with the command that repeats it."""
     borders = load_borders()
     arguments = _build_parser(sorted(borders)).parse_args()
     chosen = [borders[name] for name in arguments.border or borders]

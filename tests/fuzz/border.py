@@ -100,11 +100,11 @@ def _check_message(error: BaseException) -> str:
     message = str(error)
     if len(message) > MAX_MESSAGE_CHARACTERS:
         return f"its error has {len(message)} characters: {message[:200]!r}"
-    return "" if message.strip() else f"a {type(error).__name__} says nothing"
+    return "" if message.strip() else f"a {type(error).__name__} has no message"
 
 
 def find_unsound_value(record: object, path: str = "") -> str:
-    """Which figure of a record is none, or not what its field says; "": none. Most borders give records."""
+    """Which value of a record is not a number, or not of its field's type; "": none. Most borders return records."""
     if isinstance(record, float) and not math.isfinite(record):
         return f"{path or 'the figure'} is {record}"
     if dataclasses.is_dataclass(record) and not isinstance(record, type):

@@ -53,7 +53,7 @@ torch.cuda.synchronize()
 assert y.tolist() == [3.0] * 8, y
 dist.destroy_process_group()
 """
-"""A rank captures a CUDA graph while its collective waits for a kernel, and the flight recorder is asked."""
+"""A rank captures a CUDA graph while its collective waits for a kernel, and the flight recorder is read."""
 
 
 class FlightRecorder(unittest.TestCase):
@@ -77,17 +77,17 @@ class Faults(unittest.TestCase):
         self.check_hang("gloo", reads_loss=True, kind=HangKind.NEVER_ENTERED)
 
     def test_a_rank_whose_endless_kernel_holds_up_its_collective_is_named(self) -> None:
-        """Both have entered it: NCCL's flight recorder tells which of them has not started it."""
+        """Both have entered it: NCCL's flight recorder has which of them has not started it."""
         if not ON_GPU:
             self.skipTest("it takes NCCL")
         told = self.check_hang(NCCL, reads_loss=False, kind=HangKind.KERNEL)
-        self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in told}, "RAS has been asked")
+        self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in told}, "RAS has been queried")
         for fault in told:
             peer = {"a": 1, "b": 0}[fault.worker]
             self.assertRegex(fault.transfers, rf"(sends to|receives from) rank {peer} in a communicator of 2")
 
     def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind) -> list[FaultReport]:
-        """Rank 1 hangs: it is named, ended, and the job trains on. Returns what the launchers told of it."""
+        """Rank 1 hangs: it is named, ended, and the job trains on. Returns what the launchers reported."""
         fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
         script = Path(__file__).with_name("hanging.py")
         # Not a TemporaryDirectory: ranks are forks of this process, and one that ends in order would remove it.

@@ -1,4 +1,4 @@
-"""NCCL itself loads our plugin, and what it tells of transfers between ranks is what they have exchanged."""
+"""NCCL itself loads our plugin, and the transfers that it reports are what ranks have exchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Transport(unittest.TestCase):
             after, before = str((rank + 1) % 3), str((rank + 2) % 3)
             self.assertEqual(found["flows"].keys(), {after, before})
             self.assert_sent(found["flows"][after], NBYTES * 4 / 3)
-            self.assertEqual(found["flows"][before], 0, "of what comes in, the other end tells")
+            self.assertEqual(found["flows"][before], 0, "the other end reports what is received")
 
     def run_all_reduces(self, size: int) -> list[Any]:
         ranks = run_workers(f"{transfers.__name__}:trace_all_reduces", size, nbytes=NBYTES, count=COUNT)

@@ -19,7 +19,7 @@ from importlib.metadata import distributions
 packages = {distribution.name: distribution.version for distribution in distributions()}
 print(json.dumps({"user": os.getuid(), "groups": os.getgroups(), "packages": packages}))
 """
-"""Imports all of the operator, and says what is installed."""
+"""Imports all of the operator, and prints what is installed."""
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ Functions = Mapping[Place, Sequence[FunctionType]]
 
 class Fate(Enum):
     SURVIVED = 0
-    FAILED = 1  # to be made: a defect of this tool, told on standard error
+    FAILED = 1  # to be made: a defect of this tool, printed on standard error
     SAME = 2  # as the code was before: no mutant
     KILLED = 3
     ENDLESS = 4  # which counts as killed
@@ -131,7 +131,7 @@ def _collect_functions() -> Functions:
     """All that exist, closures and what decorators hide included."""
     functions: dict[Place, list[FunctionType]] = defaultdict(list)
     for candidate in gc.get_objects():
-        if type(candidate) is FunctionType:  # `isinstance` asks the thing itself, and some of torch warn when asked
+        if type(candidate) is FunctionType:  # `isinstance` calls the object itself, and some of torch then warn
             code = candidate.__code__
             functions[code.co_filename, code.co_qualname, code.co_firstlineno].append(candidate)
     return functions

@@ -145,7 +145,7 @@ class Runner:
         return format_minutes(time.monotonic() - self._began)
 
     def _end_all(self) -> None:
-        # pytest tears down its fixtures on SIGINT but not on SIGTERM. Ranks in their own sessions end no other way.
+        # pytest tears down its fixtures on SIGINT but not on SIGTERM. Ranks in their own sessions end only by this.
         for running in self._running.values():
             os.killpg(running.process.pid, signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS

@@ -22,7 +22,7 @@ class Part:
     name: str
     lane: str
     budget_seconds: float
-    command: str  # relative to the repository; words as in a shell, but no shell reads them
+    command: str  # relative to the repository; quoted as in a shell, but no shell reads it
     idle: bool = False  # runs when no other process wants the processor
 
     @property

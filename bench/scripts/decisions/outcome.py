@@ -35,7 +35,7 @@ class Outcome:
 
     scenario: Scenario
     lost: Mapping[str, float]
-    slowed: float  # by ours, and by steps alone: what Local-SGD wins counts without any rule
+    slowed: float  # by ours, and by steps only: what Local-SGD wins counts without any rule
     since: Mapping[str, float]
     least: float  # lost by a policy that knows the future
     informed: float  # lost by a policy that knows, from the first sign on, how long it lasts
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def is_slow(self) -> bool:
-        """By the job's own word, `spec.detection.stragglerSlowdown`."""
+        """By the job's own setting, `spec.detection.stragglerSlowdown`."""
         return self.scenario.depth >= 1.1
 
 
@@ -90,7 +90,7 @@ def run_policies(scenario: Scenario) -> Outcome:
 
 
 def run_calm_scenario(scenario: Scenario, intervals: PassIntervals) -> Outcome:
-    """Ours alone, where nothing goes wrong."""
+    """Only ours, where nothing goes wrong."""
     cost_model = CostModel(scenario.job)
     ours = Ours(scenario, cost_model, pass_intervals=intervals)
     run = run_policy(scenario, cost_model, ours)

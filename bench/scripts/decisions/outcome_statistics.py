@@ -106,7 +106,7 @@ def count_predicted_gains(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, i
 
 
 def find_best_online(outcomes: Sequence[Outcome]) -> str:
-    """Of those who err in nothing and do not know how long it lasts: who loses least, in hindsight."""
+    """Of the policies without errors that lack the duration: the one that loses least, in hindsight."""
     names = [name for name in POLICIES if name.startswith("ski rental")]
     return min(names, key=lambda name: sum(outcome.lost[name] for outcome in outcomes))
 

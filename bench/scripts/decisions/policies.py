@@ -85,8 +85,8 @@ class Greyhound:
 
 @dataclass
 class SkiRental:
-    """Who errs in nothing, and only does not know how long it will last: what is free is done at once, and the spare is
-    taken when the loss so far is `times` what it costs."""
+    """A policy without errors that only lacks the duration: what is free is done at once, and the spare is taken when
+    the loss so far is `times` what it costs."""
 
     scenario: Scenario
     world: CostModel

@@ -28,11 +28,10 @@ class Now:
 
 
 class OnlinePolicy(Protocol):
-    """Asked at the end of a second what shall be from the next one on."""
+    """Called at the end of a second to choose the setup from the next one on."""
 
     due: int
-    """The next second that it wants to be asked at; it is asked at those as well at which the strain is another one, or
-    a round begins."""
+    """The next second at which it must be called. It is also called when the strain changes, or a round begins."""
 
     def choose_setup(self, now: Now) -> Setup: ...
 
@@ -45,7 +44,7 @@ class PolicyRun:
     """Seconds of training that each second has cost, and the setups that were in force."""
 
     lost: tuple[float, ...]
-    slowed: float  # seconds in all, by its steps alone (`CostModel.slowed`)
+    slowed: float  # seconds in all, by its steps only (`CostModel.slowed`)
     setups: tuple[Setup, ...]
     stood: int  # seconds between rounds
 

@@ -3,7 +3,7 @@
 The real operator in simulated clusters: one of four ranks is slow by each of FACTORS, with a spare warm and without,
 for each of SLOW_SECONDS, in the worlds of several seeds. Costs are seconds of
 training: the samples that the same world trains without the fault and this one does not, over its rate, from the
-fault's beginning until TAIL_SECONDS after its end; of both their means over the worlds are judged, as restarts take
+fault's beginning until TAIL_SECONDS after its end; the means of both over the worlds are compared, as restarts take
 their time by chance. So all that the operator does is in them: noticing, shares,
 exchanging the worker, and noticing that it is over.
 
@@ -262,7 +262,7 @@ COMPARED_KINDS = ((0, 1.6, 600.0), (0, 3.1, 600.0), (1, 1.6, UNBOUNDED_SECONDS),
 
 
 def list_cases(worlds: int) -> list[SimulatedCase]:
-    """Longest first. worlds: seeds of each kind; 0: the COMPARED_KINDS alone, in one world."""
+    """Longest first. worlds: seeds of each kind; 0: only the COMPARED_KINDS, in one world."""
     kinds = list(product((0, 1), FACTORS, SLOW_SECONDS)) if worlds else COMPARED_KINDS
     cases = [SimulatedCase(seed, spares) for seed, spares in product(range(max(1, worlds)), (0, 1))]
     cases += [SimulatedCase(seed, *kind) for seed, kind in product(range(max(1, worlds)), kinds)]

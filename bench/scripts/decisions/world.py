@@ -1,9 +1,9 @@
-"""A training job on a coarse clock: what each way to train costs it under each strain, by expectation.
+"""A training job on a coarse clock: what each strategy costs it under each strain, by expectation.
 
-A second is the least that is told apart. A step takes what its last rank takes, and the transfer behind it; ranks
-differ by noise, the same draws for every way to train, so that ways are compared by nothing but themselves. What a
-course of ways costs is a plain sum of these expectations and of restarts, upon which a clairvoyant can be proved.
-Noise that is *seen* is drawn elsewhere (`sight`).
+A second is the resolution. A step takes what its last rank takes, and the transfer behind it; ranks
+differ by noise, the same draws for every strategy, so that nothing else differs between strategies. The cost of a
+sequence of strategies is a plain sum of these expectations and of restarts, which makes a clairvoyant provable.
+Noise that is *observed* is drawn elsewhere (`sampled_metrics`).
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ class Setup:
 
 @dataclass
 class CostModel:
-    """What ways to train cost a job. Loss is in seconds of training a second, against the job without any strain."""
+    """What strategies cost a job. Loss is in seconds of training a second, against the job without any strain."""
 
     job: JobCosts
     _known: dict[tuple[TrainingStrategy, Strain], float] = field(default_factory=dict)
     _best: dict[Strain, TrainingStrategy] = field(default_factory=dict)
     tried: dict[TrainingStrategy, None] = field(default_factory=dict)
-    """Ways that some course has taken."""
+    """Strategies that a policy has taken."""
 
     def compute_loss(self, strategy: TrainingStrategy, strain: Strain) -> float:
         """0 to 1. No publication says what it is worth to stay exact, so that it is a rule here, the product's own,
@@ -167,12 +167,12 @@ class CostModel:
         return compute_loss_rate(seconds / self.usual_seconds)
 
     def slowed(self, strategy: TrainingStrategy, strain: Strain) -> float:
-        """The same of its steps alone, whether they are exact or not."""
+        """The same of its steps only, whether they are exact or not."""
         return compute_loss_rate(self.step_seconds(strategy, strain) / self.usual_seconds)
 
     def may_leave_exact(self, strain: Strain) -> bool:
-        """The best exact way takes clearly more than NEARLY times as long, and does not mend slow ranks by half. That
-        Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
+        """The best exact strategy takes clearly longer than allowed (MAX_EXACT_STEP_TIME_RATIO), and removes less than half
+        of the slowness. That Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
         exact, equal, local = (
             self.step_seconds(strategy, strain) / self.usual_seconds
             for strategy in (self.choose_best_exact(strain), EQUAL_SHARES, LOCAL_SGD)
@@ -182,7 +182,7 @@ class CostModel:
         return exact >= CLEAR_MARGIN * MAX_EXACT_STEP_TIME_RATIO * max(1.0, local, local_slowdown) and not is_halved
 
     def compute_least_loss(self, strain: Strain) -> float:
-        """Under the best way that there is, or that anybody has tried."""
+        """Under the best strategy that exists, or that a policy has tried."""
         strategies = [self.choose_best_exact(strain), LOCAL_SGD, *self.tried]
         return min(self.compute_loss(strategy, strain) for strategy in strategies)
 

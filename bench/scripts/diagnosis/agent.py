@@ -1,8 +1,8 @@
-"""The sidecar's eyes, without its voice: `python -m bench.scripts.diagnosis.agent NUMBER`, in a host's network.
+"""A sidecar that records instead of reporting: `python -m bench.scripts.diagnosis.agent NUMBER`, in a host's network.
 
-It writes down what its sidecar would tell, when it would tell it, one JSON object a line (`told-NUMBER`): heartbeats
-with figures by the sidecar's own rule, stalls as the launcher reports them, and once a second the answer to a request
-for everything. Collectives are much: they are asked for every third time.
+It writes down what a sidecar would report, and when, one JSON object a line (`reports-NUMBER`): heartbeats with metrics
+by the sidecar's own rule, stalls as the launcher reports them, and once a second the answer to a request for
+everything. Collectives are large: they are requested every third time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Agent:
 
     def __init__(self, number: int) -> None:
         self._runtime, self._worker = RuntimeFolder.from_environment(), os.environ["PACEKEEPER_WORKER"]
-        self._path = Path(os.environ["FOLDER"]) / f"told-{number}"
+        self._path = Path(os.environ["FOLDER"]) / f"reports-{number}"
         self._rings = RankRings(self._runtime, WINDOW_STEPS)
         self._connections = ConnectionSampler(self._runtime)
         self._metrics = MetricsReporter()

@@ -1,8 +1,8 @@
 """The faults: how each begins and ends on the hosts, and what is true about it.
 
-Each strikes in PLACES ways, on other ranks and by other amounts, so that nothing is tuned to one of them. What slows
-ranks down is measured in what they usually need, so that it is as deep on any machine: steps take 1.2 to 3 times as
-long. What costs less than a tenth is let be (`detection.stragglerSlowdown`).
+Each is injected in PLACES variants, on other ranks and by other amounts, so that nothing is tuned to one of them. What
+slows ranks down is measured in what they usually need, so that it is as deep on any machine: steps take 1.2 to 3 times
+as long. What costs less than a tenth is tolerated (`detection.stragglerSlowdown`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Truth:
         return self._names_rank(finding.culprit) if self.ranks else ALL_RANKS in finding.culprit
 
     def is_blamed(self, ranks: frozenset[int]) -> bool:
-        """By a rule that knows nothing but ranks."""
+        """By a rule that names only ranks."""
         if self.is_of_links:
             return False
         return ranks <= set(self.ranks) if self.ranks else len(ranks) == RANKS

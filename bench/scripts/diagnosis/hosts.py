@@ -110,7 +110,7 @@ class JobHost:
     @property
     def agent_report_path(self) -> Path:
         """What its agent has written down."""
-        return self.folder / f"told-{self.number}"
+        return self.folder / f"reports-{self.number}"
 
     def read_pid(self, rank: int) -> int:
         """Of the rank's process."""
@@ -216,7 +216,7 @@ class HostedJob:
     def wait_for(
         self, condition: Callable[[], Value | None], description: str, seconds: float = START_TIMEOUT_SECONDS
     ) -> Value:
-        """The first truthy answer of `condition`. Raises TimeoutError with the last words of the logs."""
+        """The first truthy answer of `condition`. Raises TimeoutError with the last lines of the logs."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -290,7 +290,7 @@ def set_cpu_quota(host: JobHost, cores: float | None) -> None:
 
 
 def slow_link(host: JobHost, rate: str, *, egress: bool = True, to: JobHost | None = None) -> None:
-    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only its way to this host."""
+    """Slow its route to the others (egress) or theirs to it to `rate` (in tc's syntax); `to`: only to this host."""
     namespace, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
     tc = ("tc", "-n", namespace)
     if to is None:

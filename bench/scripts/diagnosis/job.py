@@ -34,7 +34,7 @@ ACTIVATIONS, PARTIAL_SUMS, GRADIENTS = 16_384, 8_192, 393_216
 TOKENS_SIGMA = 20.0
 """Standard deviation of the logarithm of lengths, a second of the fault's strength."""
 OBJECTS_A_SECOND = 2e7
-"""That a collection looks at."""
+"""That a collection visits."""
 MAX_STEPS_APART = 8
 """No two ranks are."""
 USUAL_TOKENS = 1000
@@ -44,7 +44,7 @@ MATRIX_WIDTH = 96
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Each takes as long to load as the fault says."""
+    """Each takes as long to load as the fault sets."""
 
     def __len__(self) -> int:
         return 1 << 30
@@ -122,7 +122,7 @@ class RankJob:
 
 
 def draw_tokens(step: int, replica: int) -> int:
-    """Lengths that differ by replica and step, the same in the mean, where the fault says so."""
+    """Lengths that differ by replica and step, the same in the mean, where the fault sets it."""
     fault = read_fault()
     if fault.get("kind") != "lengths":
         return USUAL_TOKENS
@@ -168,7 +168,7 @@ def augment_sample(seconds: float) -> None:
 
 
 def log_metrics(seconds: float) -> None:
-    """All ranks meet once more in each step, and somebody writes something down."""
+    """All ranks synchronize once more in each step, and one writes a record."""
     dist.barrier()
     time.sleep(seconds)
 

@@ -1,4 +1,4 @@
-"""Perturbed copies of all recordings, judged; what is right of the verdicts, by fault."""
+"""Perturbed copies of all recordings, diagnosed; what is right of the verdicts, by fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .record import HEALTHY, Recording, get_recording_path
 
 MIN_CONFIDENCE = 0.9
 NAIVE_VERDICT_SECONDS = 2.0
-"""Seconds that a naive rule is let look at the fault before its first answer counts."""
+"""Seconds that a naive rule may observe the fault before its first answer counts."""
 
 Key = tuple[str, frozenset[str]]
 """Class and kinds of witnesses of a verdict."""
@@ -57,7 +57,7 @@ class Outcome:
     early: bool  # something was blamed before the fault began
     first: ReplayVerdict | None  # that names a worker; None: no worker was named
     last: ReplayVerdict | None
-    naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed somebody, and rightly
+    naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed a rank, and rightly
 
 
 Beginnings = Mapping[str, Sequence[Beginning]]

@@ -1,6 +1,6 @@
 """The replicas of a tiny GPT, trained one after the other in this process as a side's rules have it, without a clock.
 
-What judges, weighs and applies pseudo-gradients is the library's own: `weigh` and `OuterOptimizer`, on the units that
+What checks, weighs and applies pseudo-gradients is the library's own: `weigh` and `OuterOptimizer`, on the units that
 it makes of the model. Only the exchange is missing: all replicas are here.
 """
 

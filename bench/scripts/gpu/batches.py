@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU that computes. Each function fails by an AssertionError."""
+"""Batches in transfer to a GPU that computes. Each function fails by an AssertionError."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_copies_during_work() -> None:
 
 
 def check_memory_is_kept() -> None:
-    """The script drops each batch before the device has come to it, and asks for the next one of the same size."""
+    """The script drops each batch before the device has come to it, and requests the next one of the same size."""
     device = get_current_device()
     move, sums = create_batch_mover(device), []
     host_tensors = [torch.full((1 << 18,), float(number)).pin_memory() for number in range(50)]  # pinning may wait

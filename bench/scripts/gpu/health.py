@@ -21,7 +21,7 @@ def watch_health(seconds: float) -> dict[str, Any]:
     end = time.monotonic() + seconds
     while time.monotonic() < end or not monitor.health:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"NVML has told nothing in {TIMEOUT_SECONDS:g} s")
+            raise TimeoutError(f"NVML has reported nothing in {TIMEOUT_SECONDS:g} s")
         busy(0.2)
         wait_until_done()
         events += monitor.poll(time.monotonic())

@@ -1,7 +1,7 @@
 """What keeping a GPU's state costs its steps, and how soon it is back: ours against torch's own checkpoints (DCP).
 
 Each function runs in the one rank of `run_workers`. Layers of one size train under AdamW; a step has a kernel of a
-known length in it, so that it takes as long as a step of a larger model. What holds a step up is told by its own end:
+known length in it, so that it takes as long as a step of a larger model. What holds a step up is measured by its end:
 from a moment at which the GPU has nothing to do until it has done the step, with something kept before it or not.
 """
 

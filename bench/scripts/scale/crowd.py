@@ -1,4 +1,4 @@
-"""Many sidecars' polls, from one process: real TLS, real HTTP, a token each, and a heartbeat with news of steps.
+"""Many sidecars' polls, from one process: real TLS, real HTTP, a token each, and a heartbeat with new steps.
 
     python -m bench.scripts.scale.crowd <port> <workers> <ranks a worker> <seconds a poll may be held>
 

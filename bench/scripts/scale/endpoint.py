@@ -2,7 +2,7 @@
 
     python -m bench.scripts.scale.endpoint <port> <workers> <ranks a worker>
 
-Says the authority that callers are to trust, then `look` on standard input has it say how it fares; all in lines of
+Prints the authority that callers are to trust, then its usage for each `poll` on standard input; all in lines of
 JSON. The API server's review of tokens is left out: every caller that claims to be a worker is one. Not measured: the
 calls that a review costs (see decision 29).
 """

@@ -81,7 +81,7 @@ async def _measure_nodes(size: Size) -> list[Measurement]:
             for count, goal in size.fail:
                 measurements.append(await _measure_many_nodes(testbed, observations, count, goal, stagger))
         first_node = 0
-        for count, goal in size.fail:  # each others: what a GPU has shown before is no news
+        for count, goal in size.fail:  # other nodes each time: an XID that a GPU has shown before does not count again
             measurements.append(await _measure_xids(testbed, observations, range(first_node, first_node + count), goal))
             first_node += count
         testbed.restart_operator(SHIPPED_LIMITS)
@@ -92,13 +92,13 @@ async def _measure_nodes(size: Size) -> list[Measurement]:
 
 @dataclass
 class NodeObservations:
-    """What the watches have told, by node."""
+    """What the watches have received, by node."""
 
     marked_since: dict[str, float] = field(default_factory=dict)  # since when it is tainted and cordoned
     cordoned_ever: set[str] = field(default_factory=set)
     blocked_since: dict[str, float] = field(
         default_factory=dict
-    )  # since when its NodeQuarantine says that the breaker tripped
+    )  # since when its NodeQuarantine reports that the breaker tripped
     quarantines: set[str] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -190,7 +190,7 @@ async def _measure_many_nodes(
 async def _measure_xids(
     testbed: ScaleTestbed, observations: NodeObservations, indices: range, goal: float
 ) -> Measurement:
-    """From the moment in which Prometheus shows them. Their workers are replaced, but find no room."""
+    """From the moment in which Prometheus shows them. Their workers are replaced, but cannot be placed."""
     nodes, count = [format_node_name(i) for i in indices], len(indices)
     used_before, start = testbed.read_processor_seconds(), time.monotonic()
     testbed.prometheus.xids |= dict.fromkeys(nodes, GPU_HAS_FALLEN_OFF)
@@ -212,7 +212,7 @@ async def _measure_breaker(testbed: ScaleTestbed, observations: NodeObservations
     nodes, observations.cordoned_ever = [format_node_name(i) for i in range(count)], set()
     start = time.monotonic()
     writing = asyncio.gather(*(_write_condition(testbed.api, name, "True") for name in nodes))
-    await _wait_until(observations, lambda: bool(observations.blocked_since), "the breaker's word")
+    await _wait_until(observations, lambda: bool(observations.blocked_since), "the breaker's report")
     await writing
     await asyncio.sleep(BREAKER_SECONDS)
     cordoned, blocked_after = (
@@ -222,13 +222,13 @@ async def _measure_breaker(testbed: ScaleTestbed, observations: NodeObservations
     reported_count = testbed.read_metrics().count('reason="Breaker"')
     first, last = (blocked_after[0], blocked_after[-1]) if blocked_after else (math.inf, math.inf)
     log_progress(
-        f"{cordoned} of {count} nodes cordoned; said of {len(blocked_after)} after {first:.2f} to {last:.2f} s, "
+        f"{cordoned} of {count} nodes cordoned; reported for {len(blocked_after)} after {first:.2f} to {last:.2f} s, "
         f"of {reported_count} in the metrics"
     )
     return [
         Measurement(f"nodes cordoned of {count} that fail at once, breaker as shipped", cordoned, 0, "nodes"),
-        Measurement("the breaker's word in the first NodeQuarantine", first, 6.0, "s"),
-        Measurement("nodes of which it is not said", count - len(blocked_after), 0, "nodes"),
+        Measurement("the breaker's report in the first NodeQuarantine", first, 6.0, "s"),
+        Measurement("nodes without the breaker's report", count - len(blocked_after), 0, "nodes"),
     ]
 
 
@@ -260,7 +260,7 @@ async def _release_nodes(testbed: ScaleTestbed, observations: NodeObservations, 
 
 
 async def _wait_until(observations: NodeObservations, condition: Callable[[], bool], description: str) -> bool:
-    """False: not within TIMEOUT_SECONDS, which is said."""
+    """False: not within TIMEOUT_SECONDS, which is logged."""
 
     async def wait() -> None:
         while not condition():

@@ -2,8 +2,8 @@
 
     python -m bench.scripts.scale.sidecars     # {"api", "authority", "token", "folder", "of"} as JSON on its stdin
 
-`of`: "all" of them, "spares", or "others". What thousands are told together this process takes in for seconds, where
-each has a processor of its own in a cluster: a spare that is to be timed needs another one.
+`of`: "all" of them, "spares", or "others". This process needs seconds for a plan for thousands of workers. In a
+cluster each has a processor of its own: a spare that is to be timed needs another process.
 
 Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
 client (`pacekeeper.sidecar.operator_client`). At most as many handshakes are in progress at a time as one process can
@@ -43,7 +43,7 @@ REPORT_INTERVAL_SECONDS = 0.1
 STEP_TIME_VARIATION = 0.01
 """By so much a rank's step times differ from one telling to the next."""
 WAIT_SHARE = 0.05
-"""Of a step, that all ranks wait: jobs that wait for a tenth of it are asked where that comes from, again and again."""
+"""Of a step, that all ranks wait: jobs that wait for a tenth of it are investigated again and again."""
 LABEL_JOB = "pacekeeper.dev/job"
 AUDIENCE = "pacekeeper"
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.2, 5.0

@@ -31,7 +31,7 @@ JOBS_PATH = f"{API_PATH}/namespaces/{JOB_NAMESPACE}/trainingjobs"
 TOKEN_SECONDS = 7200
 START_TIMEOUT_SECONDS = 900.0
 MIN_MEMORY_BYTES = 512 * 2**20
-"""The chart's limit; with more than a thousand workers half a MiB for each, as docs/install.md says."""
+"""The chart's limit; with more than a thousand workers half a MiB for each (docs/install.md)."""
 PATIENT_SETTINGS = {"PACEKEEPER_LEASE_SECONDS": "30s"}
 """An operator's settings while jobs begin: the work of thousands of kubelets and sidecars leaves it too little of two
 cores for a Lease of six seconds. What is measured is an operator as it is shipped."""
@@ -54,7 +54,7 @@ class ScaleTestbed:
     pid: int = 0
     """Of the operator."""
     sidecars: dict[str, float] = field(default_factory=dict)
-    """What the processes of all sidecars have said last: counts together, of moments the last one."""
+    """The last reports of the processes of all sidecars: sums of counts, and the latest of times."""
     reports: dict[str, dict[str, float]] = field(default_factory=dict)
     """The same of each process."""
     report_received: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,7 +101,7 @@ class ScaleTestbed:
         self.start_operator(settings)
 
     def kill_operator(self) -> None:
-        """Without a word."""
+        """Without a shutdown."""
         self.plane.kill(OPERATOR)
 
     def read_metrics(self, *names: str) -> str:

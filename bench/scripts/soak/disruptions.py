@@ -45,7 +45,7 @@ class Disruptions:
         return list(self._kinds)
 
     def make(self, name: str, job: ClusterJob) -> str:
-        """The fault of this name, to this job or to what is below all; in words."""
+        """Inject the fault of this name into this job or the cluster; return its description."""
         return self._kinds[name](job)
 
     @property
@@ -58,7 +58,7 @@ class Disruptions:
         return {
             "rank killed": self._kill_rank,
             "rank stopped": self._stop_rank,
-            "container frozen": self._stop_worker,
+            "container stopped": self._stop_worker,
             "error raised": lambda job: self._request_script_fault(job, "raise"),
             "memory filled": lambda job: self._request_script_fault(job, "fill"),
             "rank waits indefinitely": lambda job: self._request_script_fault(job, "hang"),
@@ -66,7 +66,7 @@ class Disruptions:
             "worker deleted": lambda job: f"pod {job.delete_worker(self._draw_rank())}",
             "spare deleted": self._delete_spare,
             "node cordoned": self._cordon_node,
-            "kubelet frozen": self._stop_kubelet,
+            "kubelet stopped": self._stop_kubelet,
             "processor taken": self._throttle_trainer,
             "link slowed": self._slow_link,
             "cable pulled": self._disconnect_node,

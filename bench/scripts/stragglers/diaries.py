@@ -37,7 +37,7 @@ class Period:
     samples: tuple[int, ...]
     """Of each rank."""
     virtual: float
-    """Units of time that the draws alone take: of the rank that needs longest."""
+    """Units of time that the draws by themselves take: of the rank that needs longest."""
 
 
 Diary = Sequence[DiaryEntry]

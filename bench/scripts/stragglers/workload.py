@@ -33,7 +33,7 @@ class StepPacer:
     """Makes each local step take the seconds that its samples have drawn, and writes the rank's diary."""
 
     def __init__(self, costs: Costs, rank: int, unit_seconds: float) -> None:
-        """`unit_seconds`: of a sample of cost 1; 0: no sleep at all, the diary tells the draws all the same."""
+        """`unit_seconds`: of a sample of cost 1; 0: no sleep at all, the diary has the draws in any case."""
         self.diary: list[DiaryEntry] = []
         self.period = 1
         self._costs = costs[rank]

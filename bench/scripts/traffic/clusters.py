@@ -36,7 +36,7 @@ JOB_COUNT = 100
 JOB_HOSTS_RANGE = (2, 32)
 """Hosts of one of a hundred jobs, log-uniform: about 85 % of the cluster is in use."""
 TURNOVERS = 5
-"""So often each of them has been replaced, about, before we look."""
+"""How often each of them has been replaced, about, before the measurement."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class TrafficJob:
     """It computes and communicates by turns."""
 
     hosts: tuple[int, ...]  # in the order of its ranks
-    period: int  # slots of the circle that `shifts` looks at
-    busy: int  # slots in which it communicates, were it alone
+    period: int  # slots of the circle that `shifts` uses
+    busy: int  # slots in which it communicates, were it the only job
     stages: int = 1
 
     @property
@@ -180,7 +180,7 @@ def draw_eight_jobs(rng: np.random.Generator) -> list[TrafficJob]:
 
 def draw_hundred_jobs(rng: np.random.Generator, packed: bool) -> list[TrafficJob]:
     """Jobs come and go, and later ones fill the gaps. packed: with the first free hosts; else with any, as Kubernetes'
-    scheduler does where no labels of the fabric tell it better."""
+    scheduler does where no labels of the fabric improve the order."""
     free = np.ones(HOSTS, bool)
     running: list[list[int]] = []
     for turn in range(1 + TURNOVERS * JOB_COUNT):

@@ -1,4 +1,4 @@
-"""Who chooses the way of each flow: `PLANNERS` by name, ours and those that it has to beat."""
+"""Choosers of each flow's route: `PLANNERS` by name, ours and those that it must outperform."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _assign_traffic(fabric: SimulatedFabric, traffic: Traffic) -> PlannedTraffic
 
 
 def _build_hash_planner(parts: int) -> Planner:
-    """ECMP: each flow anywhere by chance, but not over a dead link; there must be a way that is alive. E-ECMP (Meta,
+    """ECMP: each flow anywhere by chance, but not over a dead link; there must be a live route. E-ECMP (Meta,
     SIGCOMM 2024) hashes each of a flow's sub-connections by itself."""
 
     def plan(case: PlannerCase, rng: np.random.Generator) -> PlannedTraffic:

@@ -1,7 +1,7 @@
 """How fast jobs are under a plan: at once, where all communicate all the time, and by turns with computing.
 
-A speed is a part of what the job would reach alone on a fabric without a bottleneck; a ring is as fast as its slowest
-edge, and a job as its slowest ring.
+A speed is a part of what the job would reach as the only one on a fabric without a bottleneck. A ring is as fast as its
+slowest edge, and a job as its slowest ring.
 """
 
 from __future__ import annotations

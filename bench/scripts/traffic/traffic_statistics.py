@@ -1,11 +1,12 @@
 """What the runs on the real fabric come to, and which goals hold.
 
-Where the fabric has room for all, a job that is planned has links of its own, and no luck of ECMP's gives it more:
-there no job may lose. Where it has not, a job that ECMP has left alone gives half of its link away: there it is all
-jobs of a run together that may not lose, and what they get is held to what the simulator says that there is to get.
+Where the fabric has room for all, a job that is planned has links of its own, and no draw of ECMP gives it more:
+there no job may lose. Where it has not, a job without collisions under ECMP gives half of its link away. There all jobs
+of a run together may not lose, and what they get is compared with the optimum of the simulator.
 
-The simulator is judged by means. A job collides or it does not, so that the median is the speed of whichever kind has
-one job more: it jumps between the two by a single run, and represents neither. It is reported for comparison.
+Results of the simulator are compared by their means. A job collides or it does not, so that the median is the speed of
+whichever kind has one job more: it jumps between the two by a single run, and represents neither. It is reported for
+comparison.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Cut:
 
     recovered: float  # from the cut until all jobs were at the new best speed, and stayed there
     pause: float  # the longest between two all-reduces' ends
-    moved: int  # jobs that began a round over other ways
+    moved: int  # jobs that began a round over other routes
     strays: int
 
 

@@ -205,7 +205,7 @@ def read_status(data: Any) -> object:
         return read_checkpoint_status(Path(file.name))
 
 
-STATUS = {"step": 100, "published_ns": 10**12, "failed_rank": 3, "error": "rank 3: no room"}
+STATUS = {"step": 100, "published_ns": 10**12, "failed_rank": 3, "error": "rank 3: no space"}
 
 BORDERS = [
     Border("checkpoints", lambda: [build_volume()], mutate_volume, open_volume, judge=check_whole_or_none, cases=250),

@@ -1,4 +1,4 @@
-"""What ranks and people hand to the analysis: behavior windows, fabrics, groups, collectives, NCCL's words."""
+"""What ranks and people hand to the analysis: profiles, fabrics, groups, collectives, NCCL's output."""
 
 from __future__ import annotations
 

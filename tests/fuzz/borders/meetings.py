@@ -70,7 +70,7 @@ def write_authenticated(channel: Any, message: Any) -> None:
 
 @contextmanager
 def run_server() -> Iterator[Enter]:
-    """Another member says it; afterwards two others still come together."""
+    """Another member sends it; afterwards two others still complete a rendezvous."""
     with create_loop() as loop:
 
         async def run_exchange(message: dict[str, Any]) -> object:
@@ -116,7 +116,7 @@ def build_participant_messages() -> list[dict[str, Any]]:
 
 @contextmanager
 def run_client() -> Iterator[Enter]:
-    """A host says it; the client goes on, and has taken it or left it."""
+    """A server sends it; the client goes on, and has accepted or ignored it."""
     with create_loop() as loop:
 
         async def run_exchange(view: Any) -> object:

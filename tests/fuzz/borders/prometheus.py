@@ -70,10 +70,10 @@ def query_prometheus() -> Iterator[Enter]:
 
 
 def check_error_length(result: Any, _valid: Any) -> str:
-    """People read the trouble in a condition."""
+    """Users read the error in a condition."""
     *_, unavailable, error = result
     if max(len(unavailable), len(error)) > 3_000:
-        return "its trouble takes thousands of characters"
+        return "its error takes thousands of characters"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What the platform team and the shell hand on: environment variables, and pods' last words."""
+"""What the platform team and the shell hand on: environment variables, and pods' termination messages."""
 
 from __future__ import annotations
 
