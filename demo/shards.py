@@ -1,4 +1,4 @@
-"""The story of shards (`make demo STORY=shards`): a job whose ranks share one model loses a rank, a worker, and a node.
+"""The shards scenario (`make demo SCENARIO=shards`): a job with a sharded model loses a rank, a worker, and a node.
 
 Each rank's state is kept in memory, and on another node, too. So no fault costs more steps than there are between two
 snapshots, and nothing is read from the volume.
@@ -29,7 +29,7 @@ _SNAPSHOT = job.build_series_selector("pacekeeper_rank_snapshot_step")
 
 
 def run_shards_demo(out: Path) -> DemoReport:
-    """Bring everything up, run the story, and write the report to `out`."""
+    """Bring everything up, run the scenario, and write the report to `out`."""
     cluster.bring_up()
     faults = [fault for fault in list_faults() if fault.name in FAULTS]
     with DemoView(len(faults)) as view:

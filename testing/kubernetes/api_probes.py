@@ -1,4 +1,4 @@
-"""Probes of an API server's behavior where the operator relies on it: each makes a few requests, and returns what it saw.
+"""Probes of an API server's behavior that the operator relies on: each makes a few requests, and returns the results.
 
 They run against the simulated API server and the real one, with the same results. What differs between any two runs
 (uids, versions, times) is left out of the results; `@probe(…)` holds what is expected.

@@ -36,7 +36,7 @@ async def main(address: str, folder: Path) -> None:
         path_lines = [runtime.paths_file(local).read_text().splitlines() for local in range(len(plan.ranks))]
         ports = [path.ports for path in finder._found.values()]
         _print_message(
-            {"told": path_lines, "found": ports, "reports": [asdict(report) for report in finder.build_reports()]}
+            {"lines": path_lines, "found": ports, "reports": [asdict(report) for report in finder.build_reports()]}
         )
 
 

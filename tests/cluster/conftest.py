@@ -26,10 +26,10 @@ def pytest_runtest_makereport(
     if report.failed and report.when == "call" and cluster is not None:
         selected = ("-n", "pacekeeper-system", "-l", "app.kubernetes.io/name=pacekeeper")
         try:
-            said = cluster.kubectl("logs", *selected, "--prefix", "--since=120s", "--tail=200")
+            logs = cluster.kubectl("logs", *selected, "--prefix", "--since=120s", "--tail=200")
         except (subprocess.SubprocessError, OSError, AssertionError) as error:
-            said = str(error)
-        report.sections.append(("operators' logs", said))
+            logs = str(error)
+        report.sections.append(("operators' logs", logs))
     return report
 
 

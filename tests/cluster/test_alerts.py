@@ -42,7 +42,7 @@ def run_promtool(tool: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-class Told(BaseHTTPRequestHandler):
+class AlertReceiver(BaseHTTPRequestHandler):
     """The receiver of Alertmanager."""
 
     alerts: list[tuple[str, str, str]] = []  # noqa: RUF012  # (name, job, status), set by each test
@@ -61,8 +61,8 @@ class Told(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def webhook() -> Iterator[str]:
-    Told.alerts.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+    AlertReceiver.alerts.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), AlertReceiver) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -79,10 +79,12 @@ def test_an_alert_reaches_its_receiver_and_is_resolved(tmp_path: Path, webhook: 
             target = f"127.0.0.1:{exporter.server_port}"
             with run_prometheus(tmp_path, target, rule_files=rules, alerting=alerting):
                 metrics.publish_job_metrics("team-a", "gpt", JobStatus(phase=JobPhase.FAILED, conditions=(failed,)))
-                wait_until_true(lambda: ("PacekeeperJobFailed", "gpt", "firing") in Told.alerts, "it fires", seconds=60)
+                wait_until_true(
+                    lambda: ("PacekeeperJobFailed", "gpt", "firing") in AlertReceiver.alerts, "it fires", seconds=60
+                )
                 metrics.publish_job_metrics("team-a", "gpt", None)
                 wait_until_true(
-                    lambda: ("PacekeeperJobFailed", "gpt", "resolved") in Told.alerts, "it ends", seconds=60
+                    lambda: ("PacekeeperJobFailed", "gpt", "resolved") in AlertReceiver.alerts, "it ends", seconds=60
                 )
     finally:
         metrics.publish_job_metrics("team-a", "gpt", None)

@@ -285,12 +285,12 @@ def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> 
     user = tenant.account("careless")
     forged = STATE | {"metadata": {"name": "forged"}}
     patch = ("patch", "tjs", "of-another", "--type=merge", "-p", '{"state": {"quarantines": ["node-1"]}}')
-    for words in (
+    for response in (
         tenant.refusal(user, "create", "-f", "-", body=forged),
         tenant.refusal(user, *patch),
         tenant.refusal(user, "delete", "tjs", "of-another"),
     ):
-        assert "a TrainingJobState is the operator's own" in words
+        assert "a TrainingJobState is the operator's own" in response
 
 
 def test_the_operator_has_the_rights_that_it_needs(tenant: Tenant) -> None:
@@ -307,7 +307,7 @@ def test_the_operator_has_the_rights_that_it_needs(tenant: Tenant) -> None:
     tenant.write(OPERATOR, "delete", "configmap", "gpt-plan", DRY_RUN)
 
 
-STRANGERS = (
+FOREIGN_PODS = (
     build_owned_pod("without-owner"),
     build_owned_pod("of-another-controller", build_owner("Job", api_version="batch/v1")),
     build_owned_pod("of-a-look-alike", build_owner("TrainingJob", api_version="example.com/v1")),
@@ -317,8 +317,8 @@ STRANGERS = (
 
 
 def test_a_compromised_operator_creates_no_pod(tenant: Tenant) -> None:
-    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(STRANGERS))
-    assert words.count("only what a TrainingJob controls") == len(STRANGERS)
+    response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(FOREIGN_PODS))
+    assert response.count("only what a TrainingJob controls") == len(FOREIGN_PODS)
 
 
 def test_a_compromised_operator_gains_no_access_to_a_node(tenant: Tenant) -> None:
@@ -335,22 +335,22 @@ def test_a_compromised_operator_gains_no_access_to_a_node(tenant: Tenant) -> Non
         build_worker(containers=build_containers(seccompProfile={"type": "Unconfined"})),
         build_worker(containers=build_containers(appArmorProfile={"type": "Unconfined"})),
     )
-    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(pods))
-    assert words.count("admissionPolicy.hostAccess") == len(pods), words
+    response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(pods))
+    assert response.count("admissionPolicy.hostAccess") == len(pods), response
 
 
 def test_a_probe_mounts_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
     probes = [build_owned_pod("probe", build_owner(kind)) for kind in ("NodeQuarantine", "NodeProbe")]
     probes[0]["spec"]["hostNetwork"] = True
     probes[1]["spec"]["serviceAccountName"] = RELEASE
-    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(probes), namespace=SYSTEM)
-    assert words.count("a probe needs nothing of its node") == len(probes), words
+    response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(probes), namespace=SYSTEM)
+    assert response.count("a probe needs nothing of its node") == len(probes), response
 
 
 def test_a_compromised_operator_writes_into_no_system_namespace(tenant: Tenant) -> None:
     for namespace in ("kube-system", "kube-public", "kube-node-lease"):
-        words = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_worker(), namespace=namespace)
-        assert "nothing to do in this namespace" in words
+        response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_worker(), namespace=namespace)
+        assert "nothing to do in this namespace" in response
 
 
 OURS = "pacekeeper.dev/quarantine"

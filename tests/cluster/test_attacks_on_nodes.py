@@ -92,10 +92,10 @@ def test_a_forged_gpu_error_quarantines_no_node_and_many_of_them_cause_one_probe
     job.wait_for_phase("Running", timeout=120)
     worker = job.find_worker(0)
     for number in range(5):
-        send_forged_fault(job, worker, f"{worker}-lie-{number}")
+        send_forged_fault(job, worker, f"{worker}-forged-{number}")
     wait_for(lambda: read_phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
     for number in range(5, 10):
-        send_forged_fault(job, worker, f"{worker}-lie-{number}")
+        send_forged_fault(job, worker, f"{worker}-forged-{number}")
     incidents = [i for i in job.list_incidents() if i["spec"]["cause"] == "gpu-error"]
     assert len(incidents) == 1, "the forged fault was received, and repeated ones count as one"
     assert is_untouched(cluster, NODE)

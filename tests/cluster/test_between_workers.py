@@ -27,15 +27,15 @@ HOSTILE = (
 KNOCK = """
 import socket, sys
 address, port, content = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
-said = b""
+received = b""
 with socket.create_connection((address, port), timeout=10) as connection:  # the launcher hangs up after two
     try:
         connection.sendall(content)
         while part := connection.recv(1 << 16):
-            said += part
+            received += part
     except ConnectionError:
         pass
-print(said.hex())
+print(received.hex())
 """
 
 
@@ -61,8 +61,8 @@ def test_strangers_at_the_rendezvous_port_are_disconnected_and_end_no_round(job:
     plan, first = job.read_plan(), job.read_plan()["members"][0]
     assert plan["secret"]
     for content in HOSTILE:
-        said = send_from_worker(job, job.find_worker(1), first["address"], plan["store_port"], content)
-        assert said == b"" or (said.startswith(b"pacekeeper ") and len(said) < 64), "no more than a nonce"
+        received = send_from_worker(job, job.find_worker(1), first["address"], plan["store_port"], content)
+        assert received == b"" or (received.startswith(b"pacekeeper ") and len(received) < 64), "no more than a nonce"
     job.wait_for_more_steps()
     assert job.read_plan()["membership"] == plan["membership"]
     assert job.list_incidents() == []
@@ -102,5 +102,5 @@ def send_from_worker(job: ClusterJob, worker: str, address: str, port: int, cont
     """All that the rendezvous server sends until it hangs up, to a client in that worker's pod: the NetworkPolicy
     keeps out pods of other jobs."""
     command = ["python", "-c", KNOCK, address, str(port), content.hex()]
-    said = job.cluster.kubectl("exec", worker, "-c", "trainer", "-n", job.namespace, "--", *command)
-    return bytes.fromhex(said.strip())
+    received = job.cluster.kubectl("exec", worker, "-c", "trainer", "-n", job.namespace, "--", *command)
+    return bytes.fromhex(received.strip())

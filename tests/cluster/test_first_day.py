@@ -55,7 +55,9 @@ def iterate_manifests() -> Iterator[dict[str, Any]]:
     yield build_job_manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
     for name in ("narrow", "beside"):  # on one claim
         yield build_paced_job(name, 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
-    yield build_job_manifest("exits", build_command('print("loading")\nraise SystemExit("no corpus at /data/corpus")\n'))
+    yield build_job_manifest(
+        "exits", build_command('print("loading")\nraise SystemExit("no corpus at /data/corpus")\n')
+    )
     unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
     yield build_job_manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
     mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
@@ -84,7 +86,8 @@ class TestMistakes:
             return found if found.get("reason") == "ImagePullFailed" else None
 
         assert (
-            "no/such-image:1" in job.wait_until(reason, 30, "the condition reports that the image is missing")["message"]
+            "no/such-image:1"
+            in job.wait_until(reason, 30, "the condition reports that the image is missing")["message"]
         )
         job.wait_for_phase("Failed", timeout=60)
         assert "no/such-image:1" in job.get_condition("Failed")["message"]
@@ -118,8 +121,8 @@ class TestMistakes:
         assert not job.list_pods()
         job.patch(suspend=True)
         job.wait_for_phase("Suspended", timeout=20)
-        mended = without_a_volume(volumes=[{"name": "scratch", "emptyDir": {}}])
-        job.patch(suspend=False, template=mended["spec"]["template"])
+        corrected = without_a_volume(volumes=[{"name": "scratch", "emptyDir": {}}])
+        job.patch(suspend=False, template=corrected["spec"]["template"])
         job.wait_for_phase("Complete", timeout=60)
         assert job.get_condition("InvalidTemplate")["status"] == "False"
 
@@ -219,16 +222,16 @@ class TestLong:
         slow = job.find_checkpoint_folder() / "slow-1"
         slow.write_text("0.1")
         try:
-            said = " ".join(job.run_cli("profile", job.name, timeout=240).split())
+            output = " ".join(job.run_cli("profile", job.name, timeout=240).split())
         finally:
             slow.unlink()
-        assert "in a profile window of 2 ranks a step took" in said
+        assert "in a profile window of 2 ranks a step took" in output
         incident = next(found for found in job.list_incidents() if found["spec"]["cause"] == "slow-steps")
         diagnosis = incident["status"]["diagnosis"]
         assert (diagnosis["fault"], diagnosis["culprit"].partition(":")[2]) == ("Code", "sleep_if_slow on rank 1"), (
             diagnosis
         )
-        assert diagnosis["culprit"] in said
+        assert diagnosis["culprit"] in output
         assert len({witness["kind"] for witness in diagnosis["signals"]}) >= 2
 
     def test_a_worker_may_report_for_itself(self, job: ClusterJob) -> None:
@@ -263,7 +266,7 @@ class TestLong:
 
     def test_a_report_for_another_worker_is_refused(self, job: ClusterJob) -> None:
         mine, other = job.find_worker(0), job.find_worker(1)
-        fault = {"name": "lie", "kind": "Stalled", "worker": other, "round": 1, "noticed_at": time.time()}
+        fault = {"name": "forged", "kind": "Stalled", "worker": other, "round": 1, "noticed_at": time.time()}
         assert call_operator(job, "/v1/faults", create_sidecar_token(job, mine), fault)[0] == 403
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, mine), {"worker": other})[0] == 403
 
@@ -276,13 +279,19 @@ class TestLong:
 
     def test_invalid_reports_are_refused(self, job: ClusterJob) -> None:
         worker = job.find_worker(0)
-        mine, beat = create_sidecar_token(job, worker), {"worker": worker}
+        mine, heartbeat = create_sidecar_token(job, worker), {"worker": worker}
         for query in ("wait=nan", "wait=1e309", "wait=-1", "after=x"):
-            assert call_operator(job, f"/v1/plan?{query}", mine, beat)[0] == 400, query
-        assert call_operator(job, "/v1/plan", mine, beat | {"refused": "x" * 70_000})[0] == 413
-        lie = {"name": f"{job.find_worker(1)}-lie", "kind": "Stalled", "worker": worker, "round": 1, "noticed_at": 0.0}
-        assert call_operator(job, "/v1/faults", mine, lie)[0] == 400
-        assert call_operator(job, "/v1/plan", mine, beat)[0] == 200
+            assert call_operator(job, f"/v1/plan?{query}", mine, heartbeat)[0] == 400, query
+        assert call_operator(job, "/v1/plan", mine, heartbeat | {"refused": "x" * 70_000})[0] == 413
+        forged = {
+            "name": f"{job.find_worker(1)}-forged",
+            "kind": "Stalled",
+            "worker": worker,
+            "round": 1,
+            "noticed_at": 0.0,
+        }
+        assert call_operator(job, "/v1/faults", mine, forged)[0] == 400
+        assert call_operator(job, "/v1/plan", mine, heartbeat)[0] == 200
 
     def test_the_authority_stays_the_same_after_its_secret_was_deleted(self, job: ClusterJob) -> None:
         worker, cluster = job.find_worker(0), job.cluster

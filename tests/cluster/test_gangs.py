@@ -42,7 +42,9 @@ def test_no_pod_is_placed_before_all_pods_fit(cluster: KubectlCluster) -> None:
         older.wait_for_phase("Running", timeout=120)
         older.delete_worker(0)
         older.wait_until_healed("worker-lost")
-        assert [pod["spec"].get("schedulingGroup") for pod in older.list_pods()].count(None) == 1, "it is placed by itself"
+        assert [pod["spec"].get("schedulingGroup") for pod in older.list_pods()].count(None) == 1, (
+            "it is placed by itself"
+        )
 
         younger = ClusterJob.apply(cluster, namespace, build_tight_job("younger", 20, replicas=2))
         younger.wait_until(

@@ -120,13 +120,15 @@ class TestLong:
             assert first in list_cordoned(cluster), "a user had cordoned it before"
             assert second not in list_cordoned(cluster)
             calm.wait_for_more_steps(20)
-            alone = calm.read_step()
+            step_without_operator = calm.read_step()
         finally:
             cluster.kubectl("uncordon", first)
             release.install_release()
 
         calm.wait_until(
-            lambda: calm.status["step"] >= alone and calm.phase == "Running", 40, "the new operator has loaded the job"
+            lambda: calm.status["step"] >= step_without_operator and calm.phase == "Running",
+            40,
+            "the new operator has loaded the job",
         )
         calm.wait_for_more_steps()
         assert list_uids(calm) == pods
@@ -202,21 +204,21 @@ THREE = ["node-2", "node-3", "node-4"]
 
 
 @contextmanager
-def kill_operator_repeatedly(cluster: KubectlCluster, dice: random.Random) -> Iterator[list[str]]:
+def kill_operator_repeatedly(cluster: KubectlCluster, rng: random.Random) -> Iterator[list[str]]:
     """Again and again, up to six seconds after it is ready; yields how it was killed each time."""
     killed: list[str] = []
     over = threading.Event()
 
     def kill() -> None:
-        while not over.wait(dice.uniform(0, 6)):
+        while not over.wait(rng.uniform(0, 6)):
             pod = release.find_leading_pod()
             if pod is None or not is_ready(pod):
                 continue
             name = pod["metadata"]["name"]
-            way = dice.choice(list(WAYS))
+            method = rng.choice(list(KILL_METHODS))
             try:
-                WAYS[way](cluster, name)
-                killed.append(way)
+                KILL_METHODS[method](cluster, name)
+                killed.append(method)
             except (ClusterError, ProcessLookupError, subprocess.CalledProcessError):
                 continue  # it was going anyway
 
@@ -243,7 +245,7 @@ def delete_by_force(cluster: KubectlCluster, pod: str) -> None:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--force", "--grace-period=0")
 
 
-WAYS: dict[str, Callable[[KubectlCluster, str], None]] = {
+KILL_METHODS: dict[str, Callable[[KubectlCluster, str], None]] = {
     "killed": kill_process,
     "deleted": delete_pod,
     "deleted by force": delete_by_force,

@@ -109,13 +109,13 @@ def test_a_cordoned_node_is_left_with_a_checkpoint_before_an_eviction(calm: Clus
 
 def test_an_unresponsive_worker_is_replaced_and_its_node_is_not_blamed(calm: ClusterJob) -> None:
     """Its sidecar polls on, so only that sidecar can report it; its peers could not begin a round without it."""
-    known, frozen, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
+    known, stopped, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
     calm.stop_trainer(1)
     incident = calm.wait_until_incident_ended("worker-unresponsive", known)
-    assert (incident["spec"]["worker"], incident["spec"]["class"]) == (frozen, "Unknown")
+    assert (incident["spec"]["worker"], incident["spec"]["class"]) == (stopped, "Unknown")
     assert read_status(incident)["remedy"] == "ReplaceWorker"
     calm.wait_until(
-        lambda: frozen not in {pod["metadata"]["name"] for pod in calm.list_pods()}, 60, f"{frozen} has gone"
+        lambda: stopped not in {pod["metadata"]["name"] for pod in calm.list_pods()}, 60, f"{stopped} has gone"
     )
     calm.wait_until_calm(spares=1)
     assert calm.status["restarts"] == spent + 1, "its peers' complaints cost nothing more"

@@ -38,7 +38,7 @@ for port in map(int, sys.argv[2:]):
 """
 Reached = dict[str, tuple[int, ...]]
 """By client: the first worker's ports that admit it."""
-EVERYBODY: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"), PORTS)
+ALL_CLIENTS: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"), PORTS)
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Place:
 
     def reached(self) -> Reached:
         pods = {"peer": self.namespace, "stranger": self.namespace, "operator": self.operators}
-        ask = ["python", "-c", CONNECT, self.address, *map(str, PORTS)]
-        commands = {pod: ["exec", pod, "--namespace", where, "--", *ask] for pod, where in pods.items()}
+        connect = ["python", "-c", CONNECT, self.address, *map(str, PORTS)]
+        commands = {pod: ["exec", pod, "--namespace", where, "--", *connect] for pod, where in pods.items()}
         with ThreadPoolExecutor() as pool:
             answers = {pod: pool.submit(self.cluster.kubectl, *command) for pod, command in commands.items()}
             # Prometheus is on the machine itself.
-            answers["prometheus"] = pool.submit(run_command, sys.executable, *ask[1:])
-        return {asking: (*map(int, answer.result().split()),) for asking, answer in answers.items()}
+            answers["prometheus"] = pool.submit(run_command, sys.executable, *connect[1:])
+        return {client: (*map(int, answer.result().split()),) for client, answer in answers.items()}
 
-    def wait_until_reached(self, wanted: Reached) -> None:
-        wait_for(lambda: self.reached() == wanted, 40, f"{wanted}", situation=lambda: f"it is {self.reached()}")
+    def wait_until_reached(self, expected: Reached) -> None:
+        wait_for(lambda: self.reached() == expected, 40, f"{expected}", situation=lambda: f"it is {self.reached()}")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def pods(cluster: KubectlCluster) -> Iterator[Place]:
 @pytest.fixture
 def place(pods: Place) -> Iterator[Place]:
     """Open before each test: what follows is the doing of its policy."""
-    pods.wait_until_reached(EVERYBODY)
+    pods.wait_until_reached(ALL_CLIENTS)
     yield pods
     pods.cluster.kubectl("delete", "networkpolicy", "--all", "--namespace", pods.namespace)
 
@@ -106,7 +106,7 @@ def test_a_tenants_own_policy_limits_the_egress_of_their_pods(place: Place) -> N
     }
     kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "egress"}}
     place.cluster.apply(kind | {"spec": spec}, place.namespace)
-    place.wait_until_reached(EVERYBODY | {"stranger": (FREE_PORT,)})
+    place.wait_until_reached(ALL_CLIENTS | {"stranger": (FREE_PORT,)})
 
 
 def _build_pod(name: str, node: str, command: str, *, worker: bool) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: KubectlCluster
     else:
         faults.throttle_node(BAD, 120)  # less than what is left of this machine while others work on it
     preferred = {"key": "kubernetes.io/hostname", "operator": "In", "values": [BAD, "node-1", "node-2"]}
-    wish = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
-    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}
+    preference = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preference}}
     job = ClusterJob.apply(cluster, namespace, build_preflight_job(3, pod={"affinity": affinity}))
     job.wait_for_phase("Running", timeout=240)
     ranked = {member["worker"] for member in job.read_plan()["members"]}

@@ -253,10 +253,10 @@ class TestLife:
         assert cluster.get("nodequarantine", NODE) is None
 
     async def test_a_quarantine_waits_for_approval(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        asking = replace(settings, quarantine_mode=RemediationMode.RECOMMEND)
-        await accuse_node(api, cluster, asking)
-        await reconcile_all(api, asking, now=time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
-        assert (await accuse_node(api, cluster, asking)).verdict is QuarantineVerdict.AWAITS_APPROVAL
+        approving = replace(settings, quarantine_mode=RemediationMode.RECOMMEND)
+        await accuse_node(api, cluster, approving)
+        await reconcile_all(api, approving, now=time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
+        assert (await accuse_node(api, cluster, approving)).verdict is QuarantineVerdict.AWAITS_APPROVAL
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Pending"
         assert "cordoned and tainted" in cluster.run_cli("approve", NODE, "--yes")
@@ -266,11 +266,11 @@ class TestLife:
     async def test_the_loop_follows_changes_by_users(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        fleet = NodeRegistry(api, OperatorRuntime(), settings)
-        loop = asyncio.create_task(run_quarantine_loop(fleet))
+        registry = NodeRegistry(api, OperatorRuntime(), settings)
+        loop = asyncio.create_task(run_quarantine_loop(registry))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
-            await fleet.refresh()  # instead of a watch
+            await registry.refresh()  # instead of a watch
             await asyncio.to_thread(wait_for, condition, 10, "what the user requested")
 
         create_manually(cluster, approved=True)
@@ -355,8 +355,8 @@ class TestSuspicion:
         await accuse_node(api, cluster, settings, STAND_IN, witness=Witness.NONE)
         await reconcile_all(api, settings, STAND_IN, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
         assert is_held(cluster, STAND_IN)
-        said = cluster.get("nodequarantine", STAND_IN)["status"]["conditions"]
-        assert {c["type"]: c["reason"] for c in said} == {
+        conditions = cluster.get("nodequarantine", STAND_IN)["status"]["conditions"]
+        assert {c["type"]: c["reason"] for c in conditions} == {
             "Witnessed": "NodeCondition",
             "Quarantined": "Quarantined",
         }

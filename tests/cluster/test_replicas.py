@@ -42,10 +42,10 @@ def test_a_standby_takes_over_from_a_lost_leader_while_the_job_trains(
 ) -> None:
     known, membership, round_ = calm.list_incident_names(), calm.read_plan()["membership"], calm.status["round"]
     before = release.get_leader_name()
-    heal = GOES[how](cluster, before)
+    undo = GOES[how](cluster, before)
     wait_for(lambda: has_new_leader(before, how), FOLLOWED_SECONDS, f"{before} is followed: {how}")
     calm.wait_for_step(calm.read_step() + 60, timeout=120)  # longer than silence would need to become an incident
-    heal()
+    undo()
     wait_for(are_two_ready, 90, "the other stands by")
     if how != "its process is killed":  # whose next container is as good as another pod
         assert release.get_leader_name() != before

@@ -408,8 +408,8 @@ def test_columns_of_a_job(cluster: KubectlCluster, namespace: str) -> None:
     shown = read_columns(cluster, namespace, "tj")
     heads = ["NAME", "PHASE", "STEP", "PROGRESS", "LEFT", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "RESTARTS", "AGE"]
     assert list(shown) == heads
-    told = ["gpt", "Running", "1200", "24%", "5h20m", "4/4+1", "1.04", "0.97", "Sync", "2"]
-    assert list(shown.values())[:-1] == told
+    expected = ["gpt", "Running", "1200", "24%", "5h20m", "4/4+1", "1.04", "0.97", "Sync", "2"]
+    assert list(shown.values())[:-1] == expected
     wide = read_columns(cluster, namespace, "tj", "-o", "wide")
     assert (wide["ROUND"], wide["BOTTLENECK"]) == ("3", "rank 2")
 

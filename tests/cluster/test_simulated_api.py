@@ -51,8 +51,8 @@ class RealServer:
 
     def list_changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
         self.connection.request("GET", _build_url(path, {**query, "watch": "true", "timeoutSeconds": "1"}))
-        told = [json.loads(line) for line in self.connection.getresponse().read().splitlines()]
-        return [(event["type"], event["object"]) for event in told if event["type"] != "BOOKMARK"]
+        events = [json.loads(line) for line in self.connection.getresponse().read().splitlines()]
+        return [(event["type"], event["object"]) for event in events if event["type"] != "BOOKMARK"]
 
 
 def _build_url(path: str, query: Mapping[str, str]) -> str:

@@ -74,7 +74,7 @@ def test_up_again_restarts_nothing() -> None:
 
 
 def test_pods_reach_one_another_and_the_api_server(cluster: KubectlCluster, namespace: str) -> None:
-    ask = (
+    download = (
         "import os, ssl, sys, urllib.request as request\n"
         "account = '/var/run/secrets/kubernetes.io/serviceaccount/'\n"
         "headers = {'Authorization': 'Bearer ' + open(account + 'token').read()}\n"
@@ -91,7 +91,7 @@ def test_pods_reach_one_another_and_the_api_server(cluster: KubectlCluster, name
     service = cluster.get("service", "server", namespace)["spec"]["clusterIP"]
     wait_for(lambda: is_answering(f"http://{service}"), 10, "the service answers the machine itself")
     where = ["exec", "client", "--namespace", namespace, "--"]
-    assert cluster.kubectl(*where, "python", "-c", ask, f"{address}:8000", service).split() == ["200"] * 3
+    assert cluster.kubectl(*where, "python", "-c", download, f"{address}:8000", service).split() == ["200"] * 3
 
 
 def test_a_restricted_pod_imports_torch_and_the_packages(cluster: KubectlCluster, namespace: str) -> None:
@@ -241,8 +241,8 @@ def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(
 def read_throttled(namespace: str, pod: str, container: str) -> int:
     """In how many of its periods the container has come to its quota."""
     folder = cgroups.get_controller_folder("cpu", faults.find_container(namespace, pod, container).cgroup)
-    words = (folder / "cpu.stat").read_text().split()
-    return int(words[words.index("nr_throttled") + 1])
+    fields = (folder / "cpu.stat").read_text().split()
+    return int(fields[fields.index("nr_throttled") + 1])
 
 
 def _build_pod(

@@ -80,13 +80,18 @@ def test_jobs_across_the_same_leaves_have_spines_of_their_own(
     assert (status["maxLoad"], status["lowerBound"], status["deadLinks"]) == (1, 1, 0)
     assert read_condition(cluster, "Planned")["reason"] == "AtLowerBound"
     described = cluster.kubectl("describe", "fabric", fabric.NAME)
-    for words in (r"Max Load: +1", r"Bound: +1", r"Reason: +AtLowerBound", r"Node Label: +" + re.escape(fabric.LABEL)):
-        assert re.search(words, described), described
-    ways = [list_planned_spines(job) for job in jobs]
+    for pattern in (
+        r"Max Load: +1",
+        r"Bound: +1",
+        r"Reason: +AtLowerBound",
+        r"Node Label: +" + re.escape(fabric.LABEL),
+    ):
+        assert re.search(pattern, described), described
+    routes = [list_planned_spines(job) for job in jobs]
     for pair in (("l1", "l2"), ("l2", "l1")):
-        assert len({way[pair] for way in ways}) == 2, ways
+        assert len({route[pair] for route in routes}) == 2, routes
 
-    assert list_used_spines(network, jobs) == {way["l1", "l2"] for way in ways}
+    assert list_used_spines(network, jobs) == {route["l1", "l2"] for route in routes}
 
 
 def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
@@ -101,7 +106,7 @@ def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
 
 def test_labels_that_are_removed_and_restored_move_no_flow(cluster: KubectlCluster, jobs: list[ClusterJob]) -> None:
     job = jobs[0]
-    seats, round_ = job.read_plan()["members"], job.status["round"]
+    members, round_ = job.read_plan()["members"], job.status["round"]
     cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}-")
     try:
         missed = wait_for(lambda: find_condition(cluster, "LeavesResolved", "NodesUnlabeled"), 20, "it is missed")
@@ -111,7 +116,7 @@ def test_labels_that_are_removed_and_restored_move_no_flow(cluster: KubectlClust
         cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}=l1", "--overwrite")
     wait_for(lambda: is_true(cluster, "LeavesResolved"), 20, "it is known again")
     job.wait_for_more_steps()
-    assert (job.read_plan()["members"], job.status["round"]) == (seats, round_)
+    assert (job.read_plan()["members"], job.status["round"]) == (members, round_)
     assert are_paths_in_force(job)
 
 
@@ -168,9 +173,11 @@ def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one
         faults.cut_uplink(*link)
     try:
         cluster.apply(fabric.build_manifest())
-        said = wait_for(lambda: find_condition(cluster, "Planned", "NoRoute"), 15, "there is no route for any flow")
-        assert said["status"] == "False"
-        assert all(job.name in said["message"] for job in jobs), said
+        condition = wait_for(
+            lambda: find_condition(cluster, "Planned", "NoRoute"), 15, "there is no route for any flow"
+        )
+        assert condition["status"] == "False"
+        assert all(job.name in condition["message"] for job in jobs), condition
     finally:
         for link in links:
             faults.heal_uplink(*link)
@@ -198,8 +205,8 @@ def list_planned_spines(job: ClusterJob) -> dict[tuple[str, str], str]:
     draft = job.read_desired()
     assert draft is not None
     leaves = {rank: fabric.get_leaf(job.find_node(rank)) for rank in range(draft.plan.world_size)}
-    wanted = draft.plan.paths.wanted if draft.plan.paths is not None else ()
-    return {(leaves[path.source], leaves[path.destination]): path.spine for path in wanted}
+    expected = draft.plan.paths.expected if draft.plan.paths is not None else ()
+    return {(leaves[path.source], leaves[path.destination]): path.spine for path in expected}
 
 
 def is_replanned(job: ClusterJob, dead: str, round_: int) -> bool:

@@ -1,5 +1,5 @@
-"""The simulation and the cluster write the same objects in a disaster: a difference is its defect, or a discovery about the
-operator.
+"""The simulation and the cluster write the same objects in a disaster. A difference is a defect of the simulation, or a
+discovery about the operator.
 
 `python -m simulation compare` plays all of them.
 """

@@ -60,18 +60,18 @@ def release(cluster: KubectlCluster) -> Iterator[Callable[..., str]]:
 def test_it_is_installed_in_observe_only_mode_as_the_readme_says(
     cluster: KubectlCluster, release: Callable[..., str]
 ) -> None:
-    install, look = read_commands("Install it")
+    install, check = read_commands("Install it")
     ours = yaml.safe_load(VALUES.read_text())
     install = install.replace(REPOSITORY_OF_THE_README, ours["image"]["repository"])
     # In addition to the image: a Service keeps its address for as long as it lives, and the fixture needs it unchanged.
     settings = f"image.tag={ours['image']['tag']},service.clusterIP={ours['service']['clusterIP']}"
     # What is there already makes place, and is known to the fixture afterwards.
     release("uninstall", RELEASE, "--keep-history", "--no-hooks", "--ignore-not-found", "--wait")
-    said = run_command(" ".join([install, "--set", settings, "--replace", *FORCE_OPTIONS]), cluster)
-    assert "Remedies: Recommend; quarantine of nodes: Recommend." in said
+    output = run_command(" ".join([install, "--set", settings, "--replace", *FORCE_OPTIONS]), cluster)
+    assert "Remedies: Recommend; quarantine of nodes: Recommend." in output
     cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", "-n", SYSTEM, "--timeout=60s", timeout=70)
-    said = run_command(look, cluster)
-    assert said.startswith(("no TrainingJobs", "NAMESPACE"))
+    output = run_command(check, cluster)
+    assert output.startswith(("no TrainingJobs", "NAMESPACE"))
 
 
 def test_an_upgrade_and_a_rollback_keep_what_is_stored(

@@ -150,7 +150,7 @@ def put_it_back(volume: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "mend", "reason"),
+    ("spoil", "repair", "reason"),
     [
         (fill_volume, free_space, f"No space left on device: {REMEDY}"),
         (make_read_only, make_writable, "mount the volume of spec.checkpoint.path writable"),
@@ -159,9 +159,9 @@ def put_it_back(volume: Path) -> None:
     ids=["full", "read-only", "a file"],
 )
 def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_recovers(
-    spoil: Callable[[Path], None], mend: Callable[[Path], None], reason: str, tmp_path: Path
+    spoil: Callable[[Path], None], repair: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
-    news = RuntimeFolder(tmp_path / "runtime").checkpoints
+    status_file = RuntimeFolder(tmp_path / "runtime").checkpoints
 
     with mount_small_volume(tmp_path / "mount") as mount:
         volume = mount / "volume"
@@ -171,21 +171,25 @@ def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_whe
             if job.rank != 0 or step.number not in {3, 5, 7, 9}:
                 return
             if step.number == 3:
-                wait_until(lambda: read_checkpoint_status(news).step == 2, "the first one is kept")
+                wait_until(lambda: read_checkpoint_status(status_file).step == 2, "the first one is kept")
                 spoil(volume)
             elif step.number in {5, 7}:
                 wait_until(
-                    lambda: f"step {step.number - 1}: " in read_checkpoint_status(news).error, "the failure is reported"
+                    lambda: f"step {step.number - 1}: " in read_checkpoint_status(status_file).error,
+                    "the failure is reported",
                 )
-                told = read_checkpoint_status(news)
-                assert (told.step, told.failed_rank) == (2, 0), "the newest that is kept, and the rank that failed"
-                assert told.error.startswith(str(volume))
-                assert reason in told.error
+                status = read_checkpoint_status(status_file)
+                assert (status.step, status.failed_rank) == (2, 0), "the newest that is kept, and the rank that failed"
+                assert status.error.startswith(str(volume))
+                assert reason in status.error
                 if step.number == 7:
-                    mend(volume)
+                    repair(volume)
             else:
-                wait_until(lambda: read_checkpoint_status(news).step == 8, "the one after that is kept")
-                assert (read_checkpoint_status(news).failed_rank, read_checkpoint_status(news).error) == (-1, "")
+                wait_until(lambda: read_checkpoint_status(status_file).step == 8, "the one after that is kept")
+                assert (read_checkpoint_status(status_file).failed_rank, read_checkpoint_status(status_file).error) == (
+                    -1,
+                    "",
+                )
 
         assert (
             run_ranks(lambda _: train_until(volume, 2, 9, meddle), RANKS, runtime=tmp_path / "runtime")
@@ -207,14 +211,16 @@ def test_a_folder_that_was_emptied_is_used_again(tmp_path: Path) -> None:
 
 
 def test_training_that_waits_for_a_hanging_volume_reports_it(tmp_path: Path) -> None:
-    news = RuntimeFolder(tmp_path / "runtime").checkpoints
+    status_file = RuntimeFolder(tmp_path / "runtime").checkpoints
 
     def rank_main(rank: int) -> tuple[int, Any]:
         checkpoint_writer._SLOW_WRITE_WARNING_SECONDS = 0.2
         publish = checkpoint_folder.CheckpointFolder.publish
 
         def hangs(*arguments: Any) -> bool:
-            wait_until(lambda: "still being written" in read_checkpoint_status(news).error, "the wait is reported")
+            wait_until(
+                lambda: "still being written" in read_checkpoint_status(status_file).error, "the wait is reported"
+            )
             return publish(*arguments)
 
         if rank == 0:
@@ -223,7 +229,7 @@ def test_training_that_waits_for_a_hanging_volume_reports_it(tmp_path: Path) -> 
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
     assert list_kept(tmp_path / "volume") == {"step-00000002", "step-00000004", "step-00000005"}
-    assert read_checkpoint_status(news).error == ""
+    assert read_checkpoint_status(status_file).error == ""
 
 
 def test_a_rank_that_ends_waits_for_a_hanging_volume_for_a_limited_time(
@@ -270,19 +276,19 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     wait_until_true(lambda: condition() or None, what)
 
 
-@pytest.mark.parametrize("told_to_leave", [False, True], ids=["the end", "SIGTERM"])
+@pytest.mark.parametrize("receives_sigterm", [False, True], ids=["the end", "SIGTERM"])
 @pytest.mark.parametrize("fault", ["manifest", "write"])
-def test_the_last_checkpoint_is_tried_again(fault: str, told_to_leave: bool, tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_tried_again(fault: str, receives_sigterm: bool, tmp_path: Path) -> None:
     def terminate(job: pk.Job, step: pk.Step) -> None:
-        if told_to_leave and job.rank == 1 and step.number == 3:
+        if receives_sigterm and job.rank == 1 and step.number == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def rank_main(rank: int) -> tuple[int, Any]:
         inject_fault(rank, fault)
-        return train_until(tmp_path / "volume", every=1000, until=None if told_to_leave else 4, after=terminate)
+        return train_until(tmp_path / "volume", every=1000, until=None if receives_sigterm else 4, after=terminate)
 
     results = run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime")
-    assert results == [(4, 143 if told_to_leave else 0)] * RANKS
+    assert results == [(4, 143 if receives_sigterm else 0)] * RANKS
     assert list_kept(tmp_path / "volume") == {"step-00000004"}
     assert read_state_field(tmp_path / "runtime", "checkpoint_step") == [4] * RANKS
 
@@ -294,7 +300,7 @@ def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_ke
     plan = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER)
     path = RuntimeFolder(tmp_path / "runtime").plan
 
-    def ask(job: pk.Job, step: pk.Step) -> None:
+    def request_checkpoint(job: pk.Job, step: pk.Step) -> None:
         if job.rank == 0 and step.number == 3:  # agreed on when step 4 is over
             write_json(path, replace(plan, version=2, checkpoint_request=1).to_json())
         step.checkpoint()  # the one that is due, before the ordinal where the request is found
@@ -303,7 +309,7 @@ def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_ke
         if rank == 0:
             write_json(path, plan.to_json())
         inject_fault(rank, "manifest", failures)
-        return train_until(tmp_path / "volume", every=4, until=6, after=ask)
+        return train_until(tmp_path / "volume", every=4, until=6, after=request_checkpoint)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(6, 0)] * RANKS
     log = capfd.readouterr().err

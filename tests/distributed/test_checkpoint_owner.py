@@ -94,9 +94,9 @@ def test_a_job_that_is_not_the_owner_changes_nothing_and_one_that_loses_the_fold
             train_until(volume, 20, after=adopt)
         return str(over.value)
 
-    said = run_ranks(wait_until_taken, RANKS, runtime=runtime, environment=build_job_environment("one", "uid-2"))
-    for words in said:
-        assert "belongs to team/other (UID uid-3) by now: this round keeps no checkpoint, and ends" in words
+    messages = run_ranks(wait_until_taken, RANKS, runtime=runtime, environment=build_job_environment("one", "uid-2"))
+    for message in messages:
+        assert "belongs to team/other (UID uid-3) by now: this round keeps no checkpoint, and ends" in message
     assert "team/other (UID uid-3)" in read_checkpoint_status(RuntimeFolder(runtime).checkpoints).error
     assert not list(volume.glob("step-*.partial-*")), "the job applied again has cleared what its run before left"
     adopted = CheckpointFolder(volume, 1, job=JobIdentity("team/other", "uid-3"))

@@ -191,12 +191,12 @@ def record_opened_files(folder: Path) -> list[int]:
     """The sizes of files in it that this process opens from now on: no more than that is read of them."""
     sizes: list[int] = []
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def on_audit_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(str(folder)):
             path = Path(arguments[0])
             sizes.append(path.stat().st_size if path.exists() else 0)
 
-    sys.addaudithook(hear)
+    sys.addaudithook(on_audit_event)
     return sizes
 
 
@@ -283,5 +283,5 @@ def test_a_checkpoint_that_another_worker_cannot_read_does_not_count_as_kept(tmp
     results = run_in_ranks(2, main)
     assert [outcomes for outcomes, _ in results] == [[WriteOutcome.PUBLISHED, WriteOutcome.FAILED]] * 2
     assert list_steps(tmp_path) == ["step-00000001"]
-    told = results[0][1]
-    assert "/__1_0.distcp, which rank 1 has written, is missing on this rank's worker. Mount one volume" in told
+    message = results[0][1]
+    assert "/__1_0.distcp, which rank 1 has written, is missing on this rank's worker. Mount one volume" in message

@@ -55,7 +55,7 @@ def test_the_groups_of_a_mesh_are_known_by_name_and_ranks_alike_on_all_members(t
             members.setdefault(group.identity, set()).add(group.members)
             assert group.identity in read_collectives(tmp_path, rank)["group"]
     assert len(members) == 8, "four of each, each with an identity of its own"
-    assert all(len(said) == 1 for said in members.values())
+    assert all(len(lines) == 1 for lines in members.values())
 
 
 def test_sends_and_receives_are_counted_by_channel_so_that_collectives_stay_in_step(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_groups_made_in_flight_groups_of_one_and_destroyed_ones(tmp_path: Path) 
         import pacekeeper.auto  # noqa: F401
 
         dist.init_process_group("gloo")
-        alone: Any = dist.new_group([rank], use_local_synchronization=True, group_desc="alone")
-        dist.all_reduce(torch.ones(1), group=alone)
+        single: Any = dist.new_group([rank], use_local_synchronization=True, group_desc="single")
+        dist.all_reduce(torch.ones(1), group=single)
         ring = RingReader(RuntimeFolder(tmp_path).ring(rank))
         taken = []
         for number in range(5):
@@ -121,7 +121,7 @@ def test_groups_made_in_flight_groups_of_one_and_destroyed_ones(tmp_path: Path) 
         assert max(taken) <= 3, "those that are gone give their places back"
     for rank in range(2):
         groups = read_known_communicators(tmp_path, rank)
-        assert [group.ranks for group in groups.values() if group.name == "alone"] == [(rank,)]
+        assert [group.ranks for group in groups.values() if group.name == "single"] == [(rank,)]
         assert [group.ranks for group in groups.values() if group.name == "split"] == [(0, 1)]
         assert {group.name for group in groups.values()} >= {f"passing {number}" for number in range(5)}
         assert {int(record["group"]) for record in read_collectives(tmp_path, rank)} == set(groups)
@@ -154,8 +154,8 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
     assert rings.build_evidence("e", "w", 1).operations == ()
     evidence = rings.build_evidence("e", "w", 1, [EvidencePart.OPERATIONS])
     assert evidence.windows == ()
-    for told in evidence.operations:
-        found = decode_operations(told.operations)
+    for answer in evidence.operations:
+        found = decode_operations(answer.operations)
         assert sorted(set(found["step"])) == [2, 3, 4], "the first step of a round is no training yet"
         assert NO_GROUP not in found["group"]
         assert {evidence.communicators[group].ranks for group in found["group"]} == {(0, 1)}
@@ -163,7 +163,7 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
             buckets, asynchronous, barrier = found[found["step"] == step]
             assert barrier["collective"] == Collective.BARRIER
             assert asynchronous["wait"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it overlapped"
-            if told.rank == 0:
+            if answer.rank == 0:
                 assert 0.03 < buckets["wait"] <= buckets["end"] - buckets["start"]
             else:
                 assert buckets["wait"] < 0.03

@@ -62,13 +62,13 @@ def test_all_ranks_receive_what_is_gathered_or_scattered() -> None:
         scattered = object_collectives.scatter_objects(
             [build_value(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone
         )
-        heard = object_collectives.broadcast_object(build_value(rank + 2), everyone)
+        broadcast = object_collectives.broadcast_object(build_value(rank + 2), everyone)
         expected = [to_plain(build_value(its)) for its in range(RANKS)]
         assert [to_plain(its) for its in gathered] == expected
         assert (collected is None) == (rank > 0)
         assert collected is None or [to_plain(its) for its in collected] == expected
         assert to_plain(scattered) == to_plain(build_value(2 - rank))
-        assert to_plain(heard) == to_plain(build_value(2))
+        assert to_plain(broadcast) == to_plain(build_value(2))
         return True
 
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
@@ -109,19 +109,19 @@ def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_someth
         (tmp_path / TORCH_INDEX_FILE).unlink(missing_ok=True)
         found = build_state((rank + 1) % RANKS, 0.0)
         load_checkpoint(found, tmp_path, {CHECKPOINT_INDEX_FILE: compute_checksum(tmp_path / CHECKPOINT_INDEX_FILE)})
-        wanted = build_state((rank + 1) % RANKS, 0.5)
-        for name, tensor in wanted.pop("model").items():
+        expected = build_state((rank + 1) % RANKS, 0.5)
+        for name, tensor in expected.pop("model").items():
             assert torch.equal(found["model"][name], tensor)
             assert found["model"][name].dtype == tensor.dtype
         found.pop("model")
-        assert found == wanted
+        assert found == expected
         return True
 
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "hear"),
+    ("owner", "method", "receivers"),
     [
         (DefaultSavePlanner, "create_local_plan", range(RANKS)),
         (DefaultSavePlanner, "create_global_plan", range(RANKS)),
@@ -130,8 +130,8 @@ def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_someth
         (FileSystemWriter, "finish", [0]),
     ],
 )
-def test_no_rank_waits_for_a_rank_that_fails(owner: Any, method: str, hear: Sequence[int], tmp_path: Path) -> None:
-    """hear: the ranks that receive it at once; the others do by `CheckpointWriter`, which gathers all results."""
+def test_no_rank_waits_for_a_rank_that_fails(owner: Any, method: str, receivers: Sequence[int], tmp_path: Path) -> None:
+    """receivers: the ranks that receive it at once; the others do by `CheckpointWriter`, which gathers all results."""
     culprit = 0 if method in {"create_global_plan", "finish"} else 1
 
     def fail(*_: Any) -> NoReturn:
@@ -154,7 +154,7 @@ def test_no_rank_waits_for_a_rank_that_fails(owner: Any, method: str, hear: Sequ
 
     reason = f"rank {culprit}: OSError: [Errno 5] Input/output error"
     answers = run_ranks(rank_main, RANKS)
-    assert [rank for rank, answer in enumerate(answers) if answer] == list(hear)
+    assert [rank for rank, answer in enumerate(answers) if answer] == list(receivers)
     assert all(answer in reason for answer in answers)
 
 
@@ -177,6 +177,6 @@ def test_ranks_take_no_copies_if_their_worker_lacks_memory_for_all(tmp_path: Pat
         return str(failed.value), saver._planner.state_dict
 
     reason = "rank 0: its worker's 3 ranks need 3 MiB to copy the state, but their control group has 66 MiB left"
-    for told, live in run_ranks(rank_main, RANKS, runtime=tmp_path):
-        assert told.startswith(reason)
+    for message, live in run_ranks(rank_main, RANKS, runtime=tmp_path):
+        assert message.startswith(reason)
         assert not live, "the live state is not kept until the next one"

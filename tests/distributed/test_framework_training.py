@@ -23,15 +23,15 @@ def test_a_checkpoint_that_the_plan_requests_is_written_once_by_all_in_the_same_
         dist.init_process_group("gloo")
         training = FrameworkTraining()
         training.begin(40)
-        asked: list[int] = []
+        requested: list[int] = []
         for step in range(41, 48):
             if step == 43 and rank == 0:
                 write_plan(RuntimeFolder(tmp_path).plan, WorkerPlan(version=2, checkpoint_request=3))
             if training.end_step().save:
-                asked.append(step)
+                requested.append(step)
                 training.publish_checkpoint(lambda: None)
         training.end()
-        return asked, int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["checkpoint_request"])
+        return requested, int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["checkpoint_request"])
 
     first, second = run_ranks(rank_main, RANKS, runtime=tmp_path)
     assert first == second == ([44], 3)

@@ -33,7 +33,7 @@ def start_local_run(
     script: Path = STEPS_SCRIPT,
     controller: Mapping[str, float] | None = None,
     fake_clock: bool = False,
-    way: str = "",
+    variant: str = "",
 ) -> Iterator[int]:
     """The process id of a run with two ranks; its output is in `folder`/log. controller: other constants for it.
 
@@ -43,7 +43,7 @@ def start_local_run(
     environment = {
         **({"FAKE_CLOCK": "yes"} if fake_clock else {}),
         "FOLDER": str(folder),
-        "WAY": way,
+        "VARIANT": variant,
         "STEPS": str(steps),
         "UNTIL": str(steps),
         "STEP_SECONDS": str(step_seconds),
@@ -183,7 +183,7 @@ ORDINARY = STEPS_SCRIPT.with_name("ordinary.py")
 
 def test_ranks_that_wait_or_have_finished_are_not_hung(tmp_path: Path) -> None:
     """Child processes, idle and busy, and a FIFO; at the end, an export and an upload when the other rank has gone."""
-    with start_local_run(tmp_path, script=ORDINARY, way="waits") as pid:
+    with start_local_run(tmp_path, script=ORDINARY, variant="waits") as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
     assert (tmp_path / "uploaded").exists()
@@ -193,7 +193,7 @@ def test_ranks_that_wait_or_have_finished_are_not_hung(tmp_path: Path) -> None:
 
 
 def test_uneven_batches_are_reported_and_not_repeated_indefinitely(tmp_path: Path) -> None:
-    with start_local_run(tmp_path, script=ORDINARY, way="uneven") as pid:
+    with start_local_run(tmp_path, script=ORDINARY, variant="uneven") as pid:
         assert exit_code(pid, tmp_path) == 1
     log = (tmp_path / "log").read_text()
     *_, last = log.strip().splitlines()
@@ -203,7 +203,7 @@ def test_uneven_batches_are_reported_and_not_repeated_indefinitely(tmp_path: Pat
 
 
 def test_a_rank_that_fails_silently_ends_the_run(tmp_path: Path) -> None:
-    with start_local_run(tmp_path, restarts=0, script=ORDINARY, way="silent") as pid:
+    with start_local_run(tmp_path, restarts=0, script=ORDINARY, variant="silent") as pid:
         assert exit_code(pid, tmp_path) == 1
     *_, last = (tmp_path / "log").read_text().strip().splitlines()
     assert "rank 1 ended with code 3" in last
@@ -323,8 +323,8 @@ def test_sequences_are_balanced_by_their_cost_once_it_is_measured(tmp_path: Path
     ) as pid:
         wait_until_true(lambda: "BalanceLengths" in log.read_text(), "a judgment")
         wait_until_true(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
-        judged = len(uneven())
-        wait_until_true(lambda: len(uneven()) > judged + 200, "further decisions")
+        decided = len(uneven())
+        wait_until_true(lambda: len(uneven()) > decided + 200, "further decisions")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert log.read_text().count("BalanceLengths: samples distributed for equal costs of all ranks") == 1

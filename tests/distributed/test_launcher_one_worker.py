@@ -84,21 +84,21 @@ def test_the_checkpoint_status_of_rank_0_is_in_the_heartbeat(tmp_path: Path) -> 
         one_worker(one)
         one.wait_for_step(2)
         worker = one.workers["a"]
-        news = CheckpointStatusFile(worker.runtime.checkpoints)
-        news.report_published(1)
+        status_file = CheckpointStatusFile(worker.runtime.checkpoints)
+        status_file.report_published(1)
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_age_seconds >= 0, "a checkpoint is kept")
-        news.report_failure("/checkpoints: no space", 1)
+        status_file.report_failure("/checkpoints: no space", 1)
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_error, "the failure")
         assert worker.read_heartbeat().checkpoint_failed_rank == 1
         before = worker.read_heartbeat().checkpoint_age_seconds
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_age_seconds > before, "it grows older")
-        news.report_published(5)
+        status_file.report_published(5)
         one.wait_for(lambda: not worker.read_heartbeat().checkpoint_error, "the next one is kept")
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
 def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path) -> None:
-    """What is not written in between is written when there is space. Records have had their space from the beginning."""
+    """What is not written in between is written when there is space. Records have their space from the beginning."""
 
     def main(_: int) -> None:
         unshare_mounts()
@@ -108,15 +108,15 @@ def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path
             one.wait_for_step(2)
             worker = one.workers["a"]
             fill_volume(worker.runtime.root / "filler")
-            words = "cannot be written for the operator: the heartbeat: [Errno 28] No space left on device"
-            one.wait_for(lambda: words in worker.log.read_text(), "it is logged")
+            message = "cannot be written for the operator: the heartbeat: [Errno 28] No space left on device"
+            one.wait_for(lambda: message in worker.log.read_text(), "it is logged")
             step = len(one.read_diary(0))
             one.wait_for(
                 lambda: len(one.read_diary(0)) > step + 300, "the ranks train on, through more than a page of records"
             )
             assert worker.poll() is None
             written = worker.read_heartbeat().step
-            assert worker.log.read_text().count(words) == 1
+            assert worker.log.read_text().count(message) == 1
             (worker.runtime.root / "filler").unlink()
             one.wait_for(lambda: worker.read_heartbeat().step > written + 100, "it is written again")
 

@@ -65,14 +65,14 @@ def test_launchers_measure_their_links_during_training_and_report_the_owners_of_
             name: f"{one.workers[name].address}:{one.workers[name].read_heartbeat().probe_port}" for name in "abc"
         }
         parties = [ProbeParty(name, address[name]) for name in "abc"]
-        asked = plan_probe("probe-2", parties[0], parties[1], parties[2:])
-        one.give_plan(replace(one.plan, version=2, probe=asked))
+        request = plan_probe("probe-2", parties[0], parties[1], parties[2:])
+        one.give_plan(replace(one.plan, version=2, probe=request))
         found = {}
         for name, worker in one.workers.items():
             one.wait_for(worker.runtime.probes.exists, f"what {name} has measured")
             found[name] = read_json(worker.runtime.probes) or {}
-        answers = {name: [LinkProbe(**probe) for probe in told["probes"]] for name, told in found.items()}
-        assert {told["name"] for told in found.values()} == {"probe-2"}
+        answers = {name: [LinkProbe(**probe) for probe in answer["probes"]] for name, answer in found.items()}
+        assert {answer["name"] for answer in found.values()} == {"probe-2"}
         assert [probe.target for probe in answers["a"]] == ["b", "c"]
         assert all(probe.failed == "" for probes in answers.values() for probe in probes), answers
         assert evaluate_probe(answers, "a", "b").verdict is not LinkProbeVerdict.INCONCLUSIVE

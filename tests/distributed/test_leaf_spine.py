@@ -1,4 +1,4 @@
-"""The network of leaves and spines itself, by the kernel's routing: what breaks, which switches know it, and that it heals."""
+"""The network of leaves and spines itself, by the kernel's routing: failures, their propagation, and recovery."""
 
 from __future__ import annotations
 

@@ -409,10 +409,10 @@ def test_garbage_is_collected_at_the_planned_steps_on_all_ranks(tmp_path: Path) 
 def test_the_mesh_has_both_dimensions() -> None:
     def rank_main(rank: int) -> tuple[Any, ...]:
         mesh = pk.init(mesh={"sync": -1, "shard": 2}).mesh
-        told = torch.tensor([rank])
-        torch.distributed.all_reduce(told, group=mesh.get_group("shard"))
+        found = torch.tensor([rank])
+        torch.distributed.all_reduce(found, group=mesh.get_group("shard"))
         torch.distributed.barrier()  # rank 0 has the store, which the other shards' groups may still need
-        return mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate(), told.item()
+        return mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate(), found.item()
 
     for rank, (names, ranks, place, summed) in enumerate(run_ranks(rank_main, RANKS)):
         assert (names, ranks) == (("sync", "shard"), [[0, 1], [2, 3]])

@@ -94,10 +94,10 @@ class TestConnections:
         assert there.seconds >= 1.5
         assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "no bytes received"
 
-    @pytest.mark.parametrize("way", ["egress", "ingress"])
-    def test_a_slow_side_is_a_row_or_column(self, four: NamespaceNetwork, tmp_path: Path, way: str) -> None:
+    @pytest.mark.parametrize("direction", ["egress", "ingress"])
+    def test_a_slow_side_is_a_row_or_column(self, four: NamespaceNetwork, tmp_path: Path, direction: str) -> None:
         """A probe distinguishes the two: the acknowledgements of one side wait in the queue of the other."""
-        slow = four.slow_egress if way == "egress" else four.slow_ingress
+        slow = four.slow_egress if direction == "egress" else four.slow_ingress
         slow(four.hosts[1], "160mbit")
         (hot,) = self.shown(four, tmp_path, "all")[0].hot_spots
         assert hot.kind in (SpotKind.SENDER, SpotKind.RECEIVER)
@@ -156,22 +156,22 @@ class TestProbe:
             ]
 
             def measure(others: Sequence[ProbeParty], name: str) -> dict[str, list[LinkProbe]]:
-                asked = link_probe.plan_probe(name, parties[0], parties[1], others)
+                request = link_probe.plan_probe(name, parties[0], parties[1], others)
                 for party, one in zip(parties, running, strict=True):
-                    targets = dict(zip(asked.sources, asked.targets, strict=True)).get(party.worker, ())
+                    targets = dict(zip(request.sources, request.targets, strict=True)).get(party.worker, ())
                     task = {"name": name, "targets": [asdict(target) for target in targets]}
                     assert one.stdin is not None
                     one.stdin.write((json.dumps(task) if targets else "") + "\n")
                     one.stdin.flush()
                 answers = {}
                 for party, one in zip(parties, running, strict=True):
-                    if party.worker in asked.sources:
+                    if party.worker in request.sources:
                         assert one.stdout is not None
                         found = json.loads(one.stdout.readline())["probes"]
                         answers[party.worker] = [LinkProbe(**probe) for probe in found]
                 return answers
 
-            def measure(others: Sequence[ProbeParty], name: str) -> link_probe.LinkProbeResult:
+            def measure_completely(others: Sequence[ProbeParty], name: str) -> link_probe.LinkProbeResult:
                 """Measure again where a host was too busy for a probe's time limit: no route here is cut."""
                 for attempt in range(ATTEMPTS):
                     answers = measure(others, f"{name}-{attempt}")
@@ -179,7 +179,7 @@ class TestProbe:
                         break
                 return link_probe.evaluate_probe(answers, "w0", "w1")
 
-            yield Launchers(parties, measure)
+            yield Launchers(parties, measure_completely)
         finally:
             for one in running:
                 one.communicate(timeout=300)
@@ -197,12 +197,12 @@ class TestProbe:
             assert made.probe("back").verdict is LinkProbeVerdict.REVERSED
             four.restore_speed(d)
             four.slow_egress(s, SLOW)
-            told = made.probe("egress")
-            assert told.verdict is LinkProbeVerdict.SENDER, told.message
+            result = made.probe("egress")
+            assert result.verdict is LinkProbeVerdict.SENDER, result.message
             four.restore_speed(s)
             four.slow_ingress(d, SLOW)
-            told = made.probe("ingress")
-            assert told.verdict is LinkProbeVerdict.RECEIVER, told.message
+            result = made.probe("ingress")
+            assert result.verdict is LinkProbeVerdict.RECEIVER, result.message
 
     def test_three_launchers_are_enough(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         for host in four.hosts:

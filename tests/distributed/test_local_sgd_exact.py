@@ -35,8 +35,8 @@ PLAIN = OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty(enabled=False))
 MESHES = [(4, 1), (2, 2)]
 
 
-def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-10) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 

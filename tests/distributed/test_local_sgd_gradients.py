@@ -60,8 +60,8 @@ def test_two_replicas_of_two_shards(shares: tuple[int, ...]) -> None:
         compute_reference_gradient(list(range(middle, BATCH)), BATCH - middle),
     ]
     for rank, found in enumerate(results):
-        for its, wanted in zip(found, (whole, own[rank // 2], whole), strict=True):
-            for one, other in zip(its, wanted, strict=True):
+        for its, expected in zip(found, (whole, own[rank // 2], whole), strict=True):
+            for one, other in zip(its, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 

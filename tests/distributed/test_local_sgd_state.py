@@ -87,8 +87,8 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
         for its_parameters, its_momenta in run_ranks(
             read(replicas, shards, OuterSGD(offload=shards == 2)), replicas * shards
         ):
-            for found, wanted in zip(its_parameters + its_momenta, parameters + momenta, strict=True):
-                torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            for found, expected in zip(its_parameters + its_momenta, parameters + momenta, strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (2, 2)], ids=str)
@@ -127,12 +127,12 @@ def test_equalize_makes_one_state_of_the_replicas(replicas: int, shards: int) ->
             assert having == ([1] if key.startswith("late") else sorted(peers))
             values = [peers[replica][key].double() for replica in having]
             if key.endswith("step"):
-                wanted = torch.stack(values).max()
+                expected = torch.stack(values).max()
             elif key == "buffer 2":
-                wanted = values[0]
+                expected = values[0]
             else:
-                wanted = torch.stack([value for value in values if value.isfinite().all()]).mean(dim=0)
-            torch.testing.assert_close(found.double(), wanted, rtol=1e-12, atol=1e-15, msg=key)
+                expected = torch.stack([value for value in values if value.isfinite().all()]).mean(dim=0)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-12, atol=1e-15, msg=key)
     assert float(results[-1][3]["0 step"]) == 1 + replicas
 
 
@@ -156,8 +156,8 @@ def test_reset_moments_restarts_the_optimizer(kind: type[torch.optim.Optimizer])
     reset.step()
     reset_moments(reset)
     with torch.no_grad():
-        for parameter, wanted in zip(nets[1].parameters(), before, strict=True):
-            parameter.copy_(wanted)
+        for parameter, expected in zip(nets[1].parameters(), before, strict=True):
+            parameter.copy_(expected)
     for net, optimizer in zip(nets, (fresh, reset), strict=True):
         optimizer.zero_grad()
         loss_sum(net, *draw_samples(1, 0, 1)).backward()

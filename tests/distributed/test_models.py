@@ -273,7 +273,7 @@ def test_a_grad_scaler_leaves_steps_out_on_one_replica(shard: int, tmp_path: Pat
 
 
 def test_options_that_are_not_the_scripts_are_refused_by_name() -> None:
-    frozen = Net().requires_grad_(False)
+    without_gradients = Net().requires_grad_(False)
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("replicate", {"device_ids": [0]}, "device_ids is set to the job's device"),
         ("replicate", {"process_group": None}, "process_group is the group of all ranks; see pk.init"),
@@ -291,7 +291,9 @@ def test_options_that_are_not_the_scripts_are_refused_by_name() -> None:
             with pytest.raises(InputError) as caught:
                 getattr(job, call)(Net(), **options)
             errors.append(str(caught.value))
-        job.fully_shard(frozen, units=lambda net: net.blocks, ignored_params=set(frozen.parameters()))
+        job.fully_shard(
+            without_gradients, units=lambda net: net.blocks, ignored_params=set(without_gradients.parameters())
+        )
         return errors
 
     (errors,) = run_ranks(rank_main, 1)

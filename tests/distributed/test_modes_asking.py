@@ -20,9 +20,9 @@ EDIT, ASYNC_EDIT = SyncMode.EDIT, SyncMode.ASYNC_EDIT
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
 def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path: Path) -> None:
-    """More units than the two whose synchronization is under way at a time. Were the rest completed on the asking rank
-    alone, it would wait for its sync group, which waits for shards that the asking rank has to gather. One of the units
-    has no parameters, as those of `nn.Module.children` may."""
+    """More units than the two whose synchronization is in progress at a time. Were the rest completed only on the
+    querying rank, it would wait for its sync group, which waits for shards that this rank has to gather. One of the
+    units has no parameters, as those of `nn.Module.children` may."""
 
     def rank_main(rank: int) -> tuple[list[int], dict[int, str]]:
         if rank == 0:
@@ -44,7 +44,7 @@ def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path
         return due, parameters
 
     (due, parameters), *others = run_ranks(rank_main, 4, runtime=tmp_path)
-    assert [asked for asked, _ in others] == [[]] * 3
+    assert [due_steps for due_steps, _ in others] == [[]] * 3
     assert due[-1] == 24
     if mode is EDIT:
         assert due == [8, 12, 20, 24]
@@ -53,8 +53,8 @@ def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path
 
 
 def test_ranks_without_a_step_and_ranks_that_call_one_model_hold_no_rank_up() -> None:
-    """Two models of more units than are in progress at a time. Rank 0 has used up all samples while rank 1 has two steps
-    to go, so it comes to a synchronization without a forward pass. Then rank 1 must not wait for it in anything but
+    """Two models of more units than are in progress at a time. Rank 0 has used up all samples while rank 1 has two
+    steps to go, so it comes to a synchronization without a forward pass. Then rank 1 must not wait for it in anything but
     this synchronization. And rank 1 evaluates the second model first."""
 
     def rank_main(rank: int) -> tuple[list[int], int, str]:
@@ -139,7 +139,7 @@ def test_the_ranks_synchronize_when_all_optimizers_have_stepped(tmp_path: Path) 
 @pytest.mark.parametrize("mode", SyncMode)
 @pytest.mark.parametrize("before_the_microbatches", [False, True])
 def test_a_query_before_the_optimizers_step_is_an_error(mode: SyncMode, before_the_microbatches: bool) -> None:
-    """In the first step, in Sync too: in a Local-SGD mode the rank would synchronize without it, and its peers with it."""
+    """In the first step, in Sync too: in a Local-SGD mode this rank would synchronize without it, its peers with it."""
 
     def rank_main(_: int) -> str:
         job = pk.init(sync_mode=mode, sync_every=3)
@@ -158,5 +158,5 @@ def test_a_query_before_the_optimizers_step_is_an_error(mode: SyncMode, before_t
                 return str(error)
         return "no error"
 
-    (said,) = run_ranks(rank_main, 1)
-    assert said == "step 1: step.due was called before optimizer.step(); call it afterwards"
+    (message,) = run_ranks(rank_main, 1)
+    assert message == "step 1: step.due was called before optimizer.step(); call it afterwards"

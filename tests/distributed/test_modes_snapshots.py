@@ -21,7 +21,9 @@ STEPS, EVERY = 16, 4
 """Of the job; between two synchronizations, at each of which a snapshot is due."""
 
 
-@pytest.mark.parametrize(("delivered", "waited_for"), [(True, STEPS // EVERY), (False, 1)], ids=["delivered", "in progress"])
+@pytest.mark.parametrize(
+    ("delivered", "waited_for"), [(True, STEPS // EVERY), (False, 1)], ids=["delivered", "in progress"]
+)
 def test_no_synchronization_waits_while_the_last_snapshot_is_being_replicated(
     delivered: bool, waited_for: int, tmp_path: Path
 ) -> None:

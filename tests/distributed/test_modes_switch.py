@@ -119,13 +119,13 @@ def test_without_an_operator_the_script_chooses_the_mode() -> None:
         job = pk.init(sync_mode="EDiT", sync_every=3)
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=2)
-        asked = 0
+        due_count = 0
         for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=10):
             for _, x in step.microbatches():
                 (net(x).sum() / step.total_weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-            asked += step.due("poll", every=1)
-        return job.step, job.samples, asked
+            due_count += step.due("poll", every=1)
+        return job.step, job.samples, due_count
 
     assert run_ranks(rank_main, 2) == [(10, 10 * BATCH, 2 + 3)] * 2  # 1, 2 in Sync; then 5, 8, 10

@@ -186,8 +186,8 @@ try:
     b.connect({str(tmp_path / "missing")!r})
 except FileNotFoundError:
     print("missing")"""
-        port, said = run(program).split()
-        assert (port != str(wanted), said) == (True, "missing")
+        port, output = run(program).split()
+        assert (port != str(wanted), output) == (True, "missing")
 
     def test_a_refusal_and_a_pending_connection_are_reported_as_before(self, run: Run, entries: Path) -> None:
         wanted, closed = find_free_ports(2)
@@ -204,14 +204,14 @@ b = socket.socket(); b.setblocking(False); print(errno.errorcode[b.connect_ex((s
             entries.write_text(f"connect ::1 {get_port(listener)} {wanted}\n")
             command = [*build_python_command(CONNECT + "print(port(connect()))"), "::1", str(get_port(listener))]
             environment = {**os.environ, **shim.build_environment(entries)}
-            said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-        assert said.stdout.split() == [str(wanted)]
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert output.stdout.split() == [str(wanted)]
 
     def test_a_process_without_a_file_is_not_changed(self, shim: PathShim, server: socket.socket) -> None:
         command = [*build_python_command(CONNECT + "print(port(connect()))"), LOOPBACK, str(get_port(server))]
         environment = {**os.environ, **shim.build_environment(None)}
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-        assert int(said.stdout) > 0
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert int(output.stdout) > 0
 
 
 class TestListen:
@@ -239,13 +239,13 @@ def listen(address="127.0.0.1", number=0, kind=socket.SOCK_STREAM):
             assert int(run(f"{self.LISTEN}\nprint(port(listen()))")) not in (0, taken)
 
     def test_other_addresses_requested_ports_and_datagrams_are_not_changed(self, run: Run, entries: Path) -> None:
-        wanted, asked = find_free_ports(2)
+        wanted, requested = find_free_ports(2)
         entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
         program = f"""{self.LISTEN}
-print(port(listen("0.0.0.0")), port(listen(number={asked})), port(listen(kind=socket.SOCK_DGRAM)))"""
+print(port(listen("0.0.0.0")), port(listen(number={requested})), port(listen(kind=socket.SOCK_DGRAM)))"""
         everywhere, given, datagrams = map(int, run(program).split())
         assert wanted not in (everywhere, datagrams)
-        assert given == asked
+        assert given == requested
 
 
 class TestRoce:
@@ -272,14 +272,14 @@ class TestRoce:
 
     def test_queue_pairs_to_a_known_peer_get_its_label(self, shim: PathShim, driver: Path) -> None:
         content = "label 10.0.0.7 1234\nlabel fd00::7 99\n"
-        told = self.labels(shim, driver, content, "::ffff:10.0.0.7", "fd00::7", "::ffff:10.0.0.8")
-        assert told == ["1234:0", "99:0", "0:0"], "the label that the card sees, and the caller's own afterwards"
+        labels = self.labels(shim, driver, content, "::ffff:10.0.0.7", "fd00::7", "::ffff:10.0.0.8")
+        assert labels == ["1234:0", "99:0", "0:0"], "the label that the card sees, and the caller's own afterwards"
 
     def test_a_refused_label_is_followed_by_a_call_without_it(self, shim: PathShim, driver: Path) -> None:
         assert self.labels(shim, driver, "label 10.0.0.7 4095\n", "::ffff:10.0.0.7") == ["0:0"]
 
 
-SAY = "from pacekeeper.launcher.network.path_shim import explain_missing_shim; print(not explain_missing_shim())"
+EXPLAIN = "from pacekeeper.launcher.network.path_shim import explain_missing_shim; print(not explain_missing_shim())"
 """Whether a process has the shim."""
 
 
@@ -313,7 +313,7 @@ if os.fork() == 0:
     print("fork", not explain_missing_shim(), flush=True)
     os._exit(0)
 os.wait()
-subprocess.run([sys.executable, "-c", {SAY!r}])
+subprocess.run([sys.executable, "-c", {EXPLAIN!r}])
 """)
         done = subprocess.run([sys.executable, script, "a", "b"], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines() == [
@@ -327,7 +327,7 @@ subprocess.run([sys.executable, "-c", {SAY!r}])
         shutil.copytree(package, installed, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         shutil.copy(plain, installed / SHIM_PATH.relative_to(package))
         script = tmp_path / "script.py"
-        script.write_text(f"import subprocess, sys\n{SAY}\nsubprocess.run([sys.executable, '-c', {SAY!r}])\n")
+        script.write_text(f"import subprocess, sys\n{EXPLAIN}\nsubprocess.run([sys.executable, '-c', {EXPLAIN!r}])\n")
         command = [sys.executable, "-m", "pacekeeper.cli", "run", "--local", "1", str(script)]
         environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

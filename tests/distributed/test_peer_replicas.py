@@ -341,8 +341,8 @@ def test_no_snapshot_is_taken_during_a_replication(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[list[int], bool, list[str]]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path)
-        heard = Heard()
-        logging.getLogger(peer_replication.__name__).addHandler(heard)
+        collector = WarningCollector()
+        logging.getLogger(peer_replication.__name__).addHandler(collector)
         courier = writer.store._peer_replication._sender
         assert courier is not None
         for step in (1, 2):
@@ -357,7 +357,7 @@ def test_no_snapshot_is_taken_during_a_replication(tmp_path: Path) -> None:
         courier._idle_event.set()
         dist.barrier()
         writer.store.snapshot(60, samples=60)
-        return taken, writer.store.settle() == 60, heard.warnings
+        return taken, writer.store.settle() == 60, collector.warnings
 
     found = run_ranks(rank_main, RANKS, runtime=tmp_path)
     assert [its[:2] for its in found] == [([-1] * (2 * peer_replication.SKIPPED_SNAPSHOTS_WARNING), True)] * RANKS
@@ -369,7 +369,7 @@ def test_no_snapshot_is_taken_during_a_replication(tmp_path: Path) -> None:
     assert "PACEKEEPER_PEER_REPLICA_MEGABYTES" in warning
 
 
-class Heard(logging.Handler):
+class WarningCollector(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.warnings: list[str] = []

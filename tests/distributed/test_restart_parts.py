@@ -38,11 +38,15 @@ def start_training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
 def wait_until_training(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
     """The workers' heartbeats once they all train in this round."""
 
-    def beats() -> list[Heartbeat] | None:
-        said = [one.workers[name].read_heartbeat() for name in names]
-        return said if all(beat.round == round_ and beat.first_step_at > 0 for beat in said) else None
+    def read_heartbeats() -> list[Heartbeat] | None:
+        heartbeats = [one.workers[name].read_heartbeat() for name in names]
+        return (
+            heartbeats
+            if all(heartbeat.round == round_ and heartbeat.first_step_at > 0 for heartbeat in heartbeats)
+            else None
+        )
 
-    return one.wait_for(beats, f"round {round_} trains")
+    return one.wait_for(read_heartbeats, f"round {round_} trains")
 
 
 MEMORY = {"MEMORY", "PEER"}
@@ -56,15 +60,15 @@ def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
     with start_training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
         first, second = wait_until_training(one, "ab", 1), wait_until_training(one, "ab", 2)
         (fault,) = one.workers["b"].read_faults(FaultKind.RANK_FAILED)
-    assert {(beat.origin, beat.teardown_seconds) for beat in first} == {("NOTHING", 0.0)}
-    for beat in second:
-        assert [one.stage for one in beat.start_stages] == list(StartStage)
-        seconds = [one.seconds for one in beat.start_stages]
+    assert {(heartbeat.origin, heartbeat.teardown_seconds) for heartbeat in first} == {("NOTHING", 0.0)}
+    for heartbeat in second:
+        assert [one.stage for one in heartbeat.start_stages] == list(StartStage)
+        seconds = [one.seconds for one in heartbeat.start_stages]
         assert seconds == sorted(seconds), "in their order"
-        assert seconds[-1] == pytest.approx(beat.first_step_at - beat.round_started_at, abs=0.05)
-        assert beat.teardown_seconds > 0
-        assert beat.origin in origins
-    recovery = max(beat.first_step_at for beat in second) - fault.noticed_at
+        assert seconds[-1] == pytest.approx(heartbeat.first_step_at - heartbeat.round_started_at, abs=0.05)
+        assert heartbeat.teardown_seconds > 0
+        assert heartbeat.origin in origins
+    recovery = max(heartbeat.first_step_at for heartbeat in second) - fault.noticed_at
     found = break_down_restart(recovery, second, ranks=2)
     assert found is not None
     assert sum(part.seconds for part in found.parts) == pytest.approx(recovery)
@@ -75,7 +79,9 @@ def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
 
 def test_the_state_of_a_new_worker_comes_from_its_peer_replica(tmp_path: Path) -> None:
     with start_training(tmp_path) as one:
-        one.wait_for(lambda: min(beat.snapshot_step for beat in wait_until_training(one, "ab", 1)[:1]) > 5, "snapshots")
+        one.wait_for(
+            lambda: min(heartbeat.snapshot_step for heartbeat in wait_until_training(one, "ab", 1)[:1]) > 5, "snapshots"
+        )
         one.workers["b"].kill()
         one.workers["b"].wait()
         one.start("c")

@@ -87,7 +87,7 @@ def train_until(
     job.restore()
     used: list[int] = []
     seen: list[SyncMode] = []
-    wanted, steps = 0, 0
+    expected, steps = 0, 0
     try:
         for step in job.steps(loader, until=until):
             for indices, x in step.microbatches():
@@ -103,11 +103,12 @@ def train_until(
             steps = steps + 1 if seen[-1:] == [mode] else 1
             if steps == 1:
                 seen.append(mode)
-            if rank == 0 and steps >= 4 and wanted < len(modes) and mode is (SYNC, *modes)[wanted]:
+            if rank == 0 and steps >= 4 and expected < len(modes) and mode is (SYNC, *modes)[expected]:
                 write_json(
-                    RuntimeFolder(runtime).plan, replace(PLAN, version=2 + wanted, sync_mode=modes[wanted]).to_json()
+                    RuntimeFolder(runtime).plan,
+                    replace(PLAN, version=2 + expected, sync_mode=modes[expected]).to_json(),
                 )
-                wanted += 1
+                expected += 1
             if leaves and rank == 1 and mode is ASYNC and steps == 10:
                 os.kill(os.getpid(), signal.SIGTERM)
     except SystemExit:

@@ -65,8 +65,8 @@ def compute_reference(indices: list[int], by_tokens: bool, parameters: list[Tens
     """The gradient of the same samples in one process, one batch. `parameters`: None: the model's first ones."""
     data, model = Tokens(), make_model()
     with torch.no_grad():
-        for parameter, wanted in zip(model.parameters(), parameters or model.parameters(), strict=True):
-            parameter.copy_(wanted)
+        for parameter, expected_gradient in zip(model.parameters(), parameters or model.parameters(), strict=True):
+            parameter.copy_(expected_gradient)
     x, y = data.x[indices], data.y[indices]
     weight = (y != IGNORED).sum() if by_tokens else len(indices)
     (compute_loss_sum(model, x, y, by_tokens) / weight).backward()
@@ -129,8 +129,8 @@ def check_exact(results: list[Any], shares: Shares, by_tokens: bool, step: int =
     assert an_epoch_ends or len(set(indices)) == BATCH
     expected = compute_reference(indices, by_tokens)
     for _, gradients, _ in results:
-        for gradient, wanted in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+        for gradient, expected_gradient in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.oldest_torch
@@ -274,9 +274,9 @@ def test_mixed_precision(by_tokens: bool, sharded: bool, tmp_path: Path) -> None
     shares = (15, 3, 3, 3)
     function = train_one_step(shares, by_tokens, sharded, tmp_path, bfloat16=True)
     results = run_ranks(function, RANKS, runtime=tmp_path)
-    everybody = [compute_reference(seen, by_tokens) for seen, _, _ in results]
+    references = [compute_reference(seen, by_tokens) for seen, _, _ in results]
     expected = flatten_gradients(compute_reference([index for seen, _, _ in results for index in seen], by_tokens))
-    average = torch.stack([flatten_gradients(gradients) for gradients in everybody]).mean(dim=0)
+    average = torch.stack([flatten_gradients(gradients) for gradients in references]).mean(dim=0)
     assert compute_error(average, expected) > 0.1
     for _, gradients, _ in results:
         assert all(gradient.dtype == torch.float32 for gradient in gradients)

@@ -106,12 +106,12 @@ class Worker:
     token_file: Path
     metrics_port: int
     process: asyncio.subprocess.Process
-    told_to_end: bool = False
+    receives_sigterm: bool = False
 
     def end(self) -> None:
         """As the kubelet does it when the trainer has ended."""
         self.process.terminate()
-        self.told_to_end = True
+        self.receives_sigterm = True
 
 
 @asynccontextmanager
@@ -142,7 +142,7 @@ async def run_sidecar(
     try:
         worker = Worker(runtime, token_file, metrics_port, process)
         yield worker
-        if not worker.told_to_end:
+        if not worker.receives_sigterm:
             assert process.returncode is None, "the sidecar must still run"
             process.terminate()
         assert await asyncio.wait_for(process.wait(), 300) == 0
@@ -168,11 +168,15 @@ async def test_plans_are_received_and_heartbeats_are_sent(tmp_path: Path) -> Non
         operator.plan = replace(PLAN, version=2, checkpoint_request=7)
         await wait_until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 2, "a changed plan")
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
-        await wait_until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "a changed heartbeat, at once")
+        await wait_until(
+            lambda: any(heartbeat.round == 3 for heartbeat in operator.heartbeats), "a changed heartbeat, at once"
+        )
         warned = GpuHealth("GPU-1", ("RowsPending",), temperature=60)
-        beat = Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3, gpus=(warned,))
-        write_json(worker.runtime.heartbeat, beat.to_json())
-        await wait_until(lambda: any(beat.gpus == (warned,) for beat in operator.heartbeats), "a GPU's warning, at once")
+        heartbeat = Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3, gpus=(warned,))
+        write_json(worker.runtime.heartbeat, heartbeat.to_json())
+        await wait_until(
+            lambda: any(heartbeat.gpus == (warned,) for heartbeat in operator.heartbeats), "a GPU's warning, at once"
+        )
 
 
 async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> None:
@@ -256,15 +260,17 @@ async def test_metrics_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
 
         train(0.06)
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
-        await wait_until(lambda: any(beat.rank_metrics for beat in operator.heartbeats), "the first metrics")
+        await wait_until(lambda: any(heartbeat.rank_metrics for heartbeat in operator.heartbeats), "the first metrics")
         await wait_until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
         await asyncio.sleep(1.5)
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         train(0.06)
         await asyncio.sleep(1.5)
-        assert len(operator.heartbeats) == told, "nothing has changed"
+        assert len(operator.heartbeats) == received_before, "nothing has changed"
         train(0.12)
-        await wait_until(lambda: len(operator.heartbeats) > told, "a slow rank is reported during the long poll")
+        await wait_until(
+            lambda: len(operator.heartbeats) > received_before, "a slow rank is reported during the long poll"
+        )
         (figures,) = operator.heartbeats[-1].rank_metrics
         assert (figures.rank, figures.steps) == (5, 4)
         assert figures.compute_seconds == pytest.approx(0.12)
@@ -277,7 +283,7 @@ async def test_a_silent_launcher_is_reported_at_once_during_a_long_poll(tmp_path
     async with run_sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
         worker.runtime.liveness.touch()
-        await wait_until(lambda: any(beat.round == 1 for beat in operator.heartbeats), "the launcher runs")
+        await wait_until(lambda: any(heartbeat.round == 1 for heartbeat in operator.heartbeats), "the launcher runs")
         await wait_until(lambda: operator.heartbeats[-1].launcher_silent_seconds >= 8, "eight seconds of silence")
         assert operator.heartbeats[-1].state is LauncherState.RUNNING
         worker.runtime.liveness.touch()
@@ -290,12 +296,12 @@ async def test_a_launcher_without_peers_polls_the_operator_during_a_long_poll(tm
         await wait_until(
             lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat during it, and a poll is held"
         )
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         await asyncio.sleep(2.5)
-        assert len(operator.heartbeats) == told, "no poll arrives"
+        assert len(operator.heartbeats) == received_before, "no poll arrives"
         contact = worker.runtime.operator_contact.stat().st_mtime_ns
         worker.runtime.partitioned.touch()
-        await wait_until(lambda: len(operator.heartbeats) > told, "the operator is polled at once")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the operator is polled at once")
         await wait_until(lambda: worker.runtime.operator_contact.stat().st_mtime_ns > contact, "its answer has come")
 
 
@@ -339,11 +345,11 @@ async def test_a_heartbeat_that_cannot_be_read_leaves_the_one_before_in_force(tm
     operator = Operator()
     async with run_sidecar(tmp_path, operator) as worker:
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
-        await wait_until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "the heartbeat")
+        await wait_until(lambda: any(heartbeat.round == 3 for heartbeat in operator.heartbeats), "the heartbeat")
         write_json(worker.runtime.heartbeat, {"worker": "gpt-w0-0", "round": "oops"})
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         operator.plan = replace(PLAN, version=2)
-        await wait_until(lambda: len(operator.heartbeats) > told, "the next poll")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the next poll")
         assert operator.heartbeats[-1].round == 3
 
 
@@ -362,22 +368,22 @@ async def test_the_launchers_measurements_are_reported_once_for_the_requested_pr
     async with run_sidecar(tmp_path, operator) as worker:
         await wait_until(worker.runtime.plan.exists, "the plan")
         write_json(worker.runtime.probes, {"name": "probe-6", "probes": [vars(found)]})
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         operator.plan = replace(operator.plan, version=2)
-        await wait_until(lambda: len(operator.heartbeats) > told, "the next poll")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the next poll")
         assert operator.evidence == [], "an older probe's"
         write_json(worker.runtime.probes, {"name": "probe-7", "probes": [vars(found)]})
         await wait_until(lambda: bool(operator.evidence), "the answer")
         assert operator.evidence == [Evidence("probe-7", "gpt-w0-0", 0, probes=(found,))]
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         operator.plan = replace(operator.plan, version=3)
-        await wait_until(lambda: len(operator.heartbeats) > told, "the next poll")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the next poll")
         assert len(operator.evidence) == 1
 
 
 async def test_connections_are_reported_where_they_are_requested(tmp_path: Path) -> None:
     """Of a rank (here the test itself), once a window is over."""
-    asked = replace(PLAN, evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS))
+    requesting_plan = replace(PLAN, evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS))
     operator = Operator(plan=PLAN)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
@@ -388,20 +394,20 @@ async def test_connections_are_reported_where_they_are_requested(tmp_path: Path)
                 SocketFile(worker.runtime.sockets).refresh({0: os.getpid()}, now=0.0)
                 version = 1
 
-                async def ask() -> Evidence:
+                async def request_evidence() -> Evidence:
                     nonlocal version
                     version, before = version + 1, len(operator.evidence)
-                    operator.plan = replace(asked, version=version, evidence_request=f"why-{version}")
+                    operator.plan = replace(requesting_plan, version=version, evidence_request=f"why-{version}")
                     await wait_until(lambda: len(operator.evidence) > before, "an answer")
                     return operator.evidence[-1]
 
-                assert (await ask()).links == (), "no window is over yet"
+                assert (await request_evidence()).links == (), "no window is over yet"
                 for _ in range(100):
                     one.sendall(bytes(50_000))
                     for _ in range(5):
                         await asyncio.to_thread(other.recv, 10_000)
                     await asyncio.sleep(0.05)
-                links = (await ask()).links
+                links = (await request_evidence()).links
                 metrics = await _read_metrics(worker)
     assert [(link.local, link.rank) for link in links if link.acked_bytes > 1_000_000] == [(local, 0)]
     assert 'pacekeeper_rank_sent_bytes_total{rank="0"' in metrics

@@ -60,12 +60,12 @@ class Memory:
 
     def __init__(self, enough: bool) -> None:
         self.enough = enough
-        self.asked = 0
+        self.queries = 0
         self._allocate: Callable[[int, int, int], None] = os.posix_fallocate
         os.posix_fallocate = self  # of a process that ends with the test
 
     def __call__(self, file: int, offset: int, nbytes: int) -> None:
-        self.asked += 1
+        self.queries += 1
         if not self.enough:
             raise OSError(28, "No space left on device")
         self._allocate(file, offset, nbytes)
@@ -80,10 +80,10 @@ def test_all_ranks_back_off_if_one_shard_has_no_memory(tmp_path: Path) -> None:
         worker = Worker(rank, tmp_path, ranks=2, local=2, sharded=True)
         settled = [worker.snapshot(step) for step in range(1, 11)]
         dist.barrier()
-        asked, slots = memory.asked, worker.slots
+        queries, slots = memory.queries, worker.slots
         memory.enough = True
         dist.barrier()
-        return settled, asked, slots, max(worker.snapshot(step) for step in range(11, 20))
+        return settled, queries, slots, max(worker.snapshot(step) for step in range(11, 20))
 
     # Tried at 1, 3, 6 and then at 11.
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [([-1] * 10, 3, [], 19)] * 2

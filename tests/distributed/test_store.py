@@ -230,9 +230,9 @@ def test_the_training_does_not_begin_with_half_of_a_state(tmp_path: Path) -> Non
             create_optimizing_rank(rank, tmp_path)[-1].restore()
         return str(caught.value)
 
-    for said in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
-        assert "the snapshot of step 4" in said
-        assert "of another kind" in said
+    for message in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
+        assert "the snapshot of step 4" in message
+        assert "of another kind" in message
 
 
 @pytest.mark.parametrize("source", ["memory", "volume"])
@@ -272,8 +272,8 @@ def test_restored_tensors_keep_their_memory(source: str, tmp_path: Path) -> None
         assert [one.data_ptr() for one in tensors(fresh, its)] == [one.data_ptr() for one in before]
         return [[one.flatten().tolist() for one in found] for found in (before, tensors(model, optimizer))]
 
-    for found, wanted in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
-        assert found == wanted
+    for found, expected in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
+        assert found == expected
 
 
 def test_the_outer_optimizer_of_a_torn_state_is_discarded(tmp_path: Path) -> None:

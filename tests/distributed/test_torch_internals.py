@@ -88,8 +88,8 @@ def test_get_group_ranks() -> None:
     def rank_main(rank: int) -> list[tuple[int, ...]]:
         group = _init_single_rank()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-        alone: Any = dist.new_group([rank], use_local_synchronization=True)
-        groups = [group, mesh.get_group("b"), alone, object()]
+        single: Any = dist.new_group([rank], use_local_synchronization=True)
+        groups = [group, mesh.get_group("b"), single, object()]
         dist.barrier()
         return [torch_internals.get_group_ranks(group) for group in groups]
 
@@ -171,20 +171,20 @@ def test_on_compilation() -> None:
     """Once around each compilation, however often it is registered."""
 
     def rank_main(_: int) -> list[str]:
-        told: list[str] = []
+        calls: list[str] = []
 
         def started(_: Any) -> None:
-            told.append("started")
+            calls.append("started")
 
         def ended(_: Any) -> None:
-            told.append("ended")
+            calls.append("ended")
 
         torch_internals.on_compilation(started, ended)
         torch_internals.on_compilation(started, ended)
         doubled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
         for size in (2, 2, 3):
             doubled(torch.ones(size))
-        return told
+        return calls
 
     assert run_ranks(rank_main, 1) == [["started", "ended"] * 2]
 

@@ -72,8 +72,8 @@ class Running:
     log: Path
     over: bool = False
 
-    def wait_for(self, *words: str) -> None:
-        wait_until_true(lambda: all(word in self.log.read_text() for word in words), f"{words} in {self.log}")
+    def wait_for(self, *texts: str) -> None:
+        wait_until_true(lambda: all(text in self.log.read_text() for text in texts), f"{texts} in {self.log}")
 
     def end(self) -> int:
         """The exit code."""
@@ -137,10 +137,10 @@ def test_a_program_runs_once_for_each_rank_and_again_after_a_failure(tmp_path: P
         "attempt_1/1/stderr.log": "err 1\n",
         "attempt_1/filtered_stdout.log": f"[trainer rank1] {outputs[1]}",
     }
-    assert {name: words for name, words in files.items() if name.startswith("attempt_1")} == expected
+    assert {name: texts for name, texts in files.items() if name.startswith("attempt_1")} == expected
     assert files["attempt_0/1/stderr.log"] == "err 1\n"
     assert log.count(f"[trainer rank1] {outputs[1]}") == 2, "in both attempts"
-    assert not [word for word in ("out 0", "err 0", "out 2", "err 2") if word in log], "redirected, or left out"
+    assert not [text for text in ("out 0", "err 0", "out 2", "err 2") if text in log], "redirected, or left out"
     assert "rank 1 ended with code 3 in round 1 before its first step: err 1" in log, "its last lines are in its file"
     assert "from the environment: PET_NPROC_PER_NODE=3, " in log
     assert "--event-log-handler ignored: faults are reported to the operator" in log
@@ -215,9 +215,9 @@ def test_the_error_file_of_record_explains_the_failure_and_is_copied_to_the_laun
     options = ["--nnodes=1", "--max-restarts=0", "--master-addr=localhost", f"--master-port={port}", "--run-path"]
     with start_run(tmp_path, *options, str(tmp_path / "script.py"), TORCHELASTIC_ERROR_FILE=str(own)) as run:
         assert run.end() == 1
-    words = f"ValueError: no data at {port}"
-    assert f"rank 0 ended with code 5 in round 1 before its first step: {words}" in run.log.read_text()
-    assert json.loads(own.read_text())["message"]["message"] == words
+    texts = f"ValueError: no data at {port}"
+    assert f"rank 0 ended with code 5 in round 1 before its first step: {texts}" in run.log.read_text()
+    assert json.loads(own.read_text())["message"]["message"] == texts
 
 
 MEETS = """

@@ -108,7 +108,9 @@ def test_main_builds_the_trainer_in_a_supported_manner(titan: Path) -> None:
         for node in ast.walk(configurable)
         if isinstance(node, ast.FunctionDef) and node.name == "__init_subclass__"
     )
-    assert "if 'Config' in cls.__dict__:" in ast.unparse(made), "what is derived from a trainer does not change its Config"
+    assert "if 'Config' in cls.__dict__:" in ast.unparse(made), (
+        "what is derived from a trainer does not change its Config"
+    )
 
 
 def test_the_checkpointer_saves_when_the_integration_expects_it(titan: Path) -> None:
@@ -250,9 +252,9 @@ def test_an_unsupported_main_is_refused_with_a_message() -> None:
             run_training()
         return str(refused.value)
 
-    (words,) = run_ranks(rank_main, 1)
-    assert "starts in an unknown way" in words
-    assert "-m torchtitan.train" in words
+    (message,) = run_ranks(rank_main, 1)
+    assert "starts in an unknown way" in message
+    assert "-m torchtitan.train" in message
 
 
 def build_torchtitan_loop(from_step: int, until: int, at_step: Callable[[int], None], keeps: bool = True) -> Any:

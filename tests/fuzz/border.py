@@ -43,7 +43,7 @@ class Border:
     mutate: Callable[[Random, Any], Mutated]
     open: Callable[[], AbstractContextManager[Enter]]
     refusals: tuple[type[BaseException], ...] = (InputError,)
-    judge: Callable[[Any, Any], str] = lambda _found, _of_valid: ""  # what is wrong with what came of a mutated value
+    check: Callable[[Any, Any], str] = lambda _found, _of_valid: ""  # what is wrong with what came of a mutated value
     cases: int = 150  # in `make test`
 
 
@@ -93,7 +93,7 @@ def _run_trial(border: Border, enter: Enter, mutated: Mutated, expected: object)
     except Exception as error:
         trace = "".join(_format_frames(error))
         return f"raises {type(error).__name__}: {_format_value(error)}{trace}"
-    return border.judge(result, expected) or find_unsound_value(result)
+    return border.check(result, expected) or find_unsound_value(result)
 
 
 def _check_message(error: BaseException) -> str:

@@ -80,9 +80,9 @@ class Faults(unittest.TestCase):
         """Both have entered it: NCCL's flight recorder has which of them has not started it."""
         if not ON_GPU:
             self.skipTest("it takes NCCL")
-        told = self.check_hang(NCCL, reads_loss=False, kind=HangKind.KERNEL)
-        self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in told}, "RAS has been queried")
-        for fault in told:
+        stalls = self.check_hang(NCCL, reads_loss=False, kind=HangKind.KERNEL)
+        self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in stalls}, "RAS has been queried")
+        for fault in stalls:
             peer = {"a": 1, "b": 0}[fault.worker]
             self.assertRegex(fault.transfers, rf"(sends to|receives from) rank {peer} in a communicator of 2")
 
@@ -105,10 +105,10 @@ class Faults(unittest.TestCase):
             found = one.wait_for(lambda: diagnose_hang(list_stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
             self.assertEqual(found.ranks, (1,), found)
             self.assertEqual(found.kind, kind, found)
-            told = list_stalls(one)
+            stalls = list_stalls(one)
             one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
             one.wait_for(lambda: "round 2 end" in one.read_diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
-        return told
+        return stalls
 
 
 def list_stalls(one: LauncherTeam) -> list[FaultReport]:

@@ -62,10 +62,10 @@ class Modes(unittest.TestCase):
 
     def check(self, modes: dict[int, str], backend: str = "gloo", compiled: str = "") -> list[Any]:
         ranks = run_workers(TRAIN, 2, until=UNTIL, modes=modes, backend=backend, compiled=compiled)
-        wanted = training.replay_in_one_process(UNTIL, [rank["steps"] for rank in ranks])
+        expected = training.replay_in_one_process(UNTIL, [rank["steps"] for rank in ranks])
         for rank in ranks:
             self.assertEqual(rank["modes"], list(modes.values()))
-            self.assert_equal(rank["parameters"], wanted)
+            self.assert_equal(rank["parameters"], expected)
         used = Counter(sample for rank in ranks for _, samples in rank["steps"] for sample in samples)
         self.assertEqual(used, Counter(range(UNTIL * training.BATCH)), "each sample once")
         return ranks
@@ -76,8 +76,8 @@ class Modes(unittest.TestCase):
         self.assert_equal(rank["parameters"], training.train_in_one_process(UNTIL))
         self.assertGreater(rank["loss"], 0)
 
-    def assert_equal(self, found: Sequence[Sequence[float]], wanted: Sequence[Sequence[float]]) -> None:
-        self.assertLess(compute_distance(found, wanted), 1e-10)
+    def assert_equal(self, found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> None:
+        self.assertLess(compute_distance(found, expected), 1e-10)
 
 
 def compute_distance(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:

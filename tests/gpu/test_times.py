@@ -44,5 +44,5 @@ class Times(unittest.TestCase):
             self.assertLess(statistics.median(found["host"]), own / 2, "a step's launches wait for the GPU")
             self.assert_near(found["mean"], own)
 
-    def assert_near(self, found: float, wanted: float) -> None:
-        self.assertAlmostEqual(found, wanted, delta=TOLERANCE * wanted)
+    def assert_near(self, found: float, expected: float) -> None:
+        self.assertAlmostEqual(found, expected, delta=TOLERANCE * expected)

@@ -31,16 +31,16 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def inside(images: Images) -> Any:
-    said = images.run("operator", "python", "-c", EVERYTHING)
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)
+    result = images.run("operator", "python", "-c", EVERYTHING)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def test_its_command_starts_and_reports_an_invalid_setting(images: Images) -> None:
     command = images.config("operator")["Cmd"]
-    said = images.run("operator", *command, PACEKEEPER_PORT="https")
-    assert (said.returncode, said.stdout) == (2, "")
-    assert "error: PACEKEEPER_PORT" in said.stderr
+    result = images.run("operator", *command, PACEKEEPER_PORT="https")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "error: PACEKEEPER_PORT" in result.stderr
 
 
 def test_the_operator_is_complete_without_root_and_without_torch(inside: Any) -> None:

@@ -144,12 +144,12 @@ class _Watch:
         RankCrashes().inject(self._context)
         await asyncio.sleep(SLOWDOWN_AT_SECONDS - self._world.now())
         self._training = self._context.find_training(0)
-        heal = None
+        undo = None
         if self._case.factor > 1:
-            heal = NodeIsSlow(TargetRole.MEMBER, SLOW_RANK, factor=self._case.factor).inject(self._context)
+            undo = NodeIsSlow(TargetRole.MEMBER, SLOW_RANK, factor=self._case.factor).inject(self._context)
         while (now := self._world.now()) < self._case.ends:
-            if heal is not None and now >= SLOWDOWN_AT_SECONDS + self._case.seconds:
-                heal = heal()
+            if undo is not None and now >= SLOWDOWN_AT_SECONDS + self._case.seconds:
+                undo = undo()
             self._record_state(now)
             await asyncio.sleep(STATE_POLL_SECONDS)
 

@@ -171,8 +171,8 @@ class CostModel:
         return compute_loss_rate(self.step_seconds(strategy, strain) / self.usual_seconds)
 
     def may_leave_exact(self, strain: Strain) -> bool:
-        """The best exact strategy takes clearly longer than allowed (MAX_EXACT_STEP_TIME_RATIO), and removes less than half
-        of the slowness. That Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
+        """The best exact strategy takes clearly longer than MAX_EXACT_STEP_TIME_RATIO, and removes less than half of the
+        slowness. That Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
         exact, equal, local = (
             self.step_seconds(strategy, strain) / self.usual_seconds
             for strategy in (self.choose_best_exact(strain), EQUAL_SHARES, LOCAL_SGD)

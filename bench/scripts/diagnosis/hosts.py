@@ -313,7 +313,7 @@ def _split_command(command: str) -> list[str]:
     return command.split()
 
 
-def heal_host(host: JobHost) -> None:
+def restore_host(host: JobHost) -> None:
     """Its network and its processors, as they were."""
     for namespace, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
         is_successful("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")

@@ -65,7 +65,7 @@ class RankJob:
         mesh = init_device_mesh("cpu", (STAGES, REPLICAS, TENSOR_RANKS), mesh_dim_names=("stage", "data", "tensor"))
         self.stage, self.replica = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
         self.data, self.tensor = mesh.get_group("data"), mesh.get_group("tensor")
-        self.neighbor = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
+        self.peer = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
         self.parameter = torch.nn.Parameter(torch.zeros(GRADIENTS))
         self.optimizer = torch.optim.SGD([self.parameter], lr=0.0)
         self.matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH)
@@ -89,20 +89,20 @@ class RankJob:
     def forward(self) -> None:
         activations = torch.zeros(ACTIVATIONS)
         if self.stage == 1:
-            dist.recv(activations, self.neighbor)
+            dist.recv(activations, self.peer)
         self.compute(FORWARD_SECONDS)
         self.sum_partials()
         if self.stage == 0:
-            dist.send(activations, self.neighbor)
+            dist.send(activations, self.peer)
 
     def backward(self) -> None:
         gradients = torch.zeros(ACTIVATIONS)
         if self.stage == 0:
-            dist.recv(gradients, self.neighbor)
+            dist.recv(gradients, self.peer)
         self.compute(BACKWARD_SECONDS)
         self.sum_partials()
         if self.stage == 1:
-            dist.send(gradients, self.neighbor)
+            dist.send(gradients, self.peer)
 
     def sum_partials(self) -> None:
         fault = read_fault()

@@ -140,7 +140,9 @@ class _Operator:
     async def _publish_initial_state(self) -> None:
         """As it is once its workers train."""
         heartbeats = {
-            report["worker"]: report["heartbeat"] for report in reversed(self._recording.reports) if "heartbeat" in report
+            report["worker"]: report["heartbeat"]
+            for report in reversed(self._recording.reports)
+            if "heartbeat" in report
         }
         names = sorted(heartbeats)
         members = tuple(

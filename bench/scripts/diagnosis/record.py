@@ -150,7 +150,7 @@ def _record_fault(hosted_job: HostedJob, fault: InjectedFault, place: int) -> Re
             hosted_job.request_probe(f"probe-{hosted_job.plan.version + 1}")
             time.sleep(SLOW_SECONDS - PROBE_DELAY_SECONDS)
     finally:
-        fault.heal(hosted_job, place)
+        fault.undo(hosted_job, place)
     profiled, patterns = hosted_job.read_patterns(name)
     recording = listener.build_recording(fault.name, place, began_at, patterns, profiled)
     if fault.hangs:

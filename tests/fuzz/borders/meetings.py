@@ -246,7 +246,7 @@ BORDERS = [
         mutate_replica,
         run_replica_receiver,
         refusals=(),
-        judge=check_whole_or_none,
+        check=check_whole_or_none,
         cases=150,
     ),
 ]

@@ -79,6 +79,6 @@ def check_error_length(result: Any, _valid: Any) -> str:
 
 BORDERS = [
     Border(
-        "Prometheus", lambda: [ANSWER], mutate_text, query_prometheus, refusals=(), judge=check_error_length, cases=120
+        "Prometheus", lambda: [ANSWER], mutate_text, query_prometheus, refusals=(), check=check_error_length, cases=120
     ),
 ]
