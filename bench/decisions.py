@@ -1,6 +1,6 @@
 """How well the operator decides, in two parts.
 
-*Decisions alone*, on a coarse clock: slowdowns whose kind, depth and length are drawn (`scripts/decisions/draw.py`),
+*Decisions only*, on a coarse clock: slowdowns whose kind, depth and length are drawn (`scripts/decisions/draw.py`),
 and the operator's own passes over what is observed of the job. For comparison: other policies, and a clairvoyant by
 dynamic programming, the lower bound of the cost. And days without faults.
 

@@ -42,7 +42,7 @@ class Sizes:
     steps: int
     """Of each replica."""
     warmup: int
-    judged_from: int
+    active_from: int
     """Synchronizations that the penalty learns from before it acts, and as many until data may be dirty."""
     seeds: int
     workers: tuple[int, ...]
@@ -56,7 +56,7 @@ LEARNING_RATE = 4e-3
 """Of the ablation: what `bench stragglers` finds best for EDiT."""
 CURVE_POINTS = 20
 
-PENALTY = Penalty(warmup=SIZES.judged_from)
+PENALTY = Penalty(warmup=SIZES.active_from)
 SIDES: Mapping[str, OuterSGD | None] = {
     "ddp": None,
     "diloco": OuterSGD(lr=0.7, momentum=0.9, penalty=Penalty(enabled=False)),
@@ -65,7 +65,7 @@ SIDES: Mapping[str, OuterSGD | None] = {
     "without_weights": OuterSGD(penalty=replace(PENALTY, temperature=UNREACHABLE)),
     "without_clipping": OuterSGD(penalty=replace(PENALTY, clip=UNREACHABLE)),
     "without_all": OuterSGD(penalty=Penalty(enabled=False)),
-    "published": OuterSGD(penalty=Penalty.from_paper(warmup=SIZES.judged_from)),
+    "published": OuterSGD(penalty=Penalty.from_paper(warmup=SIZES.active_from)),
 }
 """How replicas synchronize; None: they average gradients in every step."""
 SIDES_BY_WORKERS = ("ddp", "diloco", "penalty")
@@ -110,7 +110,7 @@ def run_ablation(dirty: bool) -> dict[str, list[Curve]]:
     """Of each side, one curve a seed."""
     curves: dict[str, list[Curve]] = {side: [] for side in SIDES}
     for seed in range(1, SIZES.seeds + 1):
-        run = Run(SIZES.replicas, SIZES.steps, SIZES.warmup, LEARNING_RATE, seed, SIZES.judged_from, dirty)
+        run = Run(SIZES.replicas, SIZES.steps, SIZES.warmup, LEARNING_RATE, seed, SIZES.active_from, dirty)
         for side, outer in SIDES.items():
             curves[side].append(train_side(run, outer, CURVE_POINTS))
             log_progress(f"{'dirty' if dirty else 'clean'}, seed {seed}, {side}: {curves[side][-1][-1][1]:.4f}")

@@ -1,5 +1,5 @@
 """Disasters by the thousand: the real operator in simulated clusters, 10,000 of them (or as many as an argument
-gives), each of ten minutes with faults that its seed draws. Goals: every invariant holds, at two runs per second and core.
+gives), each of ten minutes with faults that its seed draws. Goals: every invariant holds, two runs per second and core.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ MEMORY_COPIES, SHARED_MEMORY_COPIES = 8, 5
 """How often a rank's part lies in memory where it does most: live, in its own two slots and in two of the other rank's,
 and for a moment where it is received, and once more where it is taken over."""
 CALL_TIMEOUT_SECONDS = 240.0
-MAKE_ROOM = 1
+FIRST_SAVES = 1
 """Checkpoints of a side that take memory, which the later ones use again."""
 MAKE_SLOTS = 2
 """Snapshots that take memory."""
@@ -170,11 +170,11 @@ def compute_snapshot_statistics(rank_results: Sequence[Mapping[str, Any]]) -> di
 def compute_checkpoint_statistics(rank_results: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
     """Of the seconds that each rank has measured for each side; `of_the_copy`: as a share of the bare copy's."""
     by_side = {side: find_slowest([rank_result[side] for rank_result in rank_results]) for side in rank_results[0]}
-    by_side = {side: seconds for side, seconds in by_side.items() if len(seconds) > MAKE_ROOM}
-    medians = {side: statistics.median(seconds[MAKE_ROOM:]) for side, seconds in by_side.items()}
+    by_side = {side: seconds for side, seconds in by_side.items() if len(seconds) > FIRST_SAVES}
+    medians = {side: statistics.median(seconds[FIRST_SAVES:]) for side, seconds in by_side.items()}
     return {
         "stall_s": {side: round(value, 4) for side, value in medians.items()},
-        "first_s": {side: round(max(value[:MAKE_ROOM]), 4) for side, value in by_side.items()},
+        "first_s": {side: round(max(value[:FIRST_SAVES]), 4) for side, value in by_side.items()},
         "of_the_copy": {side: round(value / medians["copy"], 3) for side, value in medians.items()},
     }
 

@@ -40,7 +40,7 @@ def run_shards_demo(out: Path) -> DemoReport:
             outcomes = []
             for fault in faults:
                 fault_demo.wait_until_steady(view, fault.steady_steps, fault.spare)
-                outcomes.append(_make_and_judge_fault(fault, started, view))
+                outcomes.append(_inject_and_check_fault(fault, started, view))
                 view.add(outcomes[-1])
             report = fault_demo.build_report(outcomes, fault_demo.finish_job(view), started, training_started)
         write_report(report, out)
@@ -58,17 +58,17 @@ def build_manifest() -> str:
     return manifest
 
 
-def _make_and_judge_fault(fault: DemoFault, started: float, view: DemoView) -> FaultOutcome:
-    """Inject and judge a fault: at most the steps between two snapshots are lost, and no read from the volume."""
+def _inject_and_check_fault(fault: DemoFault, started: float, view: DemoView) -> FaultOutcome:
+    """Inject and check a fault: at most the steps between two snapshots are lost, and no read from the volume."""
     _wait_for_snapshot(view)
     outcome = fault_demo.make_fault(fault, started, view)
-    return judge_outcome(
+    return check_outcome(
         outcome, get_restore_source(kube.get_object("incidents", outcome.incident, job.NAMESPACE) or {})
     )
 
 
-def judge_outcome(outcome: FaultOutcome, restore_source: str) -> FaultOutcome:
-    """Judge an outcome. `restore_source`: where the state came from."""
+def check_outcome(outcome: FaultOutcome, restore_source: str) -> FaultOutcome:
+    """Check an outcome. `restore_source`: where the state came from."""
     cheap = outcome.steps_lost is not None and outcome.steps_lost <= SNAPSHOT_EVERY
     healed = outcome.healed and cheap and restore_source in MEMORY_SOURCES
     return replace(outcome, healed=healed, gain=f"{outcome.gain}, from {restore_source or 'nowhere'}")

@@ -128,7 +128,7 @@ def inject_requested_fault(rank: int) -> None:
         kind = fault_file.read_text()
         fault_file.unlink()
         if kind == "raise":
-            raise RuntimeError(f"rank {rank} has been asked to fail")
+            raise RuntimeError(f"rank {rank} fails on request")
         if kind == "fill":
             torch.ones(1 << 29)  # 2 GiB
         lock = threading.Lock()

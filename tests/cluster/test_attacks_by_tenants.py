@@ -154,7 +154,7 @@ def test_large_objects_of_one_tenant_crash_no_operator(tenant: Tenant) -> None:
 
     Each operator begins again, and so lists them all."""
     cluster = tenant.cluster
-    with scratch_namespace(cluster) as namespace, build_large_pods(cluster, namespace):
+    with scratch_namespace(cluster) as namespace, create_large_pods(cluster, namespace):
         deployment = f"deployment/{RELEASE}"
         cluster.kubectl("rollout", "restart", deployment, "-n", SYSTEM)
         cluster.kubectl("rollout", "status", deployment, "-n", SYSTEM, "--timeout=120s", timeout=130)
@@ -165,7 +165,7 @@ def test_large_objects_of_one_tenant_crash_no_operator(tenant: Tenant) -> None:
 
 
 @contextmanager
-def build_large_pods(
+def create_large_pods(
     cluster: KubectlCluster, namespace: str, count: int = 160, size: int = 5 * 2**18
 ) -> Iterator[None]:
     """`size`: bytes of each. The cluster makes and deletes them itself: kubectl waits between its requests."""

@@ -475,7 +475,7 @@ class TestReleaseAll:
 
     async def test_release_all_names_the_nodes_that_are_left(self, api: Api, cluster: KubectlCluster) -> None:
         create_manually(cluster)
-        keep = '{"metadata":{"finalizers":["somebody.else/keeps-it"]}}'
+        keep = '{"metadata":{"finalizers":["example.com/keeps-it"]}}'
         cluster.kubectl("patch", "nq", NODE, "--type=merge", "-p", keep)
         with pytest.raises(TimeoutError, match=f"not released within 2 s: {NODE}"):
             await release_all(api, OperatorRuntime(), 2)

@@ -47,7 +47,7 @@ def has_no_pods(job: ClusterJob, queue: QueueStandIn) -> bool:
     return not pods
 
 
-def test_a_queue_without_a_controller_holds_the_job_and_its_condition_says_so(cluster: KubectlCluster) -> None:
+def test_a_queue_without_a_controller_holds_the_job_and_its_condition_reports_it(cluster: KubectlCluster) -> None:
     """First: from the next test on there is a controller."""
     with scratch_namespace(cluster) as namespace:
         job = ClusterJob.apply(cluster, namespace, build_queued_job("unserved", 20, replicas=1))

@@ -52,7 +52,7 @@ def jobs(cluster: KubectlCluster) -> Iterator[list[ClusterJob]]:
     with scratch_namespace(cluster) as namespace:
         made: list[ClusterJob] = []
         for name in NODES:  # the second is planned around the first
-            job = ClusterJob.apply(cluster, namespace, list_pairs_across_leaves(name))
+            job = ClusterJob.apply(cluster, namespace, build_job_across_leaves(name))
             job.wait_for_phase("Running", timeout=120)
             job.wait_until(partial(are_paths_in_force, job), 60, f"the flows of {name} are on their routes")
             made.append(job)
@@ -61,7 +61,7 @@ def jobs(cluster: KubectlCluster) -> Iterator[list[ClusterJob]]:
             job.delete()
 
 
-def list_pairs_across_leaves(name: str) -> dict[str, Any]:
+def build_job_across_leaves(name: str) -> dict[str, Any]:
     return build_paced_job(
         name,
         LONG,
@@ -205,7 +205,7 @@ def list_planned_spines(job: ClusterJob) -> dict[tuple[str, str], str]:
     draft = job.read_desired()
     assert draft is not None
     leaves = {rank: fabric.get_leaf(job.find_node(rank)) for rank in range(draft.plan.world_size)}
-    expected = draft.plan.paths.expected if draft.plan.paths is not None else ()
+    expected = draft.plan.paths.wanted if draft.plan.paths is not None else ()
     return {(leaves[path.source], leaves[path.destination]): path.spine for path in expected}
 
 

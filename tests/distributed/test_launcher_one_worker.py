@@ -42,8 +42,13 @@ def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
             "round 1 end",
         ]
         assert one.workers["a"].read_faults() == []
-        beat = one.workers["a"].read_heartbeat()
-        assert (beat.state, beat.round, beat.step, beat.restarts) == (LauncherState.FINISHED, 1, 3, 0)
+        heartbeat = one.workers["a"].read_heartbeat()
+        assert (heartbeat.state, heartbeat.round, heartbeat.step, heartbeat.restarts) == (
+            LauncherState.FINISHED,
+            1,
+            3,
+            0,
+        )
 
 
 def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(

@@ -277,9 +277,9 @@ def test_a_state_that_cannot_be_kept_is_named_before_the_first_step(tmp_path: Pa
             job.restore()
         return str(caught.value)
 
-    (words,) = run_ranks(rank_main, 1)
-    assert words.startswith("tracker.where.0: a pathlib.")
-    assert "let state_dict() return tensors" in words
+    (message,) = run_ranks(rank_main, 1)
+    assert message.startswith("tracker.where.0: a pathlib.")
+    assert "let state_dict() return tensors" in message
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

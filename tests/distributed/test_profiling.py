@@ -198,10 +198,10 @@ def names_augment(found: Localization, answers: dict[int, ProfileAnswer]) -> lis
     shown = build_report_data(ProfilePage.from_json(write_profile_page(found, read_table(raw.items()), raw)), "job")
     place = shown["names"].index(f"{FILE}:augment_sample")
 
-    def looks(node: list[Any]) -> int:
-        return node[1] if node[0] == place else sum(map(looks, node[2]))
+    def count_samples(node: list[Any]) -> int:
+        return node[1] if node[0] == place else sum(map(count_samples, node[2]))
 
-    return [(looks(one["tree"]), one["label"]) for one in shown["patterns"]]
+    return [(count_samples(one["tree"]), one["label"]) for one in shown["patterns"]]
 
 
 def test_a_slow_function_of_all_ranks_is_found_by_their_early_steps(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def train_until(
     job.restore()
     used: list[int] = []
     seen: list[SyncMode] = []
-    expected, steps = 0, 0
+    mode_index, steps = 0, 0
     try:
         for step in job.steps(loader, until=until):
             for indices, x in step.microbatches():
@@ -103,12 +103,12 @@ def train_until(
             steps = steps + 1 if seen[-1:] == [mode] else 1
             if steps == 1:
                 seen.append(mode)
-            if rank == 0 and steps >= 4 and expected < len(modes) and mode is (SYNC, *modes)[expected]:
+            if rank == 0 and steps >= 4 and mode_index < len(modes) and mode is (SYNC, *modes)[mode_index]:
                 write_json(
                     RuntimeFolder(runtime).plan,
-                    replace(PLAN, version=2 + expected, sync_mode=modes[expected]).to_json(),
+                    replace(PLAN, version=2 + mode_index, sync_mode=modes[mode_index]).to_json(),
                 )
-                expected += 1
+                mode_index += 1
             if leaves and rank == 1 and mode is ASYNC and steps == 10:
                 os.kill(os.getpid(), signal.SIGTERM)
     except SystemExit:

@@ -65,8 +65,8 @@ def compute_reference(indices: list[int], by_tokens: bool, parameters: list[Tens
     """The gradient of the same samples in one process, one batch. `parameters`: None: the model's first ones."""
     data, model = Tokens(), make_model()
     with torch.no_grad():
-        for parameter, expected_gradient in zip(model.parameters(), parameters or model.parameters(), strict=True):
-            parameter.copy_(expected_gradient)
+        for parameter, value in zip(model.parameters(), parameters or model.parameters(), strict=True):
+            parameter.copy_(value)
     x, y = data.x[indices], data.y[indices]
     weight = (y != IGNORED).sum() if by_tokens else len(indices)
     (compute_loss_sum(model, x, y, by_tokens) / weight).backward()

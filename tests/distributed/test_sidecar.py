@@ -332,7 +332,7 @@ async def test_the_end_of_the_launcher_is_reported_before_the_sidecar_ends(tmp_p
         await wait_until(lambda: operator.refused > refused, "another try")
         operator.away = False
     assert operator.heartbeats[-1].state is LauncherState.FINISHED
-    assert [replace(heard, sent_at=0.0) for heard in operator.faults] == [fault]
+    assert [replace(report, sent_at=0.0) for report in operator.faults] == [fault]
 
 
 async def test_a_sidecar_without_an_operator_ends(tmp_path: Path) -> None:

@@ -215,9 +215,9 @@ def test_the_error_file_of_record_explains_the_failure_and_is_copied_to_the_laun
     options = ["--nnodes=1", "--max-restarts=0", "--master-addr=localhost", f"--master-port={port}", "--run-path"]
     with start_run(tmp_path, *options, str(tmp_path / "script.py"), TORCHELASTIC_ERROR_FILE=str(own)) as run:
         assert run.end() == 1
-    texts = f"ValueError: no data at {port}"
-    assert f"rank 0 ended with code 5 in round 1 before its first step: {texts}" in run.log.read_text()
-    assert json.loads(own.read_text())["message"]["message"] == texts
+    message = f"ValueError: no data at {port}"
+    assert f"rank 0 ended with code 5 in round 1 before its first step: {message}" in run.log.read_text()
+    assert json.loads(own.read_text())["message"]["message"] == message
 
 
 MEETS = """

@@ -370,7 +370,7 @@ def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_trai
     def phase() -> str:
         return Phase(int(RingReader(RuntimeFolder(tmp_path).ring(0)).state()["phase"])).name
 
-    class Told(io.BytesIO):
+    class PhaseRecorder(io.BytesIO):
         """A file that notes the phase in which it is used."""
 
         def write(self, data: Any) -> int:
@@ -396,7 +396,7 @@ def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_trai
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-            file = Told()
+            file = PhaseRecorder()
             seen.clear()
             torch.save(model.state_dict(), file)
             file.seek(0)

@@ -61,7 +61,7 @@ class _TooMuch(BaseException):
 
 
 def run_trials(border: Border, seeds: Iterator[int]) -> int:
-    """How many values have been tried. Raises Finding, which says how to repeat it."""
+    """How many values have been tried. Raises Finding, with the command that repeats it."""
     tried = 0
     with _watch_threads() as thread_errors, border.open() as enter:
         examples = border.examples()

@@ -52,8 +52,8 @@ TAIL_SECONDS = 120.0
 STATE_POLL_SECONDS = 0.5
 MAX_TIMES_CLAIRVOYANT = 2.0
 MAX_POINTS_BEHIND = 10.0
-"""Of the slowdown that a clairvoyant removes at JUDGED_SECONDS, the operator may leave this much."""
-JUDGED_SECONDS = 600.0
+"""Of the slowdown that a clairvoyant removes at COMPARED_SECONDS, the operator may leave this much."""
+COMPARED_SECONDS = 600.0
 DRAWS = 4096
 NOISE_RANGE = (0.98, 1.02)
 """Of the simulated ranks' steps."""
@@ -280,7 +280,7 @@ def print_report(results: Sequence[Result]) -> tuple[dict[str, object], dict[str
         spares, factor, seconds = kind
         description = f"{factor:g} times as slow for {seconds:g} s, spares: {spares}"
         times[description] = max(0.0, row["cost"] - row["noticing"]) / row["clairvoyant"]
-        if seconds == JUDGED_SECONDS:
+        if seconds == COMPARED_SECONDS:
             points_behind[description] = 100 * (row["removed_by_clairvoyant"] - row["removed"])
         print(
             f"{spares:6}  {factor:6.2f}  {seconds:7g}  {row['cost']:6.1f}  {row['clairvoyant']:13.1f}  "

@@ -171,7 +171,7 @@ class CostModel:
         return compute_loss_rate(self.step_seconds(strategy, strain) / self.usual_seconds)
 
     def may_leave_exact(self, strain: Strain) -> bool:
-        """The best exact strategy takes clearly longer than MAX_EXACT_STEP_TIME_RATIO, and removes less than half of the
+        """The best exact strategy exceeds MAX_EXACT_STEP_TIME_RATIO clearly, and removes less than half of the
         slowness. That Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
         exact, equal, local = (
             self.step_seconds(strategy, strain) / self.usual_seconds

@@ -39,7 +39,7 @@ class Agent:
         self._rings = RankRings(self._runtime, WINDOW_STEPS)
         self._connections = ConnectionSampler(self._runtime)
         self._metrics = MetricsReporter()
-        self._told_news, self._reported_at, self._looks, self._probed = 0, 0.0, 0, ""
+        self._reported_changes, self._reported_at, self._polls, self._probed = 0, 0.0, 0, ""
 
     def run(self) -> None:
         """Until killed."""
@@ -57,11 +57,11 @@ class Agent:
         self._connections.sample(now)
         self._metrics.update(self._rings.measure_metrics(), Plan.metrics_deadband, now)
         heartbeat = Heartbeat.from_json(read_json(self._runtime.heartbeat) or {})
-        if self._metrics.urgent_changes != self._told_news or now >= self._reported_at + POLL_SECONDS:
-            self._told_news, self._reported_at = self._metrics.urgent_changes, now
+        if self._metrics.urgent_changes != self._reported_changes or now >= self._reported_at + POLL_SECONDS:
+            self._reported_changes, self._reported_at = self._metrics.urgent_changes, now
             self._write(heartbeat=replace(heartbeat, rank_metrics=self._metrics.take_report()).to_json())
-        self._looks += 1
-        parts = ALL_PARTS if self._looks % ALL_PARTS_EVERY == 0 else (EvidencePart.WINDOWS,)
+        self._polls += 1
+        parts = ALL_PARTS if self._polls % ALL_PARTS_EVERY == 0 else (EvidencePart.WINDOWS,)
         evidence = self._rings.build_evidence("all", self._worker, heartbeat.round, parts)
         self._write(evidence=replace(evidence, links=self._connections.windows()).to_json())
 

@@ -114,7 +114,7 @@ def _replay_copy(
     truths = fault.truths(place)
     versions = replay_operator(perturbed)
     verdicts = [
-        _judge_finding(version.finding, truths, version.reported_at - recording.began)
+        _check_finding(version.finding, truths, version.reported_at - recording.began)
         for version in versions
         if version.finding is not None and version.finding.culprit and version.reported_at > recording.began
     ]
@@ -126,11 +126,11 @@ def _replay_copy(
         early=any(version.reported_at <= recording.began for version in versions),
         first=verdicts[0] if verdicts else None,
         last=verdicts[-1] if verdicts else None,
-        naive={name: _judge_naive_rule(perturbed, rule, truths) for name, rule in rules.RULES.items()},
+        naive={name: _check_naive_rule(perturbed, rule, truths) for name, rule in rules.RULES.items()},
     )
 
 
-def _judge_finding(finding: Finding, truths: Sequence[Truth], after: float) -> ReplayVerdict:
+def _check_finding(finding: Finding, truths: Sequence[Truth], after: float) -> ReplayVerdict:
     named_truths = [truth for truth in truths if truth.is_named(finding)]
     return ReplayVerdict(
         after=after,
@@ -142,7 +142,7 @@ def _judge_finding(finding: Finding, truths: Sequence[Truth], after: float) -> R
     )
 
 
-def _judge_naive_rule(recording: Recording, rule: rules.Rule, truths: Sequence[Truth]) -> tuple[bool, bool]:
+def _check_naive_rule(recording: Recording, rule: rules.Rule, truths: Sequence[Truth]) -> tuple[bool, bool]:
     blamed = rules.find_first_blamed(recording, rule, NAIVE_VERDICT_SECONDS)
     return blamed is not None, blamed is not None and any(truth.is_blamed(blamed[1]) for truth in truths)
 

@@ -1,4 +1,4 @@
-"""The operator's endpoint alone, in a process of its own: its server with TLS and its service, without the passes.
+"""The operator's endpoint by itself, in a process of its own: its server with TLS and its service, without the passes.
 
     python -m bench.scripts.scale.endpoint <port> <workers> <ranks a worker>
 

@@ -152,7 +152,7 @@ async def _measure_single_nodes(testbed: ScaleTestbed, observations: NodeObserva
             observations, partial(observations.marked_since.__contains__, name), f"{name} is held"
         )
         seconds.append(observations.marked_since[name] - start if is_held else math.inf)
-    await _mend_nodes(testbed, observations, nodes)
+    await _restore_nodes(testbed, observations, nodes)
     seconds.sort()
     p99 = seconds[min(len(seconds) - 1, math.ceil(0.99 * len(seconds)) - 1)]
     median = statistics.median(seconds)
@@ -182,7 +182,7 @@ async def _measure_many_nodes(
         f"{count} nodes {timing}: {last_seconds:.2f} s, {used_seconds:.1f} s of a core, "
         f"{testbed.read_memory_mb():.0f} MB"
     )
-    await _mend_nodes(testbed, observations, nodes)
+    await _restore_nodes(testbed, observations, nodes)
     anchor = "" if stagger else ANCHORS.get(count, "")
     return Measurement(f"{count} nodes {timing}", last_seconds - stagger * (count - 1) / count, goal, "s", anchor)
 
@@ -243,7 +243,7 @@ async def _write_condition(api: Api, name: str, status: str) -> None:
     )
 
 
-async def _mend_nodes(testbed: ScaleTestbed, observations: NodeObservations, nodes: Sequence[str]) -> None:
+async def _restore_nodes(testbed: ScaleTestbed, observations: NodeObservations, nodes: Sequence[str]) -> None:
     """Nothing is wrong with them any more, and they are released."""
     await testbed.api.all(_write_condition(testbed.api, name, "False") for name in nodes)
     await _release_nodes(testbed, observations, nodes)

@@ -1,6 +1,6 @@
 """What the runs on the real fabric come to, and which goals hold.
 
-Where the fabric has room for all, a job that is planned has links of its own, and no draw of ECMP gives it more:
+Where the fabric has capacity for all, a job that is planned has links of its own, and no draw of ECMP gives it more:
 there no job may lose. Where it has not, a job without collisions under ECMP gives half of its link away. There all jobs
 of a run together may not lose, and what they get is compared with the optimum of the simulator.
 

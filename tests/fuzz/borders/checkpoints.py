@@ -212,5 +212,5 @@ BORDERS = [
     Border("snapshots", lambda: [build_slot()], mutate_bytes, open_shared_memory, check=check_whole_or_none, cases=200),
     Border("snapshots of peers", lambda: [build_slot()], mutate_bytes, call_directly(unpack_from_peer), cases=200),
     Border("packed values", pack_examples, mutate_packed, call_directly(unpack_without_check), cases=400),
-    Border("news of checkpoints", lambda: [STATUS], mutate_text, call_directly(read_status), refusals=()),
+    Border("checkpoint status", lambda: [STATUS], mutate_text, call_directly(read_status), refusals=()),
 ]

@@ -238,10 +238,10 @@ def mutate_replica(rng: Random, message: dict[str, Any]) -> Mutated:
 
 
 BORDERS = [
-    Border("the meeting's host", build_participant_messages, mutate_participant, run_server, refusals=(), cases=150),
-    Border("the meeting's guest", lambda: [VIEW], mutate_line, run_client, refusals=(), cases=60),
+    Border("the rendezvous server", build_participant_messages, mutate_participant, run_server, refusals=(), cases=150),
+    Border("the rendezvous client", lambda: [VIEW], mutate_line, run_client, refusals=(), cases=60),
     Border(
-        "the neighbours' shelf",
+        "peer replicas",
         build_replicas,
         mutate_replica,
         run_replica_receiver,

@@ -54,8 +54,8 @@ def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path
 
 def test_ranks_without_a_step_and_ranks_that_call_one_model_hold_no_rank_up() -> None:
     """Two models of more units than are in progress at a time. Rank 0 has used up all samples while rank 1 has two
-    steps to go, so it comes to a synchronization without a forward pass. Then rank 1 must not wait for it in anything but
-    this synchronization. And rank 1 evaluates the second model first."""
+    steps to go, so it comes to a synchronization without a forward pass. Then rank 1 must wait for it only in this
+    synchronization. And rank 1 evaluates the second model first."""
 
     def rank_main(rank: int) -> tuple[list[int], int, str]:
         job = pk.init(sync_mode=ASYNC_EDIT, sync_seconds=0.05)
