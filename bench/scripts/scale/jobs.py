@@ -1,8 +1,8 @@
 """1,000 jobs of four workers: the operator's cost while they train, how soon a restarted operator has them all,
 and what becomes of them while the API server refuses nearly everything.
 
-A storm: all requests of the operator are answered 429 by the API server's own priority and fairness. Except for its
-Lease, without which it would not act at all.
+A storm: the API server's own priority and fairness answers 429 to all requests of the operator, except to those for
+its Lease, without which it would not act at all.
 """
 
 from __future__ import annotations

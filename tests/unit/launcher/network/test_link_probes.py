@@ -51,7 +51,9 @@ async def measured(folder: Path, *targets: ProbeTarget, secret: str = SECRET, me
     return list(Evidence.from_json({"request": "p", "worker": "w", "round": 1, "probes": found["probes"]}).probes)
 
 
-async def test_pings_and_transfers_of_every_target_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pings_and_transfers_of_every_target_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for limit in ("PROBE_MEASUREMENT_SECONDS", "PROBE_PING_SECONDS", "PING_LOST_SECONDS"):
         monkeypatch.setattr(link_probes, limit, 60.0)  # the link loses nothing; a machine under load is only slow
     async with host() as (_, port):
@@ -175,7 +177,9 @@ async def test_a_guest_pings_so_often_and_no_more() -> None:
         writer.close()
 
 
-async def test_strangers_fill_no_memory_and_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_strangers_fill_no_memory_and_keep_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_probes, "PROBE_AUTHENTICATION_SECONDS", 10.0)
     async with host() as (serving, port):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MAX_PROBE_CONNECTIONS)]
