@@ -124,8 +124,8 @@ SEED ?= 0
 fuzz: $(VENV)/.frameworks native ## Odd input at every border for SECONDS=600, from SEED=0 on (NAME=rings: at one); says which seed finds what
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(if $(NAME),--border "$(NAME)")
 
-demo: venv ## The main job: a training job that heals itself (build/demo/report.html; STORY=shards: a sharded model; STORY=traffic: jobs that share links)
-	$(BIN)/python -m demo $(if $(STORY),--story $(STORY))
+demo: venv ## The main job: a training job that heals itself (build/demo/report.html; SCENARIO=shards: a sharded model; SCENARIO=traffic: jobs that share links)
+	$(BIN)/python -m demo $(if $(SCENARIO),--scenario $(SCENARIO))
 
 # What needs a GPU runs by the Python of the machine that has it: no environment is made, nothing is installed.
 GPU_PYTHON ?= python3

@@ -1,8 +1,8 @@
 """`python -m bench [NAME …]`: all benches one after the other, or those that are named.
 
 Exit status: 1 where a bench could not measure, or a goal of its result (`holds`) is not reached; NOT_RUN where the only
-bench that was asked for needs what this machine has not (a GPU); 2 for a name that there is not. Whatever a bench has
-started is gone at its end, also when it is interrupted.
+bench that was asked for needs what this machine lacks (a GPU); 2 for an unknown name. All processes that a bench has
+started end with it, also when it is interrupted.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """How well the operator decides, in two parts.
 
-*Decisions alone*, on a coarse clock: slowdowns whose kind, depth and length are drawn (`scripts/decisions/draw.py`),
-and the operator's own passes upon what is seen of the job; beside it other policies, and a clairvoyant by dynamic
-programming whom none of them can beat. And days on which nothing goes wrong.
+*Decisions only*, on a coarse clock: slowdowns whose kind, depth and length are drawn (`scripts/decisions/draw.py`),
+and the operator's own passes over what is observed of the job. For comparison: other policies, and a clairvoyant by
+dynamic programming, the lower bound of the cost. And days without faults.
 
 *In the simulator* (`scripts/decisions/simulated.py`): the whole operator, four ranks, one of them slow. Some of these
-cases are played on the coarse clock as well, which says how real that is.
+cases are played on the coarse clock as well, which shows how realistic that is.
 
-QUICK=1: few scenarios of each, which say whether it works and not more. SEEDS=4109-4158,64030: these scenarios on the
-coarse clock alone; a seed is a thousand times the ranks (4, 64 or 1024), and a number below a thousand. The last line
+QUICK=1: few scenarios of each, a smoke test. SEEDS=4109-4158,64030: these scenarios on the
+coarse clock only; a seed is a thousand times the ranks (4, 64 or 1024), and a number below a thousand. The last line
 of the output is the summary.
 """
 
@@ -40,11 +40,11 @@ class Sizes:
     seeds: Sequence[int]
     """Of scenarios: a thousand times the ranks, and a number below a thousand."""
     calm_hours: Mapping[int, float] = field(default_factory=dict)
-    """By ranks, looked at as often as usual."""
+    """By ranks, sampled as often as usual."""
     calm_days: int = 0
-    """Of four ranks, looked at for a minute and a half twice an hour, in lots of DAYS_PER_LOT."""
+    """Of four ranks, sampled for a minute and a half twice an hour, in lots of DAYS_PER_LOT."""
     worlds: int | None = 0
-    """Of the simulator, for each of its cases; 0: those alone that are compared, in one; None: none."""
+    """Of the simulator, for each of its cases; 0: only those that are compared, in one; None: none."""
 
 
 FULL = Sizes(
@@ -58,7 +58,8 @@ DAYS_PER_LOT = 10
 FREQUENT_PASSES = PassIntervals(every=6)
 """At a job in which nothing happens: a window of steps is hardly longer."""
 RARE_PASSES = PassIntervals(every=12, row=8, rest=1710)
-"""Enough in a row for ranks that are a little slow, window after window, to be told from luck (`observe.lasting`)."""
+"""Enough in a row to distinguish ranks that are slightly slow in each window from chance
+(`observe.persistent_slowness`)."""
 
 
 def main() -> int:
@@ -136,7 +137,7 @@ def _report_progress(name: str, results: Iterator[Result]) -> Iterator[Result]:
 
 
 def _draw_scenarios(sizes: Sizes) -> list[Scenario]:
-    """The longest first, so that no processor is left alone with one at the end."""
+    """The longest first, so that no processor has a long one at the end."""
     return [draw.draw_scenario(seed, ranks=seed // 1000) for seed in sorted(sizes.seeds, reverse=True)]
 
 

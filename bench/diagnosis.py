@@ -1,11 +1,11 @@
-"""How often a diagnosis is right: recorded faults of real ranks, perturbed and judged by the operator's own decisions.
+"""How often a diagnosis is right: recorded faults of real ranks, perturbed, and diagnosed by the operator's decisions.
 
-    make bench NAME=diagnosis                  # records what is not recorded yet (about 50 minutes), judges all of it
+    make bench NAME=diagnosis                  # records what is missing (about 50 minutes), diagnoses all of it
     QUICK=1 make bench NAME=diagnosis          # one recording of each fault, three copies, one day
     python -m bench.diagnosis --write          # the confidence of each kind of evidence goes into the product, too
 
 Faults, recordings and copies: `scripts/diagnosis`. Needs root, iproute2 and control groups, as it gives each of four
-hosts a network and a processor quota of its own; recordings are kept, and made anew when the trainer changes.
+hosts a network and a processor quota of its own; recordings are kept, and made again when the trainer changes.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _round_finite(value: float) -> float | None:
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:
-    print(f"{'fault':30} {'first':>6} {'last':>6} {'class':>6} {'silent':>6} {'seconds':>8}  what was said last")
+    print(f"{'fault':30} {'first':>6} {'last':>6} {'class':>6} {'silent':>6} {'seconds':>8}  last message")
     for row in replay.build_table(outcomes):
         print(
             f"{row.fault:30} {row.first_named:6.0%} {row.last_named:6.0%} {row.classed:6.0%} {row.silent:6.0%} "

@@ -3,10 +3,10 @@
 What each part of the penalty is worth on clean and on dirty data: ours, as published, torchft's DiLoCo, and DDP.
 
 All in one process, without a clock: replicas of a tiny GPT train one after the other, and only what they learn counts.
-Dirty data has random bytes in place of a replica's samples, or of everybody's, for the time between two
+Dirty data has random bytes instead of one replica's samples, or of all replicas', for the time between two
 synchronizations. A seed has the same samples, garbage and initial parameters for all sides. DiLoCo is its published
 rule, which torchft's class applies (torch's SGD with Nesterov momentum on the plain mean), by our outer optimizer.
-QUICK=1: one seed and few steps, which says whether it works; there are no goals then. CURVES=picture.svg: draws the
+QUICK=1: one seed and few steps, a smoke test; there are no goals then. CURVES=picture.svg: draws the
 first seed's curves there.
 """
 
@@ -42,8 +42,8 @@ class Sizes:
     steps: int
     """Of each replica."""
     warmup: int
-    judged_from: int
-    """Synchronizations that the penalty learns from before it judges, and as many until data may be dirty."""
+    active_from: int
+    """Synchronizations that the penalty learns from before it acts, and as many until data may be dirty."""
     seeds: int
     workers: tuple[int, ...]
     learning_rates: tuple[float, ...]
@@ -56,7 +56,7 @@ LEARNING_RATE = 4e-3
 """Of the ablation: what `bench stragglers` finds best for EDiT."""
 CURVE_POINTS = 20
 
-PENALTY = Penalty(warmup=SIZES.judged_from)
+PENALTY = Penalty(warmup=SIZES.active_from)
 SIDES: Mapping[str, OuterSGD | None] = {
     "ddp": None,
     "diloco": OuterSGD(lr=0.7, momentum=0.9, penalty=Penalty(enabled=False)),
@@ -65,7 +65,7 @@ SIDES: Mapping[str, OuterSGD | None] = {
     "without_weights": OuterSGD(penalty=replace(PENALTY, temperature=UNREACHABLE)),
     "without_clipping": OuterSGD(penalty=replace(PENALTY, clip=UNREACHABLE)),
     "without_all": OuterSGD(penalty=Penalty(enabled=False)),
-    "published": OuterSGD(penalty=Penalty.from_paper(warmup=SIZES.judged_from)),
+    "published": OuterSGD(penalty=Penalty.from_paper(warmup=SIZES.active_from)),
 }
 """How replicas synchronize; None: they average gradients in every step."""
 SIDES_BY_WORKERS = ("ddp", "diloco", "penalty")
@@ -110,7 +110,7 @@ def run_ablation(dirty: bool) -> dict[str, list[Curve]]:
     """Of each side, one curve a seed."""
     curves: dict[str, list[Curve]] = {side: [] for side in SIDES}
     for seed in range(1, SIZES.seeds + 1):
-        run = Run(SIZES.replicas, SIZES.steps, SIZES.warmup, LEARNING_RATE, seed, SIZES.judged_from, dirty)
+        run = Run(SIZES.replicas, SIZES.steps, SIZES.warmup, LEARNING_RATE, seed, SIZES.active_from, dirty)
         for side, outer in SIDES.items():
             curves[side].append(train_side(run, outer, CURVE_POINTS))
             log_progress(f"{'dirty' if dirty else 'clean'}, seed {seed}, {side}: {curves[side][-1][-1][1]:.4f}")

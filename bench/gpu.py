@@ -34,10 +34,10 @@ MAX_OVERHEAD = 0.005
 MIN_HIDDEN_SHARE = 0.5
 STATE_BYTES = 8 * 10**9 if ON_GPU else 2 * 10**8
 RUNS_PER_KIND = 2 if os.environ.get("QUICK") else 5
-"""Snapshots, checkpoints and ways back, of each kind."""
+"""Snapshots, checkpoints and restores, of each kind."""
 MAX_TIME_SHARE = 0.01
 COPY_MARGIN = 1.25
-"""A checkpoint may hold a step up so many times as long as the bare copy of the state to pinned memory."""
+"""The longest stall of a step by a checkpoint, as a multiple of the bare copy of the state to pinned memory."""
 
 
 def main() -> int:
@@ -49,10 +49,10 @@ def main() -> int:
     for part in (
         measure_known_times,
         times_of_two,
-        overhead,
-        overlap,
+        measure_overhead,
+        measure_overlap,
         measure_transfer_recording,
-        keeping_state,
+        measure_state_saving,
         measure_recovery_after_sigkill,
     ):
         log_progress(f"{part.__name__} …")
@@ -74,7 +74,7 @@ def measure_known_times() -> tuple[dict[str, Any], dict[str, bool]]:
         (metrics,) = run_workers(
             f"{measures.__name__}:measure_steps", 1, own_seconds=[own_seconds], count=STEPS, backend=NCCL
         )
-        errors[own_seconds] = _median(metrics["own"]) / own_seconds - 1
+        errors[own_seconds] = _compute_median(metrics["own"]) / own_seconds - 1
     return {"own_error": _round_values(errors)}, {"own_3_percent": max(map(abs, errors.values())) <= TOLERANCE}
 
 
@@ -84,8 +84,12 @@ def times_of_two() -> tuple[dict[str, Any], dict[str, bool]]:
     ranks = run_workers(
         f"{measures.__name__}:measure_steps", 2, own_seconds=list(own_seconds), count=max(10, STEPS // 3)
     )
-    own_errors = [_median(rank["own"]) / expected - 1 for rank, expected in zip(ranks, own_seconds, strict=True)]
-    waits = [_median([step - work for step, work in zip(rank["step"], rank["own"], strict=True)]) for rank in ranks]
+    own_errors = [
+        _compute_median(rank["own"]) / expected - 1 for rank, expected in zip(ranks, own_seconds, strict=True)
+    ]
+    waits = [
+        _compute_median([step - work for step, work in zip(rank["step"], rank["own"], strict=True)]) for rank in ranks
+    ]
     wait_errors = [
         (wait - (max(own_seconds) - expected)) / max(own_seconds)
         for wait, expected in zip(waits, own_seconds, strict=True)
@@ -97,7 +101,7 @@ def times_of_two() -> tuple[dict[str, Any], dict[str, bool]]:
     }
 
 
-def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_overhead() -> tuple[dict[str, Any], dict[str, bool]]:
     """What recording adds to steps of 50 ms on the GPU, and to the host's part of them; in turns."""
     wall_seconds: dict[bool, list[float]] = {True: [], False: []}
     host_seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -114,16 +118,16 @@ def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
             width=WIDTH,
         )
         wall_seconds[recording].append(metrics["mean"])
-        host_seconds[recording].append(_median(metrics["host"]))
+        host_seconds[recording].append(_compute_median(metrics["host"]))
         records = max(records, metrics["records"])
 
     def summarize_times(recording: bool) -> dict[str, float]:
         return {
-            "step_ms": round(_median(wall_seconds[recording]) * 1e3, 4),
-            "launched_after_ms": round(_median(host_seconds[recording]) * 1e3, 4),
+            "step_ms": round(_compute_median(wall_seconds[recording]) * 1e3, 4),
+            "launched_after_ms": round(_compute_median(host_seconds[recording]) * 1e3, 4),
         }
 
-    added_seconds = _median(wall_seconds[True]) - _median(wall_seconds[False])
+    added_seconds = _compute_median(wall_seconds[True]) - _compute_median(wall_seconds[False])
     metrics = {
         "without": summarize_times(False),
         "with": summarize_times(True) | {"records_a_step": round(records, 1)},
@@ -133,7 +137,7 @@ def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
     return metrics, {"overhead_half_a_percent": added_seconds / STEP_SECONDS <= MAX_OVERHEAD}
 
 
-def overlap() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_overlap() -> tuple[dict[str, Any], dict[str, bool]]:
     """The share of a synchronization that the forward pass hides."""
     size: dict[str, Any] = {"blocks": 8, "width": 2048 if ON_GPU else 256, "repeats": 3 * REPEATS}
     ranks = run_workers(f"{measures.__name__}:measure_overlap", 2, **size)
@@ -155,20 +159,20 @@ def measure_transfer_recording() -> tuple[dict[str, Any], dict[str, bool]]:
     for recording in _alternate_pairs(pairs):
         ranks = run_workers(f"{transfers.__name__}:time_all_reduces", 2, nbytes=1 << 20, count=200, watched=recording)
         seconds[recording].append(max(ranks))
-    added_share = _median(seconds[True]) / _median(seconds[False]) - 1
+    added_share = _compute_median(seconds[True]) / _compute_median(seconds[False]) - 1
     metrics = {
-        "without_ms": round(_median(seconds[False]) * 1e3, 3),
-        "with_ms": round(_median(seconds[True]) * 1e3, 3),
+        "without_ms": round(_compute_median(seconds[False]) * 1e3, 3),
+        "with_ms": round(_compute_median(seconds[True]) * 1e3, 3),
         "overhead": round(added_share, 5),
         "pairs": pairs,
     }
     return metrics, {"plugin_1_percent": added_share <= MAX_TIME_SHARE}
 
 
-def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_state_saving() -> tuple[dict[str, Any], dict[str, bool]]:
     """What snapshots and checkpoints of 8 GB hold a step up, and how soon they are back on the GPU.
 
-    The volume is in memory, too, so that no disk stands between the sides; each is written beside the steps anyway.
+    The volume is in memory, so that no disk distorts the comparison; both write in the background of the steps.
     """
     size: dict[str, Any] = {"nbytes": STATE_BYTES, "step_seconds": 4 * STEP_SECONDS, "count": RUNS_PER_KIND}
     with (
@@ -191,17 +195,17 @@ def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
                 ((seconds, result),) = run_workers(f"{keeping.__name__}:{function}", 1, nbytes=STATE_BYTES, **arguments)
                 restore_seconds[name].append(seconds)
                 exact[name] &= result == expected_digest
-    step, later_snapshots = _median(snapshots["plain"]), slice(keeping.MAKE_SLOTS, None)
-    longest_step = _median(snapshots["longest"][later_snapshots])
+    step, later_snapshots = _compute_median(snapshots["plain"]), slice(keeping.MAKE_SLOTS, None)
+    longest_step = _compute_median(snapshots["longest"][later_snapshots])
     stall = (
-        _median(snapshots["with"][later_snapshots])
+        _compute_median(snapshots["with"][later_snapshots])
         - step
         + max(longest_step - step, 0.0)
-        + _median(snapshots["settle"][later_snapshots])
+        + _compute_median(snapshots["settle"][later_snapshots])
     )
     share = stall / (snapshots["interval"] * step)
     stalls = {
-        side: _median(value[1:]) - _median(checkpoints["seconds"]["plain"])
+        side: _compute_median(value[1:]) - _compute_median(checkpoints["seconds"]["plain"])
         for side, value in checkpoints["seconds"].items()
     }
     result = {
@@ -211,7 +215,7 @@ def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
         "snapshot_interval": snapshots["interval"],
         "snapshot_share": round(share, 5),
         "checkpoint_stall_s": {side: round(value, 4) for side, value in stalls.items()},
-        "restore_s": {name: round(_median(value), 3) for name, value in restore_seconds.items()},
+        "restore_s": {name: round(_compute_median(value), 3) for name, value in restore_seconds.items()},
         "bit_for_bit": exact,
     }
     return result, {
@@ -226,8 +230,8 @@ def measure_recovery_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
     runs = [measure_recovery() for _ in range(REPEATS)]
     metrics = {
         "held_gib": round(runs[0].held_bytes / 2**30, 1),
-        "median_s": round(_median([run.seconds for run in runs]), 3),
-        "parts_s": {stage: round(_median([run.parts[stage] for run in runs]), 4) for stage in runs[0].parts},
+        "median_s": round(_compute_median([run.seconds for run in runs]), 3),
+        "parts_s": {stage: round(_compute_median([run.parts[stage] for run in runs]), 4) for stage in runs[0].parts},
         "runs": [asdict(run) for run in runs],
     }
     return metrics, {"recovered": all(run.lost_steps <= 2 for run in runs)}
@@ -239,7 +243,7 @@ def _alternate_pairs(pairs: int) -> Iterator[bool]:
         yield from (True, False) if pair % 2 else (False, True)
 
 
-def _median(values: list[float]) -> float:
+def _compute_median(values: list[float]) -> float:
     """Raises RuntimeError where nothing was recorded."""
     if not values:
         raise RuntimeError("nothing was recorded")

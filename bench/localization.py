@@ -25,10 +25,10 @@ from testing.training.patterns import HEALTHY_WORK, SLOW_FUNCTION, build_pattern
 RANKS = 1_000 if os.environ.get("QUICK") == "1" else 10_000
 CULPRIT = RANKS // 3
 FUNCTIONS = 110
-"""Of a rank, beside those with names of their own: its pattern is close to what it may be."""
+"""Functions of a rank in addition to the named ones: its pattern is close to the largest size allowed."""
 STEP_SECONDS = 0.6
 TICK_SECONDS = 0.01
-"""Seconds between two turns of the loop that are asked for."""
+"""Requested seconds between two turns of the loop."""
 MAX_SECONDS, MAX_MEGABYTES, MAX_LATE_SECONDS = 10.0, 500.0, 0.1
 
 
@@ -76,7 +76,7 @@ def _build_answers() -> Iterator[tuple[int, bytes]]:
 
 
 async def _localize_answers(answers: dict[int, bytes]) -> tuple[Localization, float, float, float]:
-    """What is found, how long it took, and how late the loop's turns came before and meanwhile, seconds."""
+    """What is found, how long it took, and how late the loop's turns came before and during it, seconds."""
     runtime = OperatorRuntime(seed=0)
 
     idle_lateness = await _measure_lateness(asyncio.create_task(asyncio.sleep(2.0)))

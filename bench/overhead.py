@@ -143,7 +143,7 @@ def compare_sides(ring: Path) -> dict[str, Any]:
 
 
 def measure_window_cost(step: Callable[[], None]) -> float:
-    """What looks at the stack add to the processor time of a step that is all the script's own, as part of it:
+    """Return what stack samples add to the processor time of a step that is all the script's own, as part of it:
     blocks of steps with and without, by turns."""
     step_seconds: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(WINDOW_PAIRS):

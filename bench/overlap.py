@@ -4,7 +4,7 @@ Two replicas meet over gloo. Both the computation and the link are made, so that
 part of the model sleeps for its share of the forward pass, and what an all-reduce brings arrives after the time that
 its bytes take on a link of given bandwidth, one all-reduce after the other. The link is as fast as makes a whole
 synchronization take as long as one forward pass. Measured is the wall time from the beginning of the synchronization to
-the end of the forward pass: with overlap on, with overlap off, and of the forward pass alone, in turns.
+the end of the forward pass: with overlap on, with overlap off, and of the forward pass by itself, in turns.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure_overlap() -> dict[str, Any]:
 
 
 class Sleeping(nn.Module):
-    """A layer that computes for `seconds`, whatever the machine."""
+    """A layer that computes for `seconds` on any machine."""
 
     def __init__(self, inputs: int, outputs: int, seconds: float) -> None:
         super().__init__()

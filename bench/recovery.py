@@ -1,7 +1,7 @@
 """SIGKILL of one of four ranks → first optimizer step of the next round: `pacekeeper run` against torchrun.
 
-All run the same script, turn by turn, on CPU and gloo; every try is a run of its own, so that one that goes wrong
-spoils no other. The checkpoint is the script's own: what is measured is to notice the crash and to start anew.
+All run the same script in turns, on CPU and gloo; every try is a run of its own, so that a failed one does not affect
+the others. The checkpoint is the script's own: measured are the detection of the crash and the restart.
 torchrun runs at its best, with a fresh store for each restart (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), and a few times
 as it comes: there the restarted ranks read the dead ones' addresses from the store. QUICK=1: fewer tries.
 """
@@ -27,7 +27,7 @@ RANKS = 4
 TRIES, TRIES_AS_IT_COMES = (5, 1) if os.environ.get("QUICK") else (20, 3)
 START_TIMEOUT_SECONDS = 180.0
 RECOVERY_TIMEOUT_SECONDS = 60.0
-"""A run that does not train again within so many seconds hangs."""
+"""A run that does not train again within this many seconds hangs."""
 MAX_ERROR_OUTPUT_CHARACTERS = 2000
 """Characters."""
 SCRIPT = Path(__file__).parent / "scripts" / "small_job.py"
@@ -45,7 +45,7 @@ class Side:
     failed: int = 0
     hung: int = 0
     not_started: list[str] = field(default_factory=list)
-    """The last words of runs in which not all ranks came to train."""
+    """The last lines of runs in which not all ranks came to train."""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""How large a cluster one operator can look after: nodes that fail at once, one large job, many small ones.
+"""How large a cluster one operator can manage: nodes that fail at once, one large job, many small ones.
 
     make bench NAME=scale                 # every part
     python -m bench.scale whatif          # some parts only
@@ -29,7 +29,7 @@ PARTS: dict[str, Callable[[bool], Sequence[Measurement]]] = {
     # At the end: it brings up the test cluster, whose programs take time of the cores.
     "replicas": replicas.run_measurements,
 }
-"""Measures, quick or not; what a part is doing it says on standard error."""
+"""Measures, quick or not; each part logs its progress to standard error."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
-"""Disasters by the thousand: the real operator in simulated clusters, 10,000 of them (or as many as an argument says),
-each of ten minutes with faults that its seed draws. Every invariant holds, and two runs a second and core are done.
+"""Disasters by the thousand: the real operator in simulated clusters, 10,000 of them (or as many as an argument
+gives), each of ten minutes with faults that its seed draws. Goals: every invariant holds, two runs per second and core.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ from testing.kubernetes.jobs import SAMPLES, ClusterJob, build_paced_job
 MINUTES = float(os.environ.get("MINUTES", "8" if os.environ.get("QUICK") else "120"))
 SEED = int(os.environ.get("SEED", "0"))
 MIN_GROWTH_MINUTES = 60.0
-"""From which on growth is judged: before, caches fill."""
+"""From which on growth counts: before, caches fill."""
 OPERATOR_FAULTS_SHARE = 1 / 3
 """Of the time, operators are struck: later, each has lived for long enough that growth would show."""
 CALM_SECONDS, FAULT_SECONDS = (10.0, 30.0), (10.0, 45.0)
-"""From, to: how long all is left alone, and how long a fault lasts that does."""
+"""From, to: the time without faults, and the duration of a fault."""
 CALM_TIMEOUT_SECONDS, GONE_TIMEOUT_SECONDS = 300.0, 30.0
 BOTH_JOBS_SHARE = 0.25
 """How often both jobs are struck at the same time."""
@@ -50,7 +50,7 @@ TRACEBACK = "Traceback (most recent call last)"
 OWNED_KINDS = ("pods", "secrets", "services", "networkpolicies", "leases", "roles", "rolebindings", "trainingjobstates")
 """Kinds of which nothing may stay in the jobs' namespace."""
 ANY_FAILURE = (Exception, pytest.fail.Exception)
-"""The API server is restarted, pods come and go: what cannot be looked at now is looked at again."""
+"""The API server is restarted, pods come and go: a check that fails now is repeated."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class SoakHistory:
 
     made: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
-    """Faults that could not be made: the rank was just starting, say."""
+    """Faults that could not be injected: the rank was just starting, for example."""
     broken: list[str] = field(default_factory=list)
     incidents: dict[str, int] = field(default_factory=dict)
     quarantines: Counter[str] = field(default_factory=Counter)
@@ -114,7 +114,7 @@ def run_soak(
     history: SoakHistory,
     rng: random.Random,
 ) -> None:
-    """Ends early where something does not get calm again: what comes later would say nothing new."""
+    """Ends early where something does not get calm again: later results would add nothing."""
     start = checked_at = time.monotonic()
     while True:
         history.broken += wait_until_calm(cluster, disrupted_jobs, bystander, history)
@@ -202,7 +202,7 @@ def check_job(job: ClusterJob, spares: int) -> list[str]:
 
 
 def find_tracebacks(cluster: KubectlCluster, seconds: float) -> list[str]:
-    """Of the operators, in what they have said for so long; of a life that has ended meanwhile, too."""
+    """Errors of the operators in their recent logs, also of a container that has ended since."""
     tracebacks = []
     for pod in release.list_operator_pods():
         name, restarts = pod["metadata"]["name"], pod["status"].get("containerStatuses", [{}])[0].get("restartCount", 0)
@@ -217,7 +217,7 @@ def find_tracebacks(cluster: KubectlCluster, seconds: float) -> list[str]:
 
 
 def delete_jobs(cluster: KubectlCluster, jobs: Sequence[ClusterJob]) -> list[str]:
-    """Deletes the jobs, and says what stays."""
+    """Deletes the jobs, and returns what stays."""
     for job in jobs:
         job.delete()
     deadline = time.monotonic() + GONE_TIMEOUT_SECONDS

@@ -2,7 +2,7 @@
 
 Both run the same script, in pairs whose order changes from pair to pair, so that what else the machine does meets both.
 The files are in the page cache, unless COLD=1: then each run begins without them, which needs root, and slows down
-whatever else runs on the machine. QUICK=1: fewer pairs.
+everything else that runs on the machine. QUICK=1: fewer pairs.
 """
 
 from __future__ import annotations

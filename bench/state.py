@@ -1,4 +1,4 @@
-"""What it costs to keep a job's state, and to bring it back: ours beside torch's own checkpoints (DCP) and torchft's.
+"""What it costs to keep a job's state, and to restore it: ours against torch's own checkpoints (DCP) and torchft's.
 
 Two ranks over gloo, each a worker on a node of its own, train layers under AdamW, sharded over both; a rank's part of
 the state has 1 GB, or what this machine has memory for. A step's stall is the time for which a call holds the ranks up,
@@ -36,7 +36,7 @@ class Sizes:
     snapshots: int
     checkpoints: int
     tries: int
-    """Of each way back."""
+    """Of each kind of restore."""
 
 
 FULL = Sizes(nbytes=10**9, snapshots=4, checkpoints=6, tries=5)
@@ -47,20 +47,20 @@ MEMORY_COPIES, SHARED_MEMORY_COPIES = 8, 5
 """How often a rank's part lies in memory where it does most: live, in its own two slots and in two of the other rank's,
 and for a moment where it is received, and once more where it is taken over."""
 CALL_TIMEOUT_SECONDS = 240.0
-MAKE_ROOM = 1
+FIRST_SAVES = 1
 """Checkpoints of a side that take memory, which the later ones use again."""
 MAKE_SLOTS = 2
 """Snapshots that take memory."""
 
 MAX_TIME_SHARE = 0.01
 COPY_MARGIN, COPY_MARGIN_SECONDS = 1.25, 0.025
-"""A checkpoint may take so many times as long as the bare copy, and so much longer: names are gathered, and the ranks
-agree, however much there is to copy."""
+"""The longest checkpoint: a multiple of the bare copy, plus a constant. Names are gathered, and the ranks agree, for
+any amount of data."""
 
 
 @dataclass
 class RestoreRoute:
-    """One of the ways by which the state comes back."""
+    """One of the kinds of restore."""
 
     seconds: list[float] = field(default_factory=list)
     exact: bool = True
@@ -131,7 +131,7 @@ def read_memory_limit() -> int:
 
 
 def compute_rank_bytes(wanted: int, available: int, shared_available: int) -> int:
-    """Of the state; no more than there is memory for, of which a tenth is left alone."""
+    """Of the state; no more than there is memory for, of which a tenth stays free."""
     max_bytes = min(available // MEMORY_COPIES, shared_available // SHARED_MEMORY_COPIES)
     return min(wanted, max_bytes * 9 // 10 // RANKS)
 
@@ -150,8 +150,7 @@ def find_slowest(rank_seconds: Sequence[Sequence[float]]) -> list[float]:
 
 def compute_snapshot_statistics(rank_results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of what each rank's `with_pacekeeper.measure_snapshots` gave back. `share`: of the time, at the job's own
-    interval, for which a snapshot holds the steps up, and what they lose to its copy that goes to the neighbor
-    at the same time."""
+    interval, for which a snapshot holds the steps up, and what they lose to its replication at the same time."""
     held_seconds = find_slowest([rank_result["held"] for rank_result in rank_results])
     step_seconds = statistics.median(find_slowest([rank_result["plain"] for rank_result in rank_results]))
     copying_seconds = find_slowest([rank_result["copying"] for rank_result in rank_results])
@@ -171,11 +170,11 @@ def compute_snapshot_statistics(rank_results: Sequence[Mapping[str, Any]]) -> di
 def compute_checkpoint_statistics(rank_results: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
     """Of the seconds that each rank has measured for each side; `of_the_copy`: as a share of the bare copy's."""
     by_side = {side: find_slowest([rank_result[side] for rank_result in rank_results]) for side in rank_results[0]}
-    by_side = {side: seconds for side, seconds in by_side.items() if len(seconds) > MAKE_ROOM}
-    medians = {side: statistics.median(seconds[MAKE_ROOM:]) for side, seconds in by_side.items()}
+    by_side = {side: seconds for side, seconds in by_side.items() if len(seconds) > FIRST_SAVES}
+    medians = {side: statistics.median(seconds[FIRST_SAVES:]) for side, seconds in by_side.items()}
     return {
         "stall_s": {side: round(value, 4) for side, value in medians.items()},
-        "first_s": {side: round(max(value[:MAKE_ROOM]), 4) for side, value in by_side.items()},
+        "first_s": {side: round(max(value[:FIRST_SAVES]), 4) for side, value in by_side.items()},
         "of_the_copy": {side: round(value / medians["copy"], 3) for side, value in medians.items()},
     }
 
@@ -192,7 +191,7 @@ def measure_restore(
     snapshot: Sequence[Sequence[int]],
     checkpoint: Sequence[Sequence[int]],
 ) -> dict[str, RestoreRoute]:
-    """By each way, in turns. snapshot, checkpoint: what each rank's state was like when it was kept there."""
+    """By each kind, in turns. snapshot, checkpoint: what each rank's state was like when it was kept there."""
 
     def restore_ours(state: Sequence[Sequence[int]], **options: Any) -> tuple[float, bool]:
         results = ours.call("restore_state", CALL_TIMEOUT_SECONDS, layers=layers, **options)
@@ -241,7 +240,7 @@ def measure_attempt(route: RestoreRoute, restore: Callable[[], tuple[float, bool
 
 
 OUR_ROUTES = ("crash", "lost_node", "volume")
-"""The ways back that are ours."""
+"""The kinds of restore that are ours."""
 
 
 def compute_max_checkpoint_seconds(copy_seconds: float) -> float:

@@ -9,7 +9,7 @@ parameters for all of them, so that intervals are those of paired seeds.
 
 Virtual time is what a side's schedule takes where only the draws take time, in units of a sample's cost on an
 undisturbed rank.
-QUICK=1: one repeat of short runs, which says whether it works and not more.
+QUICK=1: one repeat of short runs, a smoke test.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Sizes:
     unit_seconds: float
     """Of a sample on an undisturbed rank; seven of them make its step."""
     sync_every: int
-    """Local steps; by the clock, what so many take an undisturbed rank."""
+    """Local steps; by the clock, what this many take an undisturbed rank."""
     drawn_sync_every: int
     """The same where ranks draw for themselves, and a rank that drew well waits at a synchronization."""
     drawn_unit_seconds: float
-    """And there: of a sample, longer because the goals leave less room for what a step costs on a busy machine."""
+    """And there: of a sample, longer because the goals leave less margin for what a step costs on a busy machine."""
     periods: int
     """Of `sync_every` global batches that throughput is measured over. Of sides that synchronize in each step a quarter
     of one will do, behind another quarter that is left out."""
@@ -104,7 +104,7 @@ STEPS_BEHIND = 4
 LOSS_UNIT_SECONDS = 0.006
 """In the runs that measure the loss nothing is slept, but in A-EDiT, where time decides who does how much."""
 SLOW_LINK_RATE = "16mbit"
-"""The slow one's: DDP's all-reduces of a step (330 KB over it, both ways) take longer than the step then."""
+"""The slow one's: DDP's all-reduces of a step (330 KB over it, in both directions) take longer than the step then."""
 COST_DESCRIPTION = (
     "a sample's cost is drawn by a generator keyed by (rank, sample), since in A-EDiT the race decides who takes which "
     "sample; it is slept away but for the real work (compute_share)"

@@ -5,7 +5,7 @@
     python -m bench.traffic fabric             # one half only: fabric, or simulator
 
 In a simulator at 10,240 GPUs, and on a real fabric of network namespaces (`scripts/traffic`: simulator, real). The real
-one needs root, iproute2 and a C compiler: without them the simulator's half runs alone, and the exit status is 77.
+one needs root, iproute2 and a C compiler: without them only the simulator's half runs, and the exit status is 77.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str]) -> int:
     return 77 if missing_tools else 0
 
 
-def _interrupt(*_: object) -> NoReturn:
+def _raise_interrupt(*_: object) -> NoReturn:
     """So that namespaces and processes are put away."""
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_interrupt)
     sys.exit(main(sys.argv[1:]))

@@ -27,7 +27,7 @@ _SHARE, _STEP, _LOSS, _OWN_WORK = (
 def run_fault_demo(out: Path, only: Sequence[str] | None = None) -> DemoReport:
     """Start everything, inject the faults one after the other, wait for the job's end, and write the report to `out`.
 
-    `only`: inject only the faults whose name contains one of these words.
+    `only`: inject only the faults whose name contains one of these strings.
     """
     cluster.bring_up()
     faults = [fault for fault in list_faults() if only is None or any(word in fault.name for word in only)]

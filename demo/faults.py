@@ -149,7 +149,7 @@ class NodeFault:
 
 
 @dataclass
-class NoRoomFault:
+class CapacityFault:
     """A worker and all spares are lost, and no node accepts another pod."""
 
     full: bool = False
@@ -174,7 +174,7 @@ class NoRoomFault:
 def list_faults() -> list[DemoFault]:
     """Return the faults in the demo's order: those that reduce the cluster come last."""
     mild_straggler, severe_straggler, slow_link = StragglerFault(0.65), StragglerFault(0.2), LinkFault(step_times=1.5)
-    gpu, node, no_room = GpuFault(), NodeFault(), NoRoomFault()
+    gpu, node, capacity = GpuFault(), NodeFault(), CapacityFault()
     replace_worker = ("ReplaceWorker",)
     return [
         DemoFault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), crash_rank),
@@ -218,17 +218,17 @@ def list_faults() -> list[DemoFault]:
         DemoFault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replace_worker, gpu.inject, gpu.undo),
         DemoFault("node lost", "link down", ("node-lost",), replace_worker, node.inject, node.undo),
         DemoFault(
-            "no room for another worker",
+            "no capacity for another worker",
             "all nodes tainted, kubectl delete pod",
             ("worker-lost",),
             replace_worker,
-            no_room.inject,
-            no_room.undo,
+            capacity.inject,
+            capacity.undo,
             spare=False,
             relief=FaultRelief(
-                "room again",
+                "capacity again",
                 "taints removed",
-                no_room.relieve,
+                capacity.relieve,
                 lambda: job.is_training_with(REPLICAS),
                 event="Resized",
                 remedy="Regrow",

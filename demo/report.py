@@ -46,7 +46,7 @@ class DemoReport:
     loss_before: float | None
     loss_after: float | None
     curves: dict[str, Curve]  # title (with unit) → points (seconds since the demo started, value)
-    fabrics: tuple[FabricView, FabricView] | None = None  # before and after, in the story of traffic
+    fabrics: tuple[FabricView, FabricView] | None = None  # before and after, in the traffic scenario
 
     @property
     def training_started_at(self) -> float:

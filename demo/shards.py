@@ -1,4 +1,4 @@
-"""The story of shards (`make demo STORY=shards`): a job whose ranks share one model loses a rank, a worker, and a node.
+"""The shards scenario (`make demo SCENARIO=shards`): a job with a sharded model loses a rank, a worker, and a node.
 
 Each rank's state is kept in memory, and on another node, too. So no fault costs more steps than there are between two
 snapshots, and nothing is read from the volume.
@@ -29,7 +29,7 @@ _SNAPSHOT = job.build_series_selector("pacekeeper_rank_snapshot_step")
 
 
 def run_shards_demo(out: Path) -> DemoReport:
-    """Bring everything up, run the story, and write the report to `out`."""
+    """Bring everything up, run the scenario, and write the report to `out`."""
     cluster.bring_up()
     faults = [fault for fault in list_faults() if fault.name in FAULTS]
     with DemoView(len(faults)) as view:
@@ -40,7 +40,7 @@ def run_shards_demo(out: Path) -> DemoReport:
             outcomes = []
             for fault in faults:
                 fault_demo.wait_until_steady(view, fault.steady_steps, fault.spare)
-                outcomes.append(_make_and_judge_fault(fault, started, view))
+                outcomes.append(_inject_and_check_fault(fault, started, view))
                 view.add(outcomes[-1])
             report = fault_demo.build_report(outcomes, fault_demo.finish_job(view), started, training_started)
         write_report(report, out)
@@ -58,17 +58,17 @@ def build_manifest() -> str:
     return manifest
 
 
-def _make_and_judge_fault(fault: DemoFault, started: float, view: DemoView) -> FaultOutcome:
-    """Inject and judge a fault: at most the steps between two snapshots are lost, and no read from the volume."""
+def _inject_and_check_fault(fault: DemoFault, started: float, view: DemoView) -> FaultOutcome:
+    """Inject and check a fault: at most the steps between two snapshots are lost, and no read from the volume."""
     _wait_for_snapshot(view)
     outcome = fault_demo.make_fault(fault, started, view)
-    return judge_outcome(
+    return check_outcome(
         outcome, get_restore_source(kube.get_object("incidents", outcome.incident, job.NAMESPACE) or {})
     )
 
 
-def judge_outcome(outcome: FaultOutcome, restore_source: str) -> FaultOutcome:
-    """Judge an outcome. `restore_source`: where the state came from."""
+def check_outcome(outcome: FaultOutcome, restore_source: str) -> FaultOutcome:
+    """Check an outcome. `restore_source`: where the state came from."""
     cheap = outcome.steps_lost is not None and outcome.steps_lost <= SNAPSHOT_EVERY
     healed = outcome.healed and cheap and restore_source in MEMORY_SOURCES
     return replace(outcome, healed=healed, gain=f"{outcome.gain}, from {restore_source or 'nowhere'}")

@@ -1,4 +1,4 @@
-"""The story of traffic (`make demo STORY=traffic`): two jobs share links of a network that has capacity for both.
+"""The traffic scenario (`make demo SCENARIO=traffic`): two jobs share links of a network that has capacity for both.
 
 Its leaves and spines are real, and choose among equal routes by a hash, as switches do. First, traffic is not planned.
 Then there is a `Fabric`, and the operator separates the jobs' routes. A link between a leaf and a spine becomes slow:
@@ -45,7 +45,7 @@ STEADY_STEPS, STEADY_SECONDS, END_SECONDS = 12, 120.0, 120.0
 
 
 def run_traffic_demo(out: Path) -> DemoReport:
-    """Bring everything up, run the story, and write the report to `out`."""
+    """Bring everything up, run the scenario, and write the report to `out`."""
     cluster.bring_up(ports=1)
     try:
         faults.shape_uplinks(RATE)
@@ -82,7 +82,7 @@ _CAUSES = ("slow-communication",)
 
 @dataclass
 class _DemoProgress:
-    """The story's progress."""
+    """The scenario's progress."""
 
     view: DemoView
     started: float
@@ -132,7 +132,7 @@ def build_manifests(name: str) -> list[dict[str, Any]]:
     claim["metadata"]["name"] = f"{name}-checkpoints"
     training_job["metadata"]["name"] = name
     spec: dict[str, Any] = training_job["spec"]
-    del spec["minReplicas"]  # no worker is lost in this story
+    del spec["minReplicas"]  # no worker is lost in this scenario
     spec |= {"replicas": len(NODES[name]), "spares": 0, "detection": DETECTION}
     spec["checkpoint"]["volumeClaimName"] = claim["metadata"]["name"]
     pod_spec = spec["template"]["spec"]

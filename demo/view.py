@@ -22,7 +22,7 @@ UNKNOWN = "–"
 
 
 class DemoView:
-    """A context manager. `log_message` logs a step of the story, `show_job` shows the job's present state."""
+    """A context manager. `log_message` logs a step of the scenario, `show_job` shows the job's present state."""
 
     def __init__(self, faults: int) -> None:
         self._console = Console(stderr=True)
@@ -78,9 +78,9 @@ class DemoView:
 
     def _refresh(self) -> None:
         if self._live:
-            story = Text("\n".join(self._messages))
+            log = Text("\n".join(self._messages))
             title = f"Pacekeeper · faults healed {sum(outcome.healed for outcome in self._outcomes)} of {self._faults}"
-            self._live.update(Group(Panel(self._state(), title=title), build_table(self._outcomes), story))
+            self._live.update(Group(Panel(self._state(), title=title), build_table(self._outcomes), log))
 
     def _state(self) -> Text:
         if self._job is None:

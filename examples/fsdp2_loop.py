@@ -27,14 +27,14 @@ for layer in (model[0], model[2], model):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def state(step: int) -> dict[str, Any]:
+def build_state(step: int) -> dict[str, Any]:
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
 
 done = [int(path.name.removeprefix("step-")) for path in folder.glob("step-*[0-9]")]
 if done:
-    saved = state(0)
+    saved = build_state(0)
     load(saved, checkpoint_id=folder / f"step-{max(done)}")
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 for step in range(max(done, default=0) + 1, STEPS + 1):
@@ -45,7 +45,7 @@ for step in range(max(done, default=0) + 1, STEPS + 1):
     optimizer.step()
     optimizer.zero_grad()
     if step % SAVE_EVERY == 0:
-        save(state(step), checkpoint_id=folder / f"step-{step}.writing")
+        save(build_state(step), checkpoint_id=folder / f"step-{step}.writing")
         if dist.get_rank() == 0:
             (folder / f"step-{step}.writing").replace(folder / f"step-{step}")  # whole: all ranks have written
             print(f"step {step}: loss {loss.item():.4f}", flush=True)

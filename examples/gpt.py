@@ -2,7 +2,7 @@
 
     pacekeeper run --local 4 examples/gpt.py --steps 300
 
-It also runs alone (`python examples/gpt.py`) and under torchrun, on GPUs where there are some.
+It also runs as a single process (`python examples/gpt.py`) and under torchrun, on GPUs where there are some.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SourceCode(Dataset[tuple[Tensor, Tensor]]):
 
 def main() -> None:
     arguments = parse_arguments()
-    job = pk.init(seed=arguments.seed, mesh=mesh(arguments.shard), snapshot_every=arguments.snapshot_every)
+    job = pk.init(seed=arguments.seed, mesh=build_mesh_shape(arguments.shard), snapshot_every=arguments.snapshot_every)
     on_gpu = job.device.type == "cuda"
     if not on_gpu:
         torch.set_num_threads(1)
@@ -146,10 +146,10 @@ def main() -> None:
         optimizer.zero_grad()
         if step.due("eval", every=arguments.eval_every):
             with job.phase("eval"), mixed:
-                held_out_loss = evaluate(model, evaluation, job)
+                held_out_loss = evaluate_model(model, evaluation, job)
             if job.rank == 0:
                 print(f"step {job.step}: held-out loss {held_out_loss:.4f}", flush=True)
-            if arguments.stop_file is not None and agreed(arguments.stop_file.exists(), job):
+            if arguments.stop_file is not None and reduce_any(arguments.stop_file.exists(), job):
                 break
         if job.rank == 0 and step.number % arguments.print_every == 0:
             now = time.perf_counter()
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, held_out: Subset[tuple[Tensor, Tensor]], job: pk.Job) -> float:
+def evaluate_model(model: nn.Module, held_out: Subset[tuple[Tensor, Tensor]], job: pk.Job) -> float:
     """Mean loss in nats a byte over the same few held-out sequences each time; each rank takes its part of them."""
     model.eval()
     x, y = torch.utils.data.default_collate([held_out[i] for i in range(job.rank, 8 * job.world_size, job.world_size)])
@@ -170,14 +170,14 @@ def evaluate(model: nn.Module, held_out: Subset[tuple[Tensor, Tensor]], job: pk.
     return loss.item() / job.world_size
 
 
-def agreed(wanted: bool, job: pk.Job) -> bool:
-    """Whether any rank wants it; the ranks may look at different moments."""
+def reduce_any(wanted: bool, job: pk.Job) -> bool:
+    """Return whether any rank wants it; the ranks may check at different times."""
     votes = torch.tensor(int(wanted), device=job.device)
     dist.all_reduce(votes)
     return votes.item() > 0
 
 
-def mesh(shard: int) -> dict[str, int]:
+def build_mesh_shape(shard: int) -> dict[str, int]:
     """`shard` ranks share a replica (-1: all ranks share one), and there are as many replicas as that allows."""
     return {"shard": -1} if shard == -1 else {"sync": -1, "shard": shard}
 

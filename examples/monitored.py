@@ -1,4 +1,4 @@
-"""A plain PyTorch script that Pacekeeper watches and restarts: it knows nothing of it but the first import.
+"""A plain PyTorch script that Pacekeeper monitors and restarts: only its first import is of Pacekeeper.
 
 pacekeeper run --local 4 examples/monitored.py
 """

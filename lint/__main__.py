@@ -17,6 +17,11 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("analysis/", "operator/", "trainer/")
 """What is installed: each name in it has one meaning."""
 CHECKED = (*PRODUCT, "simulation/", "testcluster/", "testing/", "demo/")
+"""Folders whose layout is checked."""
+PROSE_CHECKED = (*CHECKED, "bench/", "charts/", "examples/", "lint/", "tests/")
+"""Folders whose comments, docstrings, and messages are checked for banned words."""
+PROSE_UNCHECKED = ("lint/prose.py", "tests/unit/")
+"""The module that defines the banned words, and the tests whose prose has no check."""
 PACKAGES = frozenset(
     (
         "pacekeeper_analysis",
@@ -50,14 +55,14 @@ def main() -> int:
 
 def check_files(files: list[str]) -> Iterator[Violation]:
     """Yield what all checks find. `files`: paths below ROOT."""
-    sources = {name: (ROOT / name).read_text() for name in files if name.endswith(".py") and name.startswith(CHECKED)}
-    modules = {name: ast.parse(source) for name, source in sources.items()}
-    yield from check_names({name: module for name, module in modules.items() if name.startswith(PRODUCT)})
-    yield from check_layout(modules, LARGER_FOLDERS)
-    yield from check_hidden_imports(modules, PACKAGES, HIDING_MODULES)
-    for name, module in modules.items():
-        if not name.startswith("testing/"):
-            yield from check_module(name, sources[name], module)
+    modules = [name for name in files if name.endswith(".py") and name.startswith(PROSE_CHECKED)]
+    sources = {name: (ROOT / name).read_text() for name in modules if not name.startswith(PROSE_UNCHECKED)}
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    yield from check_names({name: tree for name, tree in trees.items() if name.startswith(PRODUCT)})
+    yield from check_layout({name: tree for name, tree in trees.items() if name.startswith(CHECKED)}, LARGER_FOLDERS)
+    yield from check_hidden_imports(trees, PACKAGES, HIDING_MODULES)
+    for name, tree in trees.items():
+        yield from check_module(name, sources[name], tree)
     for name in files:
         if name.endswith(".md") and name not in UNCHECKED_PAGES:
             yield from check_page(name, (ROOT / name).read_text())

@@ -22,11 +22,11 @@ _PIP_SOURCE_OPTIONS = (
     *("index-url", "extra-index-url", "no-index", "find-links", "trusted-host"),
     *("cert", "client-cert", "proxy", "timeout", "default-timeout", "retries"),
 )
-"""Of pip's settings, those that say where packages come from."""
+"""Of pip's settings, those that define where packages come from."""
 
 
 class Images:
-    """Layers are kept in the cache, anew for other locks: a build makes what has changed since the last one."""
+    """Layers are kept in the cache, one set per version of the locks: a build makes what has changed since the last."""
 
     def __init__(self, scratch: Path) -> None:
         locks = b"".join(path.read_bytes() for path in sorted((REPOSITORY_ROOT / "locks").iterdir()))
@@ -74,7 +74,7 @@ class Images:
 
 
 def _build_pip_options(scratch: Path) -> Iterator[str]:
-    """Options of buildah: builds see where this machine's pip gets packages from, and images know nothing of it."""
+    """Options of buildah: builds see where this machine's pip gets packages from, and images hold nothing of it."""
     config = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = ConfigParser(interpolation=None)
     settings["global"] = {}

@@ -1,7 +1,7 @@
-"""Nothing that a command starts outlives it, nor whoever waits for it: not when it is interrupted, or killed.
+"""No process that a command starts outlives the command or its caller, even if they are interrupted or killed.
 
 `run_guarded` starts the command below a guard: `python -m bench.scripts.guard SECONDS COMMAND …`, in a session of its
-own. All that the command starts stays below the guard, in whatever session it puts itself (PR_SET_CHILD_SUBREAPER); the
+own. All that the command starts stays below the guard, also in a session of its own (PR_SET_CHILD_SUBREAPER); the
 guard receives a signal when the process that waits for it is gone, by SIGKILL as well (PR_SET_PDEATHSIG). What is in a
 cgroup of its own stays: the daemons of the test cluster, which is meant to stay.
 """
@@ -23,17 +23,17 @@ from typing import NoReturn
 TIMED_OUT = 124
 """Exit status, as of timeout(1)."""
 GRACE_SECONDS = 15.0
-"""An interrupted command has so long to put away what it made: network namespaces, folders."""
+"""How long an interrupted command may take to clean up: network namespaces, folders."""
 
 KILL_SECONDS = 10.0
-"""What is not gone so long after SIGKILL hangs in the kernel."""
+"""A process that is not gone this long after SIGKILL hangs in the kernel."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_guarded(command: Sequence[str], seconds: float, on_line: Callable[[str], None], cwd: Path | None = None) -> int:
-    """The command's exit status (TIMED_OUT after so many seconds), when it and all that it started are gone.
+    """The command's exit status (TIMED_OUT after `seconds`), when it and all that it started are gone.
 
     on_line: called with each line of its standard output.
     """
@@ -63,7 +63,7 @@ def main(parent: int, seconds: float, command: Sequence[str]) -> int:
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where a shell started us in the background, and inherited
     signal.signal(signal.SIGTERM, _raise_interrupted)
-    if os.getppid() != parent:  # gone before it could have told
+    if os.getppid() != parent:  # gone before the signal was set up
         return TIMED_OUT
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -85,7 +85,7 @@ def main(parent: int, seconds: float, command: Sequence[str]) -> int:
 
 
 class _Interrupted(BaseException):
-    """We were told to end, or nobody is there any more to wait for us."""
+    """This process received a signal to end, or its caller is gone."""
 
 
 def _raise_interrupted(_: int, __: FrameType | None) -> NoReturn:
@@ -103,7 +103,7 @@ def _interrupt_and_wait(process: subprocess.Popen[bytes]) -> None:
 def kill_descendants() -> int:
     """Kills all that this process has started, and what they have: how many there were. It must be their subreaper.
 
-    Until none is left: what is killed last may have started another one meanwhile.
+    Until none is left: what is killed last may have started another one before.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_SECONDS
@@ -139,7 +139,7 @@ def list_descendants(root: int) -> set[int]:
 
 
 def _read_state(pid: int) -> str:
-    """Its letter; "Z": it has ended, and nobody has asked how."""
+    """Its letter; "Z": it has ended, and its parent has not waited for it."""
     return _read_proc_file(pid, "stat").rpartition(")")[2].strip()[:1]
 
 
@@ -158,7 +158,7 @@ def _call_prctl(option: int, value: int) -> None:
 
 
 def _compute_exit_status(returncode: int) -> int:
-    """As a shell tells it."""
+    """As a shell returns it."""
     return returncode if returncode >= 0 else 128 - returncode
 
 

@@ -1,4 +1,4 @@
-"""A process that runs ranks in the virtual environment of one side, as it is asked to."""
+"""A process that runs ranks in the virtual environment of one side, on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from testcluster.settings import REPOSITORY
 
 MAX_ERROR_OUTPUT_CHARACTERS = 4000
-"""Characters of its log that are told when it has ended."""
+"""Characters of its log that are reported when it has ended."""
 END_SECONDS = 30.0
 
 
@@ -21,13 +21,12 @@ class HostFailedError(RuntimeError):
 
 
 class HostProcess:
-    """Answers a line of JSON with a line of JSON; started by the first question, and anew by the next one where it has
+    """Answers a line of JSON with a line of JSON; started by the first request, and again by the next one if it has
     ended."""
 
     def __init__(self, python: Callable[[], Path], arguments: Sequence[str], log: Path) -> None:
         """
-        python: of its environment, which is made when that is missing. arguments: of Python's. log: what it says beside
-        its answers.
+        python: of its environment, which is made when that is missing. arguments: of Python's. log: its other output.
         """
         self._python = python
         self._arguments = arguments

@@ -1,4 +1,4 @@
-"""A small data-parallel job with a checkpoint every step, as anybody might write it: no Pacekeeper in it.
+"""A small data-parallel job with a checkpoint every step, as a user might write it: no Pacekeeper in it.
 
 Environment: FOLDER (on tmpfs). After every optimizer step each rank appends a line to FOLDER/rank-<rank>: monotonic
 seconds, process id, incarnation, step. A restored state that is not the saved one ends the run with code 3.

@@ -1,4 +1,4 @@
-"""Imports torch, and says when: what a training script does first."""
+"""Imports torch, and prints when: what a training script does first."""
 
 import os
 import time

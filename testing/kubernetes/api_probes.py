@@ -1,7 +1,7 @@
-"""Probes of an API server's behavior where the operator relies on it: each asks a few things, and says what it saw.
+"""Probes of an API server's behavior that the operator relies on: each makes a few requests, and returns the results.
 
-They run against the simulated API server and the real one, which must say the same. What differs between any two runs
-(uids, versions, times) is left out of what they say; `@probe(…)` holds what is expected.
+They run against the simulated API server and the real one, with the same results. What differs between any two runs
+(uids, versions, times) is left out of the results; `@probe(…)` holds what is expected.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProbedServer(Protocol):
         """Of the pod's service account, bound to it."""
 
     def list_changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, Object]]:
-        """What a watch with this query tells within a second, bookmarks aside."""
+        """The events of a watch with this query within a second, bookmarks aside."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ProbeAnswer:
     body: Object
 
     def __str__(self) -> str:
-        """In a few words: the status, and of an error its reason and the fields that it is about."""
+        """In short: the status, and of an error its reason and the fields that it is about."""
         if self.status < 300:
             return str(self.status)
         causes = (self.body.get("details") or {}).get("causes", ())
@@ -81,12 +81,12 @@ class ProbeAnswer:
 
 
 def _is_secondary_cause(cause: Mapping[str, str]) -> bool:
-    """The real server says one fault of a type twice, and that it has looked no further."""
+    """The real server reports one fault of a type twice, and that it has checked no further."""
     return "some validation rules were not checked" in cause["message"] or "Checked value must be" in cause["message"]
 
 
 class ProbeClient:
-    """A server, with shorter words."""
+    """A server, with shorter calls."""
 
     def __init__(self, server: ProbedServer) -> None:
         self.server = server
@@ -147,7 +147,7 @@ class ProbeClient:
         return ProbeAnswer(*self.server.request("DELETE", path, {}, body, "application/json"))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-        """Whether it comes true in so many seconds."""
+        """Whether it comes true in this many seconds."""
         remaining = seconds
         while not condition():
             if remaining <= 0:
@@ -160,7 +160,7 @@ class ProbeClient:
         return self.wait_until(lambda: self.get(plural, name).status == 404)
 
     def list_changes(self, plural: str, since: str, labels: str = "", namespace: str | None = None) -> list[str]:
-        """What a watch tells since a version, in order: type and name."""
+        """The events of a watch since a version, in order: type and name."""
         query = {"resourceVersion": since} | ({"labelSelector": labels} if labels else {})
         changes = self.server.list_changes(self.build_path(plural, namespace=namespace), query)
         return [f"{type} {body['metadata'].get('name', body.get('code'))}" for type, body in changes]
@@ -168,7 +168,7 @@ class ProbeClient:
 
 @dataclass(frozen=True)
 class ApiProbe:
-    """One of them, and what it is expected to say."""
+    """One of them, and its expected results."""
 
     run: Callable[[ProbeClient], Sequence[object]]
     expected: tuple[object, ...]
@@ -235,7 +235,7 @@ def build_pod(name: str, **spec: Any) -> Object:
 
 
 def build_bound_pod(name: str, **spec: Any) -> Object:
-    """One that is on a node which nobody runs."""
+    """One that is on a node without a kubelet."""
     return build_pod(name, nodeName="nowhere", **spec)
 
 
@@ -290,12 +290,12 @@ def creating_twice(api: ProbeClient) -> Sequence[object]:
     return first, second, second.message
 
 
-@register_probe("404 NotFound", 'configmaps "nobody" not found', "404 NotFound", "404 NotFound", "404 NotFound")
+@register_probe("404 NotFound", 'configmaps "missing" not found', "404 NotFound", "404 NotFound", "404 NotFound")
 def what_is_not_there(api: ProbeClient) -> Sequence[object]:
-    missing = api.get("configmaps", "nobody")
-    patched = api.patch("configmaps", "nobody", {"data": {"a": "b"}})
-    replaced = api.replace("configmaps", "nobody", build_config_map("nobody"))
-    return missing, missing.message, patched, replaced, api.delete("configmaps", "nobody")
+    missing = api.get("configmaps", "missing")
+    patched = api.patch("configmaps", "missing", {"data": {"a": "b"}})
+    replaced = api.replace("configmaps", "missing", build_config_map("missing"))
+    return missing, missing.message, patched, replaced, api.delete("configmaps", "missing")
 
 
 @register_probe("409 Conflict", "200", True, "409 Conflict")
@@ -413,7 +413,7 @@ def names_that_are_none(api: ProbeClient) -> Sequence[object]:
     return (
         api.create("configmaps", build_config_map("Not_a_name")),
         api.create("configmaps", {"metadata": {}}),
-        api.create("configmaps", build_config_map("ended", finalizers=["nobodys"])),
+        api.create("configmaps", build_config_map("ended", finalizers=["unserved"])),
     )
 
 
@@ -650,7 +650,7 @@ def what_a_deletion_answers(api: ProbeClient) -> Sequence[object]:
 
 @register_probe(["MODIFIED traced", "MODIFIED traced", "DELETED traced"])
 def events_of_a_deletion_with_a_finalizer(api: ProbeClient) -> Sequence[object]:
-    """The write that takes the last finalizer is told as the deletion alone."""
+    """The write that takes the last finalizer is reported only as the deletion."""
     created = api.create("incidents", build_incident("traced", labels={"probe": "traced"}))
     api.patch("incidents", "traced", {"metadata": {"finalizers": ["pacekeeper.dev/probe"]}})
     api.delete("incidents", "traced")
@@ -739,7 +739,7 @@ def a_pod_whose_finalizer_goes_within_its_grace(api: ProbeClient) -> Sequence[ob
 
 @register_probe(["ADDED forced", "MODIFIED forced", "DELETED forced"])
 def events_of_a_forced_deletion(api: ProbeClient) -> Sequence[object]:
-    """Also where no grace is given, watches are told of the deletion first."""
+    """Also where no grace is given, watches receive the deletion first."""
     since = api.list_objects("pods").version
     body = build_bound_pod("forced")
     api.create("pods", {**body, "metadata": {"name": "forced", "labels": {"probe": "forced"}}})
@@ -808,12 +808,12 @@ def a_dry_run_of_what_is_there(api: ProbeClient) -> Sequence[object]:
 
 @register_probe(
     "403 Forbidden",
-    'serviceaccount "nobody" not found',
+    'serviceaccount "missing" not found',
     "403 Forbidden",
     'pods "denied" is forbidden: no PriorityClass with name urgent was found',
 )
 def pods_that_name_what_is_not_there(api: ProbeClient) -> Sequence[object]:
-    account = api.create("pods", build_pod("denied", serviceAccountName="nobody"))
+    account = api.create("pods", build_pod("denied", serviceAccountName="missing"))
     priority = api.create("pods", build_pod("denied", priorityClassName="urgent"))
     return account, account.message.rpartition(": ")[2], priority, priority.message
 
@@ -845,7 +845,7 @@ def a_quota_of_pods(api: ProbeClient) -> Sequence[object]:
 
 @register_probe("409 AlreadyExists", "2", "403 Forbidden", "0")
 def a_quota_is_charged_for_what_exists(api: ProbeClient) -> Sequence[object]:
-    """Whoever makes an object twice is charged twice, until the quota's controller counts anew."""
+    """A client that makes an object twice is charged twice, until the quota's controller counts again."""
     namespace = _create_namespace_with_quota(api, "charge", "2")
     api.create("pods", build_pod("charged"), namespace)
     repeated = api.create("pods", build_pod("charged"), namespace)
@@ -889,7 +889,7 @@ def _create_when_allowed(api: ProbeClient, body: Object, namespace: str) -> Prob
 
 
 def _create_namespace_with_quota(api: ProbeClient, name: str, pods: str) -> str:
-    """A namespace of its own, where so many pods may be."""
+    """A namespace of its own, where this many pods may be."""
     namespace = f"{api.server.namespace}-{name}"
     api.create("namespaces", {"metadata": {"name": namespace}})
     api.create("resourcequotas", {"metadata": {"name": "few"}, "spec": {"hard": {"pods": pods}}}, namespace)
@@ -924,15 +924,15 @@ def dependants_go_with_their_owner(api: ProbeClient) -> Sequence[object]:
 
 
 @register_probe("201", True, True)
-def a_dependant_of_nobody_goes(api: ProbeClient) -> Sequence[object]:
+def a_dependent_without_an_owner_is_deleted(api: ProbeClient) -> Sequence[object]:
     """Its owner has never been there, or is another one of that name by now."""
     owner = api.create("configmaps", build_config_map("namesakes-owner"))
     reference = {**build_owner_reference("ConfigMap", owner), "uid": "00000000-0000-4000-8000-000000000000"}
     created = api.create(
-        "configmaps", build_config_map("nobodys", ownerReferences=[{**reference, "name": "never-there"}])
+        "configmaps", build_config_map("orphaned", ownerReferences=[{**reference, "name": "never-there"}])
     )
     api.create("configmaps", build_config_map("anothers", ownerReferences=[reference]))
-    return created, api.wait_until_gone("configmaps", "nobodys"), api.wait_until_gone("configmaps", "anothers")
+    return created, api.wait_until_gone("configmaps", "orphaned"), api.wait_until_gone("configmaps", "anothers")
 
 
 @register_probe(True, "200")
@@ -1133,13 +1133,13 @@ def writing_to_nodes(api: ProbeClient) -> Sequence[object]:
 
 
 @register_probe(["before-first-apply Update", "cordon Apply"], True, ["before-first-apply Update"])
-def a_cordon_of_a_node_that_nobody_owns_anything_of(api: ProbeClient) -> Sequence[object]:
+def a_cordon_of_a_node_without_managed_fields(api: ProbeClient) -> Sequence[object]:
     """Who changed what is not written down before the first apply; the cordon that is there then stays."""
-    _create_node(api, "probe-nobodys")
-    api.patch("nodes", "probe-nobodys", {"metadata": {"managedFields": [{}]}, "spec": {"unschedulable": True}})
-    applied = api.apply("nodes", "probe-nobodys", {"spec": {"unschedulable": True}}, "cordon")
-    given_up = api.apply("nodes", "probe-nobodys", {}, "cordon")
-    api.delete("nodes", "probe-nobodys")
+    _create_node(api, "probe-unowned")
+    api.patch("nodes", "probe-unowned", {"metadata": {"managedFields": [{}]}, "spec": {"unschedulable": True}})
+    applied = api.apply("nodes", "probe-unowned", {"spec": {"unschedulable": True}}, "cordon")
+    given_up = api.apply("nodes", "probe-unowned", {}, "cordon")
+    api.delete("nodes", "probe-unowned")
     field = "spec.unschedulable"
     return list_managers(applied, field), given_up.body["spec"].get("unschedulable"), list_managers(given_up, field)
 
@@ -1232,7 +1232,7 @@ def unknown_fields_and_defaults(api: ProbeClient) -> Sequence[object]:
     "200", 2, "422 Invalid spec.template", "200", "422 Invalid spec.nprocPerNode", "200", "422 Invalid spec.replicas"
 )
 def what_may_change_of_a_job(api: ProbeClient) -> Sequence[object]:
-    """A template only while it is suspended, and its phase says so."""
+    """A template only while it is suspended, by its phase."""
     api.create("trainingjobs", build_job("changing"))
     resumed = api.patch("trainingjobs", "changing", {"spec": {"suspend": False}})
     generation = resumed.metadata["generation"]
@@ -1390,7 +1390,7 @@ def a_lease_that_is_given_back(api: ProbeClient) -> Sequence[object]:
 
 
 @register_probe("201", None, "invalid bearer token")
-def a_token_of_nobodys(api: ProbeClient) -> Sequence[object]:
+def a_token_without_an_account(api: ProbeClient) -> Sequence[object]:
     body = {"metadata": {}, "spec": {"token": "a.b.c", "audiences": ["pacekeeper"]}}
     review = api.create("tokenreviews", body)
     return review, review.body["status"].get("authenticated"), review.body["status"]["error"]

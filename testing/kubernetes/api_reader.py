@@ -17,7 +17,7 @@ _DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryLi
 
 @dataclass
 class ApiReader:
-    """`url`: of a `kubectl proxy`, which knows the way into any cluster."""
+    """`url`: of a `kubectl proxy`, which connects to any cluster."""
 
     url: str
     _places: dict[str, _KindPath] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class ApiReader:
         return items
 
     def find_refusal(self, kind: str, body: dict[str, Any], namespace: str) -> str:
-        """What the server says against creating the object, which it does not; "": nothing."""
+        """The server's refusal to create the object, in a dry run; "": none."""
         path = f"{self._build_path(kind, namespace)}?dryRun=All&fieldValidation=Strict"
         try:
             self._send_request(path, data=json.dumps(body).encode())
@@ -48,7 +48,7 @@ class ApiReader:
         return ""
 
     def _build_path(self, kind: str, namespace: str) -> str:
-        if kind not in self._places:  # it may have been defined meanwhile
+        if kind not in self._places:  # it may have been defined since
             self._places = self._discover()
         kind_path = self._places[kind]
         return (

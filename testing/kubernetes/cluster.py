@@ -76,7 +76,7 @@ def wait_for(
 ) -> Value:
     """The first answer of `condition` that counts as true; the test fails if there is none within `timeout` seconds.
 
-    situation: says then how things stand. pause: seconds between two looks.
+    situation: describes then the state. pause: seconds between two polls.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -102,7 +102,7 @@ def cluster(apart: None) -> Iterator[KubectlCluster]:  # noqa: ARG001  # the clu
 
 @contextmanager
 def running_cluster() -> Iterator[KubectlCluster]:
-    """Hold the cluster alone. A named one lives in namespaces of this process, so that others do not reach it."""
+    """Hold the cluster exclusively. A named one lives in namespaces of this process, so that others do not reach it."""
     is_testcluster = not os.environ.get("PACEKEEPER_USE_KUBECONFIG")
     if is_testcluster and CLUSTER_NAME:
         enter_own_namespaces()
@@ -113,7 +113,7 @@ def running_cluster() -> Iterator[KubectlCluster]:
             fabric.set_all_rates("")
         kubectl_cluster = KubectlCluster(kubeconfig, is_testcluster, reader)
         yield kubectl_cluster
-        # A namespace that stays has something in it whose finalizer nobody serves.
+        # A namespace that stays has an object in it whose finalizer no controller serves.
         selector = f"--selector={_SCRATCH}"
         kubectl_cluster.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
 

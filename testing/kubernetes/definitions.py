@@ -42,7 +42,7 @@ _SAME_FOLDER = (
 _READ_ONLY = "&& self.spec.checkpoint.readOnly == oldSelf.spec.checkpoint.readOnly "
 WIDER = {
     _OUR_VARIABLES: _ALLOWED_VARIABLES,
-    # The same of all that the version before can say.
+    # The same of all that the version before defines.
     f"{_STORAGE}{_SAME_CLAIM}) {_SUSPENDED}": f"{_STORAGE}{_READ_ONLY}{_SAME_CLAIM}{_SAME_FOLDER}) {_SUSPENDED}",
 }
 """Rule → the one in its place that lets more through. At a release: those of the version before go."""

@@ -1,4 +1,4 @@
-"""TrainingJobs under an operator in the cluster: how to write one, what to know of it, what to do to it.
+"""TrainingJobs under an operator in the cluster: how to write, read, and change one.
 
 Reads go to the API server directly: a poll by kubectl costs a tenth of a second of processor time.
 """
@@ -86,7 +86,7 @@ def build_paced_job(
         **(environment or {}),
     }
     spec.setdefault("checkpoint", {"everySteps": 50, "volumeClaimName": name})
-    spec.setdefault("detection", {"stragglerSlowdown": 10})  # on two cores anybody is slow for a moment
+    spec.setdefault("detection", {"stragglerSlowdown": 10})  # on two cores any rank is slow for a moment
     return build_job_manifest(name, PACED_COMMAND, environment=variables, **spec)
 
 
@@ -120,7 +120,7 @@ class ClusterJob:
         cluster.apply(body, namespace)
         return cls(cluster, namespace, body["metadata"]["name"])
 
-    # What there is to know
+    # State
 
     def read(self) -> dict[str, Any]:
         return dict(api.get_path(f"{_GROUP}/namespaces/{self.namespace}/trainingjobs/{self.name}"))
@@ -217,7 +217,7 @@ class ClusterJob:
                 if "step" in entry:
                     tries.setdefault(entry["step"], {}).setdefault(entry["round"], []).extend(entry["seen"])
         used = {step: by_round[max(by_round)] for step, by_round in tries.items()}
-        epochs = max(max(used, default=0) - 1, 0) // STEPS_PER_EPOCH  # not all ranks may have told of the last step
+        epochs = max(max(used, default=0) - 1, 0) // STEPS_PER_EPOCH  # not all ranks may have reported the last step
         steps = [range(1 + n * STEPS_PER_EPOCH, 1 + (n + 1) * STEPS_PER_EPOCH) for n in range(epochs)]
         return [[sample for step in epoch for sample in used.get(step, ())] for epoch in steps]
 
@@ -229,7 +229,7 @@ class ClusterJob:
         )
 
     def run_cli(self, *arguments: str, timeout: float = 60) -> str:
-        """What `kubectl pacekeeper` says; the namespace is the job's."""
+        """The output of `kubectl pacekeeper`; the namespace is the job's."""
         return self.cluster.run_cli(*arguments, f"--namespace={self.namespace}", timeout=timeout)
 
     def crash_rank(self, rank: int) -> None:

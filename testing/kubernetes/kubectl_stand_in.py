@@ -1,10 +1,10 @@
-"""A stand-in for kubectl and its cluster: it answers from a file of objects and writes down what it was asked to do.
+"""A stand-in for kubectl and its cluster: it answers from a file of objects and records its calls.
 
     STAND_IN=<folder>: objects.json, a list of objects; later.json, those that are there once something was annotated;
     pods/<pod>/, what is in its container's folder of rings, and answer, with which its sidecar fills a file that is
-    touched; refusal, words to refuse with; asked.json, which it writes
+    touched; refusal, a message to refuse with; asked.json, which it writes
 
-The real one is asked by tests/cluster/test_first_day.py and test_links.py.
+The real one is called by tests/cluster/test_first_day.py and test_links.py.
 """
 
 from __future__ import annotations

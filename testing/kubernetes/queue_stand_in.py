@@ -1,5 +1,5 @@
 """A stand-in for Kueue, which cannot be had here: its resource definitions in brief, and its part of the protocol with
-a job's controller, as its documentation has it. Whoever is admitted when is the test's to say."""
+a job's controller, as its documentation has it. The test decides what is admitted, and when."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class QueueStandIn:
         return owned[0] if owned else None
 
     def get_condition(self, job: ClusterJob, kind: str) -> dict[str, str]:
-        """{}: nobody has said anything."""
+        """{}: no report yet."""
         conditions = (self.get_workload(job) or {}).get("status", {}).get("conditions", ())
         return next((condition for condition in conditions if condition["type"] == kind), {})
 
@@ -63,7 +63,7 @@ class QueueStandIn:
         self._set_conditions(job, conditions, {"clusterQueue": "all", "podSetAssignments": assignments})
 
     def evict(self, job: ClusterJob, reason: str, message: str) -> None:
-        """From now on the job has to leave; its quota is its own until it says that it has left."""
+        """From now on the job has to leave; its quota is its own until it reports that it has left."""
         self._set_conditions(job, {"Evicted": ("True", reason, message)})
 
     def send_to_worker_cluster(self, job: ClusterJob, namespace: str) -> ClusterJob:
@@ -90,7 +90,7 @@ class QueueStandIn:
         return worker_job
 
     def copy_status_back(self, copy: ClusterJob, job: ClusterJob) -> None:
-        """What the copy's status says is the job's."""
+        """The copy's status is the job's."""
         self.cluster.kubectl(
             "patch", "tj", job.name, "-n", job.namespace, "--subresource=status", "--type=merge",
             "-p", json.dumps({"status": copy.status}),

@@ -23,7 +23,7 @@ def resources(cluster: KubectlCluster) -> Iterator[None]:
 def run_without_operator(cluster: KubectlCluster) -> Iterator[None]:
     """The chart's CRDs are there, and no operator answers to what these tests write.
 
-    Tests that want an operator come later (see conftest.py) and install it anew; where there are none, it comes back.
+    Tests that want an operator come later (see conftest.py) and install it again; where there are none, it comes back.
     """
     _apply_definitions(cluster)
     deployment = cluster.get("deployment", RELEASE, SYSTEM)
@@ -50,7 +50,7 @@ def _apply_definitions(cluster: KubectlCluster) -> None:
 
 
 def scale_operator(cluster: KubectlCluster, deployment: dict[str, Any], replicas: int) -> None:
-    """Until so many pods are there: one that still ends itself would answer, too."""
+    """Until exactly this many pods are there: one that is terminating would answer, too."""
     labels = deployment["spec"]["selector"]["matchLabels"]
     selector = ",".join(f"{name}={value}" for name, value in labels.items())
     cluster.kubectl("scale", "deployment", RELEASE, "--namespace", SYSTEM, f"--replicas={replicas}")

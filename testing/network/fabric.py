@@ -44,7 +44,7 @@ class FabricHost:
         )
 
     def run(self, *command: str, user: int | None = None, environment: dict[str, str] | None = None) -> str:
-        """The same to its end; what it prints. Raises AssertionError with its last words where it fails."""
+        """The same to its end; what it prints. Raises AssertionError with its last output if it fails."""
         process = self.start(*command, user=user, environment=environment)
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, f"{command[0]} ends with {process.returncode}: {errors[-4000:]}"
@@ -68,7 +68,7 @@ class HostedLeafSpine(switched.LeafSpine):
             run_command("ip", "netns", "exec", switch, "sysctl", "-qw", f"{setting}={value}")
 
     def filter_icmp(self) -> None:
-        """No switch says where packets end."""
+        """No switch reports where packets end."""
         for switch in self.switches:
             run_command("ip", "netns", "exec", switch, "nft", _DROP_ICMP_RULES)
 
@@ -97,7 +97,7 @@ _numbers = itertools.count()
 def create_leaf_spine(
     leaves: int = 3, spines: int = 3, hosts: int = 1, *, pods: bool = False, planes: int = 1
 ) -> Iterator[HostedLeafSpine]:
-    """So many hosts below each leaf, each with a port in each plane. All links are as fast as memory.
+    """`hosts` hosts below each leaf, each with a port in each plane. All links are as fast as memory.
 
     pods: hosts are pods, each on a node that routes, follows connections, and drops what belongs to none.
     """

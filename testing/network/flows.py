@@ -1,4 +1,4 @@
-"""A job whose flows have planned ways through a fabric: what its connections and launchers say of them."""
+"""A job whose flows have planned routes through a fabric: what its connections and launchers report of them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def build_network_state(
     dead: Sequence[tuple[str, str]] = (),
     **changes: Any,
 ) -> NetworkState:
-    """Three spines, four leaves, and the job of `training(4, 0)`, as joint planning has looked at them.
+    """Three spines, four leaves, and the job of `training(4, 0)`, as joint planning receives them.
 
-    dead: links that the platform says carry nothing.
+    dead: links that the platform reports as dead.
     """
     exceptions = tuple(LinkException(*link) for link in dead)
     spec = FabricSpec(
@@ -65,7 +65,7 @@ def build_observation(
     in_force: Collection[RankPair] = RING,
     black_holes: Collection[RankPair] = (),
 ) -> Observation:
-    """The job trains by these ways, as far as its launchers say so."""
+    """The job trains over these routes, as its launchers report."""
     observation = build_training(4, 0)
     observation = observation.with_desired(observation.desired.with_plan(paths=build_paths(routes)))
     for source, destination in RING:
@@ -79,7 +79,7 @@ def build_observation(
 def build_connection_answers(
     slow: Mapping[RankPair, float] | None = None, *, early: float = 0.4, request: str = "ask", times: float = 1.0
 ) -> tuple[Evidence, ...]:
-    """What all members answer: three windows in which each sent 50 MB within 0.4 s of busy time, or so many times that.
+    """What all members answer: three windows in which each sent 50 MB within 0.4 s of busy time, or a multiple of that.
 
     `early`: busy time in their first windows. `times`: of all.
     """
@@ -106,7 +106,7 @@ def build_connection_answers(
 
 
 def answer_request(observation: Observation, evidence: Sequence[Evidence]) -> Observation:
-    """The connections have been asked for, and answered so."""
+    """The connections have been requested, and answered so."""
     parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
     observation = observation.with_desired(observation.desired.with_plan(evidence_request="ask", evidence_parts=parts))
     return replace(observation, evidence=tuple(evidence))

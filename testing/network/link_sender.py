@@ -1,8 +1,8 @@
-"""One rank's traffic, its launcher's list of sockets and its sidecar's look at them, on a host of `namespaces.network`.
+"""One rank's traffic, its launcher's list of sockets and its sidecar's samples, on a host of `namespaces.network`.
 
     python -m testing.network.link_sender FOLDER RANK all|next ADDRESS…
 
-Sends 2 MB to each of its peers (the next one: a ring) ten times a second, looks at the connections four times a second,
+Sends 2 MB to each of its peers (the next one: a ring) ten times a second, samples the connections four times a second,
 and prints the evidence once there are three windows; then, for each line that it reads, what is blocked two seconds
 later.
 """

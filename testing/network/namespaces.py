@@ -1,4 +1,4 @@
-"""A small network of the test's own: one namespace a host, a bridge between them, slow ways by the kernel's shapers.
+"""A small network of the test's own: one namespace a host, a bridge between them, slow routes by the kernel's shapers.
 
 Needs root and iproute2; the ranks and launchers in it need neither.
 """
@@ -45,7 +45,7 @@ class NamespaceNetwork:
     hosts: tuple[NamespaceHost, ...]
 
     def slow_egress(self, host: NamespaceHost, rate: str) -> None:
-        """All that it sends. `rate`: in tc's words."""
+        """All that it sends. `rate`: in tc's syntax."""
         run_command("tc", "-n", host.namespace, "qdisc", "replace", "dev", INTERFACE, "root", *_build_shaper(rate))
 
     def slow_ingress(self, host: NamespaceHost, rate: str) -> None:
@@ -62,7 +62,7 @@ class NamespaceNetwork:
             end.assign_lane("1:1", "u16", "0", "0xff80", "at", "2", priority=1)  # packets shorter than 128 bytes
 
     def drop_packets(self, source: NamespaceHost, destination: NamespaceHost) -> None:
-        """What the one sends to the other goes to an address that nobody has."""
+        """What the one sends to the other goes to an unused address."""
         arguments = [
             "neigh",
             "replace",
@@ -83,7 +83,7 @@ class NamespaceNetwork:
 
 @contextmanager
 def create_network(hosts: int) -> Iterator[NamespaceNetwork]:
-    """All ways are as fast as memory."""
+    """All routes are as fast as memory."""
     if os.geteuid() != 0:
         pytest.skip("namespaces and shapers need root")
     prefix = f"pk-{os.getpid()}"

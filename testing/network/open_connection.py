@@ -1,6 +1,6 @@
 """`python -m testing.network.open_connection`: a connection as the operator holds it, until the other side has gone.
 
-With an address: the other side, which says nothing. The kernels ask for each other sooner than the product has them.
+With an address: the other side, which sends nothing. The kernels send keepalive probes sooner than in the product.
 """
 
 from __future__ import annotations

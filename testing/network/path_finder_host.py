@@ -2,8 +2,8 @@
 
     python -m testing.network.path_finder_host ADDRESS FOLDER
 
-Reads a WorkerPlan, and says when it is ready; reads a word, and begins the round. From then on it prints, for each time
-that it reads (seconds, as the launcher's clock would show), what its ranks' shims are told and what has become of the
+Reads a WorkerPlan, and prints when it is ready; reads a line, and begins the round. From then on it prints, for each
+time that it reads (seconds, as the launcher's clock would show), what its ranks' shims get and what has become of the
 paths.
 """
 
@@ -36,7 +36,7 @@ async def main(address: str, folder: Path) -> None:
         path_lines = [runtime.paths_file(local).read_text().splitlines() for local in range(len(plan.ranks))]
         ports = [path.ports for path in finder._found.values()]
         _print_message(
-            {"told": path_lines, "found": ports, "reports": [asdict(report) for report in finder.build_reports()]}
+            {"lines": path_lines, "found": ports, "reports": [asdict(report) for report in finder.build_reports()]}
         )
 
 

@@ -28,9 +28,9 @@ class PathShim:
         return len(self.libraries) > 1
 
     def build_environment(self, entries: Path | None) -> dict[str, str]:
-        """Of a process that has it. entries: its file; None: it is told of none."""
+        """Of a process that has it. entries: its file; None: it gets no file."""
         paths = {} if entries is None else {"PACEKEEPER_PATHS": str(entries)}
-        # Python itself leaks; what the shim does is what is asked for here.
+        # Python itself leaks; the test checks only the shim.
         return {"LD_PRELOAD": " ".join(self.libraries), "ASAN_OPTIONS": "detect_leaks=0", **paths}
 
 

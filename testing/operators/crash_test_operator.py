@@ -1,7 +1,7 @@
 """An operator that is killed right after its n-th write ($CRASH_TEST_WRITES) to the API server.
 
-Events, the Lease, reviews of tokens and dry runs do not count: whoever dies after these has done nothing more than
-before. Nor do statuses: they are written anew whenever they differ.
+Events, the Lease, reviews of tokens and dry runs do not count: an operator that dies after these has done nothing more
+than before. Nor do statuses: they are written again whenever they differ.
 """
 
 from __future__ import annotations

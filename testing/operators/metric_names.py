@@ -28,7 +28,7 @@ def list_operator_metrics() -> frozenset[str]:
 def list_sidecar_metrics() -> frozenset[str]:
     with tempfile.TemporaryDirectory() as folder:
         runtime = RuntimeFolder(Path(folder)).create()
-        settings = SidecarSettings(runtime, "j", "j-w0-0", "https://nobody", "", Path(folder, "token"))
+        settings = SidecarSettings(runtime, "j", "j-w0-0", "https://unused", "", Path(folder, "token"))
         return _collect_names(WorkerMetrics(settings, RankRings(runtime, 8), ConnectionSampler(runtime)).collect())
 
 

@@ -124,7 +124,7 @@ def build_fresh(replicas: int = 2, spares: int = 1, **changes: Any) -> Observati
 
 
 def with_pods(observation: Observation, *, state: LauncherState | None = None, placed: bool = True) -> Observation:
-    """Every worker that is promised has its pod; `state`: what its launcher says, None: nothing yet."""
+    """Every planned worker has its pod; `state`: what its launcher reports, None: nothing yet."""
     views = []
     for record in observation.state.placement.workers:
         node = f"node-{record.ordinal}" if placed else ""
@@ -184,7 +184,7 @@ def build_crash(worker: str, rank: int, round_: int = 1, **changes: Any) -> Faul
 
 
 def build_stall(worker: str, rank: int, *, culprit: bool = False, round_: int = 1, **changes: Any) -> FaultReport:
-    """What a worker says when its rank waits in a collective, or (`culprit`) never came to it."""
+    """What a worker reports when its rank waits in a collective, or (`culprit`) never came to it."""
     state = RankState(
         rank=rank,
         phase="TRAIN",

@@ -1,7 +1,7 @@
 """Real launchers and ranks under real sidecars and the operator's real decisions, in one process, without a cluster.
 
 Between sidecar and operator there is no network, and what the operator decides is not written anywhere; pods are what
-the test says. Everything else is as in a cluster with `prometheus.url` empty.
+the test sets. Everything else is as in a cluster with `prometheus.url` empty.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class OperatorHarness:
         return time.monotonic() - start
 
     async def assign_ranks(self) -> None:
-        """The job as it is once its workers are seated."""
+        """The job as it is once its ranks are assigned."""
         names = list(self.team.workers)
         records = tuple(Record(w, n, 0, uid=w, node=f"node-{w}") for n, w in enumerate(names))
         members = tuple(Member(w, self.team.workers[w].address, (n,)) for n, w in enumerate(names))
@@ -124,7 +124,7 @@ class OperatorHarness:
 
 
 class DirectOperatorClient:
-    """A sidecar's way to the operator."""
+    """A sidecar's connection to the operator."""
 
     def __init__(self, operator: OperatorHarness, worker: str) -> None:
         self._operator = operator

@@ -62,7 +62,7 @@ class OperatorProcess:
             wait_for(self.is_leading, timeout=60, what=f"the operator leads (see {self.log})")
 
     def is_leading(self) -> bool:
-        """Whether it says that it lives (a look around, and no dead watch) and leads."""
+        """Whether it reports that it is alive (a pass, and no dead watch) and leads."""
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()[-2000:]
         try:

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes one target, and a real Alertmanager that it tells of alerts."""
+"""A real Prometheus that scrapes one target, and a real Alertmanager that it sends alerts to."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NO_USERS: Mapping[str, str] = {}
 def run_prometheus(
     folder: Path, target: str, users: Mapping[str, str] = _NO_USERS, **sections: object
 ) -> Iterator[str]:
-    """Its URL. What the target says of `namespace` and the like stands: it plays the scrape's part, too.
+    """Its URL. The target's own labels `namespace` and the like are kept: it acts as the scrape, too.
 
-    `users`: names and bcrypt's hashes of the passwords that it asks for. `sections`: parts of its configuration.
+    `users`: names and bcrypt's hashes of the passwords that it requires. `sections`: parts of its configuration.
     """
     scrape = {"job_name": "gpus", "honor_labels": True, "static_configs": [{"targets": [target]}]}
     global_config = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -42,7 +42,7 @@ def run_prometheus(
 
 @contextmanager
 def run_alertmanager(folder: Path, webhook: str) -> Iterator[str]:
-    """Its URL. `webhook` is told of each alert by itself, a second after it has begun or ended."""
+    """Its URL. `webhook` receives each alert by itself, a second after it has begun or ended."""
     route = {"receiver": "test", "group_by": ["..."], "group_wait": "1s", "group_interval": "1s"}
     receiver = {"name": "test", "webhook_configs": [{"url": webhook, "send_resolved": True}]}
     config = folder / "alertmanager.yaml"
@@ -82,6 +82,6 @@ def _find_program() -> Path:
 
 def _is_ready(url: str) -> bool:
     try:
-        return requests.get(f"{url}/-/ready", timeout=2).status_code in (200, 401)  # 401: it asks for a password
+        return requests.get(f"{url}/-/ready", timeout=2).status_code in (200, 401)  # 401: it requires a password
     except requests.ConnectionError:
         return False

@@ -1,4 +1,4 @@
-"""What a sidecar, or whoever has its token, may say to the operator."""
+"""What a sidecar, or another client with its token, may send to the operator."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 timeline = Timeline()
 runtime = VirtualRuntime(timeline, clock_off=3600)
-await timeline.run(30)      # thirty seconds pass for whatever has been started
+await timeline.run(30)      # thirty seconds pass for all that has been started
 """
 
 from __future__ import annotations

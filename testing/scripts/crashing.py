@@ -1,4 +1,4 @@
-"""Runs an example that knows nothing of it: kills a rank after a step of a round, and keeps what each rank ends with.
+"""Runs an example unchanged: kills a rank after a step of a round, and keeps what each rank ends with.
 
 argv: the example. CRASH: round, rank and optimizer step of that round, as "1 1 25"; "": none. FOLDER: for
 weights.<rank>, steps.<rank>: round and number of each optimizer step; records.<rank>.npy,

@@ -1,4 +1,4 @@
-"""Eight ranks as 2 replicas × 2 stages × 2 parts of a layer, which hang where they are told to.
+"""Eight ranks as 2 replicas × 2 stages × 2 parts of a layer, which hang on request.
 
 Environment: FOLDER (diary of each rank); STEPS; FAULTS: a JSON list of {"rank", "step", "kind": "sleep" | "sleep in
 backward" | "deadlock" | "broadcast" | "order" | "before sending" | "stop" | "kill"}; SLEEP (seconds a step). A file

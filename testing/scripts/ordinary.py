@@ -1,7 +1,8 @@
 """A script of two ranks as people write them: watched only, with waits in the middle, and work after the last step.
 
-Environment: FOLDER; WAY: "waits" (a child process, a FIFO, a busy child, each for longer than ten steps; then rank 0
-exports while rank 1 has left), "uneven" (rank 1 has fewer batches), or "silent" (rank 1 exits with 3 and says nothing).
+Environment: FOLDER; VARIANT: "waits" (a child process, a FIFO, a busy child, each for longer than ten steps; then rank
+0 exports while rank 1 has left), "uneven" (rank 1 has fewer batches), or "silent" (rank 1 exits with 3 and prints
+nothing).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import pacekeeper.auto  # noqa: F401
 
-RANK, SCRIPT_MODE, FOLDER = int(os.environ["RANK"]), os.environ["WAY"], Path(os.environ["FOLDER"])
+RANK, SCRIPT_MODE, FOLDER = int(os.environ["RANK"]), os.environ["VARIANT"], Path(os.environ["FOLDER"])
 STEPS = 60
 LONGER_THAN_A_HANG = 3.2
 BUSY = f"import time; end = time.time() + {LONGER_THAN_A_HANG}\nwhile time.time() < end: pass"

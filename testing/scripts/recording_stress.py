@@ -1,6 +1,6 @@
-"""Drives the part of recording in C as nobody should: random calls, answers that raise, threads, garbage in between.
+"""Stresses the part of recording in C: random calls, answers that raise, threads, garbage in between.
 
-usage: recording_stress.py LIBRARY ROUNDS SEED. Says how many objects and bytes are left of the second half of the
+usage: recording_stress.py LIBRARY ROUNDS SEED. Prints how many objects and bytes are left of the second half of the
 rounds. Nothing of torch or numpy is loaded, so that it runs under a sanitizer.
 """
 

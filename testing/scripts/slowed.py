@@ -1,5 +1,5 @@
-"""A steered job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> says, or FOLDER/seconds-<host> for
-whatever rank is there; they are read in each step.
+"""A managed job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> sets, or FOLDER/seconds-<host> for
+any rank there; they are read in each step.
 
 Environment: FOLDER, where each rank writes when its steps ended, their rounds, numbers and samples; SECONDS_A_SAMPLE
 where a rank has no such file; PARAMETERS: of the model, about; FAKE_CLOCK: the seconds that a step really takes, where

@@ -1,4 +1,4 @@
-"""A script of ranks that all-reduce once a step, record it, keep a counter on disk, and fail where they are told to.
+"""A script of ranks that all-reduce once a step, record it, keep a counter on disk, and fail on request.
 
 Environment: STEPS; FOLDER (counter and diary of each rank); STEP_SECONDS; FAULTS: a JSON list of
 {"rank": …, "round": …, "step": …, "kind": "sigkill" | "raise" | "exit" | "stop" | "skip" | "phase" | "kernel"};
@@ -99,7 +99,7 @@ STREAM = {"held": False}
 
 
 def fake_gpu(ring: RingWriter) -> None:
-    """What torch would say of a GPU and of NCCL's collectives on it. The collectives themselves are gloo's."""
+    """What torch would report of a GPU and of NCCL's collectives on it. The collectives themselves are gloo's."""
 
     def flight_record() -> bytes:
         state = "scheduled" if STREAM["held"] else "started"

@@ -2,11 +2,11 @@
 
 Environment: FOLDER (what each rank saw, and what it learned); UNTIL; SHARD=1 for FSDP2; SNAPSHOT_EVERY; SAMPLES; SLEEP
 (seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH; STOP_EVERY: the steps
-after which the ranks look, again and again, whether a file `stop` in FOLDER ends the job. A file
+after which the ranks poll whether a file `stop` in FOLDER ends the job. A file
 `fault-<rank>` there strikes this rank once, but not in its first step, nor before a checkpoint, where a hang may last
 for half an hour: `raise` an error, `fill` its memory, or `hang`. A file `outage` there lets no start succeed until the
 time that it holds (Unix seconds). A file `slow-<rank>` has its `augment` take as many
-seconds in each step as it says.
+seconds in each step as it sets.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def is_stop_requested() -> bool:
-    """All ranks or none: they may look at different moments."""
+    """All ranks or none: they may poll at different times."""
     votes = torch.tensor(int((FOLDER / "stop").exists()))
     dist.all_reduce(votes)
     return votes.item() > 0
@@ -128,7 +128,7 @@ def inject_requested_fault(rank: int) -> None:
         kind = fault_file.read_text()
         fault_file.unlink()
         if kind == "raise":
-            raise RuntimeError(f"rank {rank} has been asked to fail")
+            raise RuntimeError(f"rank {rank} fails on request")
         if kind == "fill":
             torch.ones(1 << 29)  # 2 GiB
         lock = threading.Lock()

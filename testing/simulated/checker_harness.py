@@ -1,4 +1,4 @@
-"""A court for tests of judges: an API server, and a judge that listens to it."""
+"""A harness for tests of checkers: an API server, and a checker that watches it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EmptyWorld:
 
 
 class CheckerHarness:
-    """A judge, and the API server that it listens to. A job `j` of two replicas is there."""
+    """A checker, and the API server that it watches. A job `j` of two replicas exists."""
 
     def __init__(self) -> None:
         self.world = EmptyWorld()

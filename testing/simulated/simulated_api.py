@@ -1,4 +1,4 @@
-"""The simulated API server alone, with just enough of a world around it, and as probes reach it."""
+"""The simulated API server by itself, with just enough of a world around it, and as probes reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A made-up cluster's machines without an operator: a job's pods, and workers that only tell what is done to them."""
+"""A made-up cluster's machines without an operator: a job's pods, and workers that only record what is done to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INSTALLATION = Installation("https://10.96.0.50:8443", "PEM")
 
 
 class PuppetContainers:
-    """A worker that ends when it is told to, after `takes` seconds, or by `exited`."""
+    """A worker that ends on request, after `takes` seconds, or by `exited`."""
 
     def __init__(self, world: World, pod: Object, node: str, address: str, exited: ExitCallback) -> None:
         self.name: str = pod["metadata"]["name"]
@@ -108,7 +108,7 @@ class MachinesHarness:
         self.world.run(asyncio.sleep(seconds))
 
     def wait_until(self, condition: Callable[[], object], seconds: float = 60.0) -> float:
-        """Seconds that it took; AssertionError after so many."""
+        """Seconds that it took; AssertionError after `seconds`."""
         start = self.world.now()
         while not condition():
             assert self.world.now() < start + seconds, f"not within {seconds} s: {self.world.log.lines[-10:]}"

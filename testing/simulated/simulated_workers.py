@@ -154,7 +154,7 @@ class SimulatedTeam:
         return self.world.now() - start
 
     def start_and_train(self, *letters: str, steps: int = 8, **changes: Any) -> None:
-        """Starts these workers, seats them, and waits until so many steps are done."""
+        """Starts these workers, assigns their ranks, and waits until `steps` steps are done."""
         self.start(*(letter for letter in letters if letter not in self.workers))
         self.wait_until(lambda: all(self.get_heartbeat(letter).rendezvous_port for letter in letters))
         self.assign_ranks(*letters, **changes)
@@ -163,7 +163,7 @@ class SimulatedTeam:
         self.wait_for_steps(steps)
 
     def wait_for_steps(self, count: int, within: float = 200.0) -> None:
-        """Waits until so many more steps are done in the newest round."""
+        """Waits until `count` more steps are done in the newest round."""
         membership = self.endpoint.plan.membership
         self.wait_until(
             lambda: (

@@ -1,7 +1,7 @@
 """A double of an asynchronous device, in virtual time: for what has to be right on GPUs and is tested without one.
 
 A `World` has one simulated rank for each script that it is given. A rank's host goes on at once where it launches work;
-the work runs later, in the order of its stream, for as long as the script says. Collectives begin when the streams of
+the work runs later, in the order of its stream, for as long as the script sets. Collectives begin when the streams of
 all ranks have come to them. Time passes on the host by `busy`, and where the host waits for the device. A world that is
 not asynchronous is a CPU with gloo: the host waits for all that it launches but collectives, and for these in
 `Work.wait`.
@@ -161,7 +161,7 @@ class DeviceRank:
         return self.now
 
     def busy(self, ns: int) -> None:
-        """So long the host does something of its own."""
+        """The host does work of its own for `ns`."""
         self.now += ns
         self.world.pass_baton(self)
 
@@ -186,7 +186,7 @@ class DeviceRank:
     # The device
 
     def launch(self, ns: int) -> None:
-        """Work for so long, on the current stream."""
+        """Work for `ns`, on the current stream."""
         task = self.submit(ns)
         if not self.world.asynchronous:
             self.wait_for(task)

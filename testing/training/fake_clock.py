@@ -1,9 +1,9 @@
-"""A clock for ranks on one machine, by which nothing takes time but the work that their script says it does.
+"""A clock for ranks on one machine, by which only the work that their script declares takes time.
 
 What ranks record of themselves is then exact, however busy the machine is. Each rank's clock is its own, and goes on by
 `work`. Where ranks wait for each other, it goes on to when the last of them came, as real ones do (Lamport, 1978): each
-rank writes down when it came to its n-th collective, and whoever has waited takes the latest of those. All ranks must
-come to the same collectives.
+rank writes down when it came to its n-th collective, and a rank that has waited takes the latest of those. All ranks
+must come to the same collectives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FakeClock:
         return self._now
 
     def work(self, seconds: float) -> None:
-        """So long this rank is busy with its own."""
+        """This rank is busy with work of its own for `seconds`."""
         self._now += round(seconds * 1e9)
 
     def arrive(self) -> None:

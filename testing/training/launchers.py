@@ -97,7 +97,7 @@ class LauncherTeam:
     workers: dict[str, LaunchedWorker] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     separate_namespaces: bool = False
-    """Whether the ranks are told that each worker is on a node of its own."""
+    """Whether the ranks are configured with a node of its own for each worker."""
 
     def start(self, name: str) -> LaunchedWorker:
         """Starts (or starts again) the launcher of the worker with this name: a, b, c, …"""

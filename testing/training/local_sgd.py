@@ -106,7 +106,7 @@ class ReplicaRun:
     """Every synchronization is finished as soon as it has begun."""
     checkpointing: bool = False
     compiled: str = ""
-    """"whole" or "blocks": by torch.compile, and used before anybody knew of replicas."""
+    """"whole" or "blocks": by torch.compile, and used before the replicas were created."""
     evaluate: bool = False
     """A forward pass without gradients stands before each synchronization."""
     skipped: int | None = None

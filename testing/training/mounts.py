@@ -31,7 +31,7 @@ def mount_memory(path: Path, megabytes: int = 0) -> None:
 
 
 def fill_volume(path: Path) -> None:
-    """Leaves no room on the volume that the new file lies on."""
+    """Fills the volume that the new file lies on."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1):
             with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ class NcclDriver:
         return TransportReader(path)
 
     def run(self, version: int, scenario: str, *numbers: int, transport: str, ring: str = "") -> str:
-        """What the driver says. Raises AssertionError with its complaint where it fails."""
+        """The driver's output. Raises AssertionError with its error if it fails."""
         command = [str(self.folder / "nccl_driver"), str(self.plugin), str(version), scenario, *map(str, numbers)]
         environment = {**os.environ, "PACEKEEPER_TRANSPORT": transport, "PACEKEEPER_RING": ring}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

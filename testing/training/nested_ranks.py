@@ -1,4 +1,4 @@
-"""A small simulator of ranks in nested groups, each with own work that is known, and what they would tell of it."""
+"""A small simulator of ranks in nested groups, each with own work that is known, and what they would report of it."""
 
 from __future__ import annotations
 

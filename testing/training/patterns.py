@@ -38,7 +38,7 @@ def build_pattern(  # noqa: PLR0913  # options of a harness: each caller names w
     samples: int | None = None,
     follows_lengths: float | None = None,
 ) -> RankPattern:
-    """`idle`: functions that leave the processor alone."""
+    """`idle`: functions that do not use the processor."""
     functions = [*work, *([WAIT_FUNCTION] if WAIT_FUNCTION not in work else [])]
     waits = step_seconds - sum(work.values()) if WAIT_FUNCTION not in work else 0.0
     seconds = np.array([work.get(function, waits) for function in functions])

@@ -55,7 +55,7 @@ class PipelineShape:
 
 
 def build_1f1b_schedule(shape: PipelineShape, rank: int) -> Iterator[tuple[str, int]]:
-    """The course of a rank through a step: (instruction, argument), with the schedule 1F1B (non-interleaved)."""
+    """The instructions of a rank in a step: (instruction, argument), with the schedule 1F1B (non-interleaved)."""
     stage, data, tensor = shape.get_coordinates(rank)
     next_rank = shape.get_rank(stage + 1, data, tensor) if stage + 1 < shape.stages else -1
     previous_rank = shape.get_rank(stage - 1, data, tensor) if stage else -1
@@ -95,7 +95,7 @@ _Row = tuple[int, int, int, int, float, float, float, float]
 
 @dataclass
 class _RankProgress:
-    """One rank in the course of a step."""
+    """One rank during a step."""
 
     now: float
     instructions: list[tuple[str, int]]
@@ -103,7 +103,7 @@ class _RankProgress:
 
 
 class _PipelineStep:
-    """One step of all ranks: each does what it can until it waits for somebody."""
+    """One step of all ranks: each does what it can until it waits for another rank."""
 
     def __init__(self, shape: PipelineShape, step: int, clock: Mapping[int, float], work: OwnSeconds) -> None:
         self._shape, self._step, self._work = shape, step, work
@@ -126,7 +126,7 @@ class _PipelineStep:
         return advanced
 
     def _execute(self, number: int, rank: _RankProgress, instruction: str, argument: int) -> bool:
-        """One instruction; False: it waits for somebody."""
+        """One instruction; False: it waits for another rank."""
         start = rank.now
         match instruction:
             case "send":

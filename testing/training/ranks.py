@@ -84,7 +84,7 @@ def import_before_forks(names: Sequence[str]) -> None:
 
 
 def forbid_unpickling() -> None:
-    """From here on this process fails where it would unpickle what a peer or a file says."""
+    """From here on this process fails where it would unpickle the content of a peer or a file."""
     import torch.distributed.distributed_c10d as c10d
 
     pickle.loads = pickle.load = _refuse_unpickling
@@ -127,7 +127,7 @@ def _read_result(pipe: int, deadline: float) -> tuple[bool, Any]:
         while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
             chunk = file.read(1 << 20)
             if not chunk:
-                return pickle.loads(content) if content else (False, "ended without a word")
+                return pickle.loads(content) if content else (False, "ended without a result")
             content += chunk
     return False, "did not end in time"
 

@@ -130,7 +130,7 @@ def run_job(  # noqa: PLR0913  # options of a harness: each caller names what it
                 optimizer.zero_grad()
                 trace.own_steps += 1
                 trace.losses.append(loss.item())
-                if step.due("look", every=1):
+                if step.due("poll", every=1):
                     rate = optimizer.param_groups[0]["lr"]
                     trace.sync_points.append(
                         SyncPointState(job.step, job.samples, rate, compute_digest(net.parameters()))
@@ -181,7 +181,7 @@ def count_used_samples(*runs: list[JobRankTrace]) -> Counter[int]:
 
 
 def is_each_used_once_per_epoch(counts: Counter[int], samples: int) -> bool:
-    """Whether `samples` samples were so many epochs, and the beginning of one more."""
+    """Whether `samples` samples were this many epochs, and the beginning of one more."""
     epochs, remainder = divmod(samples, SIZE)
     expected = Counter({epochs: SIZE - remainder, epochs + 1: remainder})
     return Counter(counts[index] for index in range(SIZE)) == +expected

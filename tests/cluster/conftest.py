@@ -20,28 +20,28 @@ def pytest_runtest_makereport(
     item: pytest.Item,
     call: pytest.CallInfo[None],  # noqa: ARG001  # as the hook has it
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """With what the operators have said meanwhile, where a test fails: their pods may be gone soon."""
+    """With the operators' logs of the test, where it fails: their pods may be gone soon."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and report.when == "call" and cluster is not None:
         selected = ("-n", "pacekeeper-system", "-l", "app.kubernetes.io/name=pacekeeper")
         try:
-            said = cluster.kubectl("logs", *selected, "--prefix", "--since=120s", "--tail=200")
+            logs = cluster.kubectl("logs", *selected, "--prefix", "--since=120s", "--tail=200")
         except (subprocess.SubprocessError, OSError, AssertionError) as error:
-            said = str(error)
-        report.sections.append(("operators' logs", said))
+            logs = str(error)
+        report.sections.append(("operators' logs", logs))
     return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_stage)
+    items.sort(key=_get_stage)
 
 
-def _stage(item: pytest.Item) -> tuple[bool, bool, bool]:
+def _get_stage(item: pytest.Item) -> tuple[bool, bool, bool]:
     """The cluster is proven first. What wants no operator in it comes before all that wants one: it changes once."""
     wants_none = "resources" in getattr(item, "fixturenames", ())
-    return (_on_the_cluster(item), item.path.name != "test_testcluster.py", not wants_none)
+    return (_needs_cluster(item), item.path.name != "test_testcluster.py", not wants_none)
 
 
-def _on_the_cluster(item: pytest.Item) -> bool:
+def _needs_cluster(item: pytest.Item) -> bool:
     return item.path.parent.name == "cluster"

@@ -35,7 +35,7 @@ def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
         job.delete()
 
 
-def test_sequences_are_balanced_by_what_they_cost(job: ClusterJob) -> None:
+def test_sequences_are_balanced_by_their_cost(job: ClusterJob) -> None:
     incident = job.wait_until_incident_ended("uneven-lengths", known=(), timeout=180)
     status = incident["status"]
     assert (status["remedy"], status["stepsLost"]) == ("BalanceLengths", 0)
@@ -43,16 +43,16 @@ def test_sequences_are_balanced_by_what_they_cost(job: ClusterJob) -> None:
     assert status["slowdownAfter"] < status["slowdownBefore"]
     _, _, per_token_squared = job.read_plan()["sequence_cost"]
     assert per_token_squared == pytest.approx(SECONDS_A_SQUARE, rel=0.3)
-    assert job.status["round"] == 1, "nobody was restarted"
+    assert job.status["round"] == 1, "no rank was restarted"
 
 
-def test_the_mode_that_the_spec_wants_is_in_force_and_auto_takes_it_back(job: ClusterJob) -> None:
+def test_the_mode_of_the_spec_is_in_force_and_auto_reverts_it(job: ClusterJob) -> None:
     job.wait_until_calm()
     for wanted, mode in (("EDiT", "EDiT"), ("Auto", "Sync")):
         job.patch(syncMode=wanted)
         job.wait_until(partial(trains_in, job, mode), 60, f"the ranks train in mode {mode}")
         job.wait_for_more_steps(20)
-    assert job.status["round"] == 1, "nobody was restarted"
+    assert job.status["round"] == 1, "no rank was restarted"
 
 
 def trains_in(job: ClusterJob, mode: str) -> bool:

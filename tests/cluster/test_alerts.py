@@ -29,23 +29,23 @@ def tool() -> Path:
 
 
 def test_the_rules_are_well_formed(tool: Path) -> None:
-    checked(tool, "check", "rules", "--lint=all", "--lint-fatal", str(CHART / "files/alerts.yaml"))
+    run_promtool(tool, "check", "rules", "--lint=all", "--lint-fatal", str(CHART / "files/alerts.yaml"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
-def test_it_fires_when_it_should_and_ends(tool: Path, case: Path) -> None:
-    checked(tool, "test", "rules", str(case))
+def test_it_fires_on_its_condition_and_resolves(tool: Path, case: Path) -> None:
+    run_promtool(tool, "test", "rules", str(case))
 
 
-def checked(tool: Path, *arguments: str) -> None:
+def run_promtool(tool: Path, *arguments: str) -> None:
     done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-class Told(BaseHTTPRequestHandler):
-    """Whom Alertmanager tells."""
+class AlertReceiver(BaseHTTPRequestHandler):
+    """The receiver of Alertmanager."""
 
-    alerts: list[tuple[str, str, str]] = []  # noqa: RUF012  # (name, job, status), set anew by each test
+    alerts: list[tuple[str, str, str]] = []  # noqa: RUF012  # (name, job, status), set by each test
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -61,14 +61,14 @@ class Told(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def webhook() -> Iterator[str]:
-    Told.alerts.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+    AlertReceiver.alerts.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), AlertReceiver) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-def test_one_reaches_people_and_is_taken_back(tmp_path: Path, webhook: str) -> None:
+def test_an_alert_reaches_its_receiver_and_is_resolved(tmp_path: Path, webhook: str) -> None:
     """From the operator's own gauges through Prometheus and Alertmanager."""
     exporter, _ = start_http_server(0, "127.0.0.1")
     failed = ConditionStatus("Failed", "True", "ScriptFailed")
@@ -79,10 +79,12 @@ def test_one_reaches_people_and_is_taken_back(tmp_path: Path, webhook: str) -> N
             target = f"127.0.0.1:{exporter.server_port}"
             with run_prometheus(tmp_path, target, rule_files=rules, alerting=alerting):
                 metrics.publish_job_metrics("team-a", "gpt", JobStatus(phase=JobPhase.FAILED, conditions=(failed,)))
-                wait_until_true(lambda: ("PacekeeperJobFailed", "gpt", "firing") in Told.alerts, "it fires", seconds=60)
+                wait_until_true(
+                    lambda: ("PacekeeperJobFailed", "gpt", "firing") in AlertReceiver.alerts, "it fires", seconds=60
+                )
                 metrics.publish_job_metrics("team-a", "gpt", None)
                 wait_until_true(
-                    lambda: ("PacekeeperJobFailed", "gpt", "resolved") in Told.alerts, "it ends", seconds=60
+                    lambda: ("PacekeeperJobFailed", "gpt", "resolved") in AlertReceiver.alerts, "it ends", seconds=60
                 )
     finally:
         metrics.publish_job_metrics("team-a", "gpt", None)

@@ -1,6 +1,6 @@
 """What tenants try through the API server, and what a stolen token of the operator's is still good for.
 
-Rights are asked for, and writes are dry runs, which go through authorization and admission: nothing here needs a pod.
+Rights are queried, and writes are dry runs, which go through authorization and admission: nothing here needs a pod.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Tenant:
 
         A question is verb, resource and perhaps a namespace: "patch incidents.pacekeeper.dev/status", "get pods in x".
         """
-        reviews = [access_review(user, question, self.namespace) for question in questions]
-        body = json.dumps(several(reviews))
+        reviews = [build_access_review(user, question, self.namespace) for question in questions]
+        body = json.dumps(build_list(reviews))
         lines = 'jsonpath={.status.allowed}{"\\n"}'
         answers = self.cluster.kubectl("create", "-f", "-", "-o", lines, stdin=body).split()
         return [question for question, answer in zip(questions, answers, strict=True) if answer == "true"]
@@ -50,13 +50,13 @@ class Tenant:
         return self.cluster.kubectl(*arguments, *where, stdin=None if body is None else json.dumps(body))
 
     def refusal(self, user: str, *arguments: str, body: dict[str, Any] | None = None, namespace: str = "") -> str:
-        """The API server's words; the test fails if it does not refuse."""
+        """The API server's message; the test fails if it does not refuse."""
         with pytest.raises(subprocess.CalledProcessError) as refused:
             self.write(user, *arguments, DRY_RUN, body=body, namespace=namespace)
         return str(refused.value.stderr)
 
 
-def access_review(user: str, question: str, namespace: str) -> dict[str, Any]:
+def build_access_review(user: str, question: str, namespace: str) -> dict[str, Any]:
     verb, what, *elsewhere = question.split()
     resource, _, subresource = what.partition("/")
     plural, _, group = resource.partition(".")
@@ -75,8 +75,8 @@ def access_review(user: str, question: str, namespace: str) -> dict[str, Any]:
     }
 
 
-def several(bodies: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """For one call of kubectl, which tries each and tells all refusals."""
+def build_list(bodies: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """For one call of kubectl, which tries each and prints all refusals."""
     return {"apiVersion": "v1", "kind": "List", "items": list(bodies)}
 
 
@@ -86,9 +86,9 @@ def tenant(cluster: KubectlCluster, operator: None) -> Iterator[Tenant]:  # noqa
         found = Tenant(cluster, namespace)
         cluster.apply(JOB, namespace)
         wait_for(lambda: is_suspended(cluster, namespace), timeout=60, what="the operator has suspended the job")
-        for body in (STRAY_POD, SETTINGS, *bindings(namespace)):
+        for body in (STRAY_POD, SETTINGS, *build_bindings(namespace)):
             cluster.apply(body, namespace)
-        settings = owner(
+        settings = build_owner(
             "ConfigMap", "settings", "v1", cluster.get("configmap", "settings", namespace)["metadata"]["uid"]
         )
         cluster.apply(STATE | {"metadata": {"name": "of-another", "ownerReferences": [settings]}}, namespace)
@@ -119,12 +119,12 @@ STRAY_POD: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Pod",
     "metadata": {"name": "stray"},
-    "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "x"}]},
+    "spec": {"schedulerName": "none", "containers": [{"name": "main", "image": "x"}]},
 }
 
 
-def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_of_it(tenant: Tenant) -> None:
-    """kopf reads all of them, and every operator that follows reads them anew."""
+def test_the_most_deeply_nested_object_is_refused_and_crashes_no_operator(tenant: Tenant) -> None:
+    """kopf reads all of them, and every operator that follows reads them again."""
     levels = 9_900
     body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
     text = json.dumps(body).replace('"x": "deep"', f'"x": {"[" * levels}{"]" * levels}')
@@ -143,12 +143,12 @@ def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_o
         tenant.cluster.kubectl("delete", "tj", "deep", "-n", tenant.namespace, "--timeout=60s")
 
 
-def test_large_objects_of_one_tenant_end_no_operator(tenant: Tenant) -> None:
+def test_large_objects_of_one_tenant_crash_no_operator(tenant: Tenant) -> None:
     """200 MB of pods that carry the label of a job, under the memory limit of the chart: bodies are taken in by bytes.
 
     Each operator begins again, and so lists them all."""
     cluster = tenant.cluster
-    with scratch_namespace(cluster) as namespace, large_pods(cluster, namespace):
+    with scratch_namespace(cluster) as namespace, create_large_pods(cluster, namespace):
         deployment = f"deployment/{RELEASE}"
         cluster.kubectl("rollout", "restart", deployment, "-n", SYSTEM)
         cluster.kubectl("rollout", "status", deployment, "-n", SYSTEM, "--timeout=120s", timeout=130)
@@ -159,46 +159,48 @@ def test_large_objects_of_one_tenant_end_no_operator(tenant: Tenant) -> None:
 
 
 @contextmanager
-def large_pods(cluster: KubectlCluster, namespace: str, count: int = 160, size: int = 5 * 2**18) -> Iterator[None]:
+def create_large_pods(
+    cluster: KubectlCluster, namespace: str, count: int = 160, size: int = 5 * 2**18
+) -> Iterator[None]:
     """`size`: bytes of each. The cluster makes and deletes them itself: kubectl waits between its requests."""
     labels = {"pacekeeper.dev/job": "none"}
-    pod = {"schedulerName": "nobody", "containers": [{"name": "main", "image": "x", "args": ["x" * size]}]}
+    pod = {"schedulerName": "none", "containers": [{"name": "main", "image": "x", "args": ["x" * size]}]}
     template = {"metadata": {"labels": labels}, "spec": pod}
     spec = {"replicas": count, "selector": {"matchLabels": labels}, "template": template}
     body = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": {"name": "large"}, "spec": spec}
     cluster.kubectl("create", "-f", "-", "-n", namespace, stdin=json.dumps(body))
 
-    def all_there() -> bool:
+    def are_all_present() -> bool:
         return bool(cluster.get("replicaset", "large", namespace)["status"].get("replicas") == count)
 
     try:
-        wait_for(all_there, timeout=60, what=f"{count} pods")
+        wait_for(are_all_present, timeout=60, what=f"{count} pods")
         yield
     finally:
         cluster.kubectl("delete", "replicaset", "large", "-n", namespace, "--cascade=orphan")
         cluster.kubectl("delete", "--raw", f"/api/v1/namespaces/{namespace}/pods", timeout=300)
 
 
-def owner(kind: str, name: str = "gpt", api_version: str = API_VERSION, uid: str = "u") -> dict[str, Any]:
+def build_owner(kind: str, name: str = "gpt", api_version: str = API_VERSION, uid: str = "u") -> dict[str, Any]:
     return {"apiVersion": api_version, "kind": kind, "name": name, "uid": uid, "controller": True}
 
 
-def owned_pod(name: str, *owners: dict[str, Any]) -> dict[str, Any]:
+def build_owned_pod(name: str, *owners: dict[str, Any]) -> dict[str, Any]:
     body = copy.deepcopy(STRAY_POD)
     body["metadata"] = {"name": name, "ownerReferences": list(owners)}
     return body
 
 
-def worker(**spec: Any) -> dict[str, Any]:
-    body = owned_pod("gpt-w0-0", owner("TrainingJob"))
+def build_worker(**spec: Any) -> dict[str, Any]:
+    body = build_owned_pod("gpt-w0-0", build_owner("TrainingJob"))
     return body | {"spec": body["spec"] | spec}
 
 
-def container(**security_context: Any) -> list[dict[str, Any]]:
+def build_containers(**security_context: Any) -> list[dict[str, Any]]:
     return [{"name": "trainer", "image": "x", "securityContext": security_context}]
 
 
-def bindings(namespace: str) -> Iterator[dict[str, Any]]:
+def build_bindings(namespace: str) -> Iterator[dict[str, Any]]:
     """`editor` and `viewer` as platform teams bind their tenants; `careless` may do all that a role can grant."""
     group = "rbac.authorization.k8s.io"
     rule = {"apiGroups": ["pacekeeper.dev"], "resources": ["*"], "verbs": ["*"]}
@@ -226,7 +228,7 @@ def test_a_tenant_runs_its_own_jobs(tenant: Tenant) -> None:
     tenant.write(user, "delete", "tj", "gpt", DRY_RUN)
 
 
-def test_a_tenant_has_no_right_to_books_nodes_and_the_operators_namespace(tenant: Tenant) -> None:
+def test_a_tenant_has_no_right_to_job_states_nodes_and_the_operators_namespace(tenant: Tenant) -> None:
     forbidden = [
         *[f"{verb} trainingjobstates.pacekeeper.dev" for verb in ("create", "update", "patch", "delete")],
         *[f"{verb} incidents.pacekeeper.dev" for verb in ("create", "update", "patch")],
@@ -253,7 +255,7 @@ def test_a_tenant_has_the_rights_that_jobs_need(tenant: Tenant) -> None:
     assert tenant.rights(tenant.account("editor"), needed) == needed
 
 
-def test_who_may_only_look_sees_jobs_but_no_plan(tenant: Tenant) -> None:
+def test_a_viewer_reads_jobs_but_no_plan(tenant: Tenant) -> None:
     user = tenant.account("viewer")
     allowed = ["list trainingjobs.pacekeeper.dev", "watch incidents.pacekeeper.dev"]
     a_secret_of_the_job_stands_there = ["get trainingjobstates.pacekeeper.dev"]
@@ -267,81 +269,81 @@ def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> 
     user = tenant.account("careless")
     forged = STATE | {"metadata": {"name": "forged"}}
     patch = ("patch", "tjs", "of-another", "--type=merge", "-p", '{"state": {"quarantines": ["node-1"]}}')
-    for words in (
+    for response in (
         tenant.refusal(user, "create", "-f", "-", body=forged),
         tenant.refusal(user, *patch),
         tenant.refusal(user, "delete", "tjs", "of-another"),
     ):
-        assert "a TrainingJobState is the operator's own" in words
+        assert "a TrainingJobState is the operator's own" in response
 
 
-def test_the_operator_may_what_it_needs(tenant: Tenant) -> None:
-    rdma = worker(hostNetwork=True, containers=container(capabilities={"add": ["IPC_LOCK"]}))
+def test_the_operator_has_the_rights_that_it_needs(tenant: Tenant) -> None:
+    rdma = build_worker(hostNetwork=True, containers=build_containers(capabilities={"add": ["IPC_LOCK"]}))
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=rdma)
     for kind in ("NodeQuarantine", "NodeProbe"):
-        probe = owned_pod("probe", owner(kind, "node-1"))
+        probe = build_owned_pod("probe", build_owner(kind, "node-1"))
         tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=probe, namespace=SYSTEM)
-    state = STATE | {"metadata": {"name": "books", "ownerReferences": [owner("TrainingJob")]}}
+    state = STATE | {"metadata": {"name": "books", "ownerReferences": [build_owner("TrainingJob")]}}
     tenant.write(OPERATOR, "create", DRY_RUN, "-f", "-", body=state)
-    tenant.write(OPERATOR, *node_patch(tenant, {"unschedulable": True}, taint(OURS)), DRY_RUN)
+    tenant.write(OPERATOR, *build_node_patch(tenant, {"unschedulable": True}, build_taint(OURS)), DRY_RUN)
     finalizers = '{"metadata": {"finalizers": ["pacekeeper.dev/job"]}}'
     tenant.write(OPERATOR, "patch", "tj", "gpt", DRY_RUN, "--type=merge", "-p", finalizers)
 
 
-STRANGERS = (
-    owned_pod("of-nobody"),
-    owned_pod("of-another-controller", owner("Job", api_version="batch/v1")),
-    owned_pod("of-a-look-alike", owner("TrainingJob", api_version="example.com/v1")),
-    owned_pod("owned-but-not-controlled", owner("TrainingJob") | {"controller": False}),
-    owned_pod("probe-outside-of-its-namespace", owner("NodeQuarantine")),
+FOREIGN_PODS = (
+    build_owned_pod("without-owner"),
+    build_owned_pod("of-another-controller", build_owner("Job", api_version="batch/v1")),
+    build_owned_pod("of-a-look-alike", build_owner("TrainingJob", api_version="example.com/v1")),
+    build_owned_pod("owned-but-not-controlled", build_owner("TrainingJob") | {"controller": False}),
+    build_owned_pod("probe-outside-of-its-namespace", build_owner("NodeQuarantine")),
 )
 
 
-def test_a_stolen_operator_makes_no_pod(tenant: Tenant) -> None:
-    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(STRANGERS))
-    assert words.count("only what a TrainingJob controls") == len(STRANGERS)
+def test_a_compromised_operator_creates_no_pod(tenant: Tenant) -> None:
+    response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(FOREIGN_PODS))
+    assert response.count("only what a TrainingJob controls") == len(FOREIGN_PODS)
 
 
-def test_a_stolen_operator_gets_no_hold_of_a_node(tenant: Tenant) -> None:
+def test_a_compromised_operator_gains_no_access_to_a_node(tenant: Tenant) -> None:
     pods = (
-        worker(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
-        worker(hostPID=True),
-        worker(hostIPC=True),
-        worker(containers=container(privileged=True)),
-        worker(containers=container(capabilities={"add": ["SYS_ADMIN"]})),
-        worker(initContainers=[{"name": "first", "image": "x", "securityContext": {"privileged": True}}]),
-        worker(hostNetwork=True, securityContext={"windowsOptions": {"hostProcess": True}}),
-        worker(hostUsers=False, containers=container(procMount="Unmasked")),
-        worker(securityContext={"seccompProfile": {"type": "Unconfined"}}),
-        worker(containers=container(seccompProfile={"type": "Unconfined"})),
-        worker(containers=container(appArmorProfile={"type": "Unconfined"})),
+        build_worker(volumes=[{"name": "root", "hostPath": {"path": "/"}}]),
+        build_worker(hostPID=True),
+        build_worker(hostIPC=True),
+        build_worker(containers=build_containers(privileged=True)),
+        build_worker(containers=build_containers(capabilities={"add": ["SYS_ADMIN"]})),
+        build_worker(initContainers=[{"name": "first", "image": "x", "securityContext": {"privileged": True}}]),
+        build_worker(hostNetwork=True, securityContext={"windowsOptions": {"hostProcess": True}}),
+        build_worker(hostUsers=False, containers=build_containers(procMount="Unmasked")),
+        build_worker(securityContext={"seccompProfile": {"type": "Unconfined"}}),
+        build_worker(containers=build_containers(seccompProfile={"type": "Unconfined"})),
+        build_worker(containers=build_containers(appArmorProfile={"type": "Unconfined"})),
     )
-    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(pods))
-    assert words.count("admissionPolicy.hostAccess") == len(pods), words
+    response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(pods))
+    assert response.count("admissionPolicy.hostAccess") == len(pods), response
 
 
-def test_a_probe_is_given_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
-    probes = [owned_pod("probe", owner(kind)) for kind in ("NodeQuarantine", "NodeProbe")]
+def test_a_probe_mounts_nothing_of_the_operators_namespace(tenant: Tenant) -> None:
+    probes = [build_owned_pod("probe", build_owner(kind)) for kind in ("NodeQuarantine", "NodeProbe")]
     probes[0]["spec"]["hostNetwork"] = True
     probes[1]["spec"]["serviceAccountName"] = RELEASE
-    words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(probes), namespace=SYSTEM)
-    assert words.count("a probe needs nothing of its node") == len(probes), words
+    response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_list(probes), namespace=SYSTEM)
+    assert response.count("a probe needs nothing of its node") == len(probes), response
 
 
-def test_a_stolen_operator_enters_no_namespace_of_the_system(tenant: Tenant) -> None:
+def test_a_compromised_operator_writes_into_no_system_namespace(tenant: Tenant) -> None:
     for namespace in ("kube-system", "kube-public", "kube-node-lease"):
-        words = tenant.refusal(OPERATOR, "create", "-f", "-", body=worker(), namespace=namespace)
-        assert "nothing to do in this namespace" in words
+        response = tenant.refusal(OPERATOR, "create", "-f", "-", body=build_worker(), namespace=namespace)
+        assert "nothing to do in this namespace" in response
 
 
 OURS = "pacekeeper.dev/quarantine"
 
 
-def taint(key: str, effect: str = "NoSchedule") -> dict[str, Any]:
+def build_taint(key: str, effect: str = "NoSchedule") -> dict[str, Any]:
     return {"key": key, "effect": effect}
 
 
-def node_patch(tenant: Tenant, spec: dict[str, Any], *taints: dict[str, Any], **metadata: Any) -> list[str]:
+def build_node_patch(tenant: Tenant, spec: dict[str, Any], *taints: dict[str, Any], **metadata: Any) -> list[str]:
     """kubectl's arguments. The API server takes taints as a whole list: those that are there are repeated."""
     node = tenant.cluster.list("node")[0]
     if taints:
@@ -350,30 +352,32 @@ def node_patch(tenant: Tenant, spec: dict[str, Any], *taints: dict[str, Any], **
     return ["patch", "node", node["metadata"]["name"], "--type=merge", "-p", change]
 
 
-def test_a_stolen_operator_does_no_more_to_a_node(tenant: Tenant) -> None:
+def test_a_compromised_operator_changes_only_the_cordon_of_a_node(tenant: Tenant) -> None:
     changes = {
-        "labels, annotations or any other": node_patch(tenant, {}, labels={"trusted": "true"}),
-        "or any other metadata": node_patch(tenant, {}, annotations={"a": "b"}),
-        "may change no taint of a node but": node_patch(tenant, {}, taint("other")),
-        "the effect of the operator's taint is": node_patch(tenant, {}, taint(OURS, "NoExecute")),  # would evict
-        "may change only the cordon": node_patch(tenant, {"providerID": "stolen://1"}),
+        "labels, annotations or any other": build_node_patch(tenant, {}, labels={"trusted": "true"}),
+        "or any other metadata": build_node_patch(tenant, {}, annotations={"a": "b"}),
+        "may change no taint of a node but": build_node_patch(tenant, {}, build_taint("other")),
+        "the effect of the operator's taint is": build_node_patch(
+            tenant, {}, build_taint(OURS, "NoExecute")
+        ),  # would evict
+        "may change only the cordon": build_node_patch(tenant, {"providerID": "stolen://1"}),
     }
     for message, arguments in changes.items():
         assert message in tenant.refusal(OPERATOR, *arguments)
 
 
-def test_a_stolen_operator_deletes_nothing_of_others(tenant: Tenant) -> None:
+def test_a_compromised_operator_deletes_no_objects_of_others(tenant: Tenant) -> None:
     assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "pod", "stray")
     assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "tjs", "of-another")
 
 
-def test_a_stolen_operator_changes_no_job(tenant: Tenant) -> None:
+def test_a_compromised_operator_changes_no_job(tenant: Tenant) -> None:
     patch = json.dumps({"spec": {"template": {"spec": {"containers": [{"name": "trainer", "image": "evil"}]}}}})
     refused = tenant.refusal(OPERATOR, "patch", "tj", "gpt", "--type=merge", "-p", patch)
     assert "neither create jobs nor change their spec" in refused
 
 
-def test_a_stolen_operator_makes_itself_no_lasting_token(tenant: Tenant) -> None:
+def test_a_compromised_operator_creates_no_long_lived_token(tenant: Tenant) -> None:
     annotations = {"kubernetes.io/service-account.name": RELEASE}
     token = {
         "apiVersion": "v1",
@@ -384,7 +388,7 @@ def test_a_stolen_operator_makes_itself_no_lasting_token(tenant: Tenant) -> None
     assert "makes no tokens" in tenant.refusal(OPERATOR, "create", "-f", "-", body=token, namespace=SYSTEM)
 
 
-def test_the_operator_has_no_rights_beyond(tenant: Tenant) -> None:
+def test_the_operator_has_no_further_rights(tenant: Tenant) -> None:
     beyond = [
         "get secrets",
         f"list secrets in {SYSTEM}",

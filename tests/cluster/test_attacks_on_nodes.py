@@ -1,4 +1,4 @@
-"""What a tenant does to have a node taken away from the others: by its workers' words, by series, by the objects.
+"""What a tenant does to have a node taken away from the others: by its workers' reports, by series, by the objects.
 
 Everything here is done with what a tenant has: a job of its own, its workers' tokens, pods in its own namespace.
 """
@@ -59,18 +59,18 @@ def released(cluster: KubectlCluster) -> Iterator[None]:
     cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=120s", timeout=130)
 
 
-def untouched(cluster: KubectlCluster, node: str) -> bool:
+def is_untouched(cluster: KubectlCluster, node: str) -> bool:
     spec = cluster.get("node", node)["spec"]
     return not spec.get("unschedulable") and all(t["key"] != TAINT_QUARANTINE for t in spec.get("taints", ()))
 
 
-def phase(cluster: KubectlCluster, node: str) -> str:
+def read_phase(cluster: KubectlCluster, node: str) -> str:
     found = cluster.get("nodequarantine", node) or {}
     return str(found.get("status", {}).get("phase", ""))
 
 
-def lie(job: ClusterJob, worker: str, name: str) -> None:
-    """The worker says that its GPU has failed; whether it is taken at once does not matter here."""
+def send_forged_fault(job: ClusterJob, worker: str, name: str) -> None:
+    """The worker reports that its GPU has failed; whether it is accepted at once does not matter here."""
     fault = {
         "name": name,
         "kind": "GpuError",
@@ -82,7 +82,7 @@ def lie(job: ClusterJob, worker: str, name: str) -> None:
     assert call_operator(job, "/v1/faults", create_sidecar_token(job, worker), fault)[0] in (202, 503)
 
 
-def test_a_forged_gpu_error_takes_no_node_and_a_flood_of_them_brings_one_probe(
+def test_a_forged_gpu_error_quarantines_no_node_and_many_of_them_cause_one_probe(
     cluster: KubectlCluster, namespace: str, operator_process: OperatorProcess
 ) -> None:
     assert operator_process.is_leading()
@@ -92,24 +92,24 @@ def test_a_forged_gpu_error_takes_no_node_and_a_flood_of_them_brings_one_probe(
     job.wait_for_phase("Running", timeout=120)
     worker = job.find_worker(0)
     for number in range(5):
-        lie(job, worker, f"{worker}-lie-{number}")
-    wait_for(lambda: phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
+        send_forged_fault(job, worker, f"{worker}-forged-{number}")
+    wait_for(lambda: read_phase(cluster, NODE) == "Cleared", 60, "the node is cleared by a probe pod")
     for number in range(5, 10):
-        lie(job, worker, f"{worker}-lie-{number}")
+        send_forged_fault(job, worker, f"{worker}-forged-{number}")
     incidents = [i for i in job.list_incidents() if i["spec"]["cause"] == "gpu-error"]
-    assert len(incidents) == 1, "the lie was heard, and however often it is told it is one"
-    assert untouched(cluster, NODE)
+    assert len(incidents) == 1, "the forged fault was received, and repeated ones count as one"
+    assert is_untouched(cluster, NODE)
     assert len(cluster.get("nodequarantine", NODE)["status"]["probes"]) == 1
 
 
-def query(text: str) -> list[dict[str, Any]]:
+def query_prometheus(text: str) -> list[dict[str, Any]]:
     url = f"{PROMETHEUS_URL}/api/v1/query?query={urllib.parse.quote(text)}"
     with urllib.request.urlopen(url, timeout=5) as answer:
         found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
     return found
 
 
-async def test_forged_series_speak_for_nobody_but_their_pod(cluster: KubectlCluster, namespace: str) -> None:
+async def test_forged_series_count_only_for_their_own_pod(cluster: KubectlCluster, namespace: str) -> None:
     container = {
         "name": "main",
         "image": DEV_IMAGE,
@@ -123,13 +123,13 @@ async def test_forged_series_speak_for_nobody_but_their_pod(cluster: KubectlClus
     cluster.apply({"apiVersion": "v1", "kind": "Pod", **pod}, namespace)
 
     own = f'DCGM_FI_DEV_XID_ERRORS{{namespace="{namespace}"}}'
-    wait_for(lambda: bool(query(own)), 60, "Prometheus has scraped the forged series")
+    wait_for(lambda: bool(query_prometheus(own)), 60, "Prometheus has scraped the forged series")
 
     sample = await PrometheusClient(PROMETHEUS_URL, "gpu-monitoring", "Hostname").sample(time.time())
     assert not sample.error
     assert all(value.node != VICTIM for value in sample.gpu_values)
     assert not sample.get_metrics("team-b", "victim").slowdown
-    assert not query('pacekeeper_rank_compute_seconds{trainingjob="victim"}')
+    assert not query_prometheus('pacekeeper_rank_compute_seconds{trainingjob="victim"}')
 
 
 @pytest.mark.parametrize("resource", ["nodequarantines.pacekeeper.dev", "nodequarantines.pacekeeper.dev/status"])
@@ -138,6 +138,6 @@ def test_no_tenant_writes_quarantines(cluster: KubectlCluster, namespace: str, r
     binding = ["--clusterrole=edit", f"--serviceaccount={account}", "--namespace", namespace]
     cluster.kubectl("create", "rolebinding", "tenant", *binding)
     for verb in ("create", "patch", "update", "delete"):
-        with pytest.raises(subprocess.CalledProcessError) as denied:  # kubectl's way to say no
+        with pytest.raises(subprocess.CalledProcessError) as denied:  # kubectl exits with 1
             cluster.kubectl("auth", "can-i", verb, resource, f"--as=system:serviceaccount:{account}")
         assert denied.value.output.strip() == "no", verb

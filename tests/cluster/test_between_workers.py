@@ -1,5 +1,5 @@
-"""Workers among strangers, and ranks that wait for one another: whoever reaches the port where launchers meet changes
-nothing for the job, and who holds the others is told across workers."""
+"""Workers among strangers, and ranks that wait for one another: a client that reaches the rendezvous port changes
+nothing for the job, and the rank that holds the others is found across workers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ HOSTILE = (
 KNOCK = """
 import socket, sys
 address, port, content = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
-said = b""
+received = b""
 with socket.create_connection((address, port), timeout=10) as connection:  # the launcher hangs up after two
     try:
         connection.sendall(content)
         while part := connection.recv(1 << 16):
-            said += part
+            received += part
     except ConnectionError:
         pass
-print(said.hex())
+print(received.hex())
 """
 
 
@@ -57,17 +57,17 @@ def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
         job.delete()
 
 
-def test_strangers_at_the_meetings_port_are_hung_up_on_and_end_no_round(job: ClusterJob) -> None:
+def test_strangers_at_the_rendezvous_port_are_disconnected_and_end_no_round(job: ClusterJob) -> None:
     plan, first = job.read_plan(), job.read_plan()["members"][0]
     assert plan["secret"]
     for content in HOSTILE:
-        said = knock(job, job.find_worker(1), first["address"], plan["store_port"], content)
-        assert said == b"" or (said.startswith(b"pacekeeper ") and len(said) < 64), "no more than a nonce"
+        received = send_from_worker(job, job.find_worker(1), first["address"], plan["store_port"], content)
+        assert received == b"" or (received.startswith(b"pacekeeper ") and len(received) < 64), "no more than a nonce"
     job.wait_for_more_steps()
     assert job.read_plan()["membership"] == plan["membership"]
     assert job.list_incidents() == []
     log = job.cluster.kubectl("logs", first["worker"], "-c", "trainer", "-n", job.namespace)
-    assert log.count("were rejected") == 1, "said once, not for each of them"
+    assert log.count("were rejected") == 1, "logged once, not for each of them"
     assert plan["secret"] not in log
 
 
@@ -86,8 +86,8 @@ def test_a_rank_that_hangs_inside_one_tensor_group_is_named_among_all_that_wait(
     job.wait_for_more_steps()
 
 
-def test_no_other_container_has_what_is_the_sidecars(cluster: KubectlCluster, namespace: str) -> None:
-    """The condition says it in the operator's words, and no pod is made."""
+def test_no_other_container_mounts_the_sidecars_token(cluster: KubectlCluster, namespace: str) -> None:
+    """The condition has the operator's message, and no pod is created."""
     spy = {"name": "spy", "image": "spy", "volumeMounts": [{"name": "pacekeeper-token", "mountPath": "/token"}]}
     body = build_paced_job("spying", LONG)
     body["spec"]["template"]["spec"]["containers"].append(spy)
@@ -98,9 +98,9 @@ def test_no_other_container_has_what_is_the_sidecars(cluster: KubectlCluster, na
     job.delete()
 
 
-def knock(job: ClusterJob, worker: str, address: str, port: int, content: bytes) -> bytes:
-    """All that the host of the meeting says until it hangs up, to somebody in that worker's pod: the NetworkPolicy
-    keeps out whoever is not of the job."""
+def send_from_worker(job: ClusterJob, worker: str, address: str, port: int, content: bytes) -> bytes:
+    """All that the rendezvous server sends until it hangs up, to a client in that worker's pod: the NetworkPolicy
+    keeps out pods of other jobs."""
     command = ["python", "-c", KNOCK, address, str(port), content.hex()]
-    said = job.cluster.kubectl("exec", worker, "-c", "trainer", "-n", job.namespace, "--", *command)
-    return bytes.fromhex(said.strip())
+    received = job.cluster.kubectl("exec", worker, "-c", "trainer", "-n", job.namespace, "--", *command)
+    return bytes.fromhex(received.strip())

@@ -1,4 +1,4 @@
-"""The main job, as a user sees it: faults of the demo are healed and the job completes."""
+"""The main job, as a user sees it: the job recovers from the faults of the demo and completes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from demo.fault_demo import run_fault_demo
 from testing.kubernetes.dashboards import DASHBOARDS, list_queries
 
 pytestmark = pytest.mark.usefixtures("operator")
-NOT_IN_THIS_STORY = {
+NOT_IN_THIS_DEMO = {
     "pacekeeper_fabric_": "no Fabric describes the network",
-    "pacekeeper_link_side_ratio": "in a ring a side cannot be told from its one link",
+    "pacekeeper_link_side_ratio": "in a ring a side cannot be distinguished from its one link",
     "pacekeeper_refused_calls_total": "no sidecar is refused",
 }
 """Series, and why the demo has none of them."""
 
 
-STORY = ("rank crash", "slow link", "GPU error")
+FAULTS = ("rank crash", "slow link", "GPU error")
 """A crash, a slow link and its end, a node that is taken away. Each other fault has a test of its own."""
 
 
-def test_the_faults_of_a_short_story_are_healed_and_the_job_completes(tmp_path: Path) -> None:
+def test_the_faults_of_a_short_demo_are_recovered_and_the_job_completes(tmp_path: Path) -> None:
     began = time.time()
-    report = run_fault_demo(tmp_path, STORY)
+    report = run_fault_demo(tmp_path, FAULTS)
     unhealed = [outcome for outcome in report.outcomes if not outcome.healed]
     assert not unhealed
     assert report.phase == "Complete"
@@ -38,11 +38,11 @@ def test_the_faults_of_a_short_story_are_healed_and_the_job_completes(tmp_path: 
     before, after = (float(number) for number in outcomes["slow link"].gain.removeprefix("slowdown ").split(" → "))
     assert after < before
     assert outcomes["link well again"].reason.startswith("AsyncEDiT → Sync")
-    assert unanswered(began, time.time()) == []
+    assert list_unanswered(began, time.time()) == []
 
 
-def unanswered(began: float, ended: float) -> list[str]:
-    """Queries of the dashboards that nothing in the story has an answer to."""
+def list_unanswered(began: float, ended: float) -> list[str]:
+    """Queries of the dashboards that have no answer in the demo."""
     queries = [q for name in DASHBOARDS for q in list_queries(name, namespace=job.NAMESPACE, trainingjob=job.NAME)]
-    wanted = [query for query in queries if not any(series in query for series in NOT_IN_THIS_STORY)]
-    return [query for query in wanted if not kube.has_answers(query, began, ended)]
+    expected = [query for query in queries if not any(series in query for series in NOT_IN_THIS_DEMO)]
+    return [query for query in expected if not kube.has_answers(query, began, ended)]

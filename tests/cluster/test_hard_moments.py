@@ -1,4 +1,4 @@
-"""Jobs get through whatever happens to the operator, the API server, Prometheus, and to the jobs beside them."""
+"""Jobs survive faults of the operator, the API server, Prometheus, and of other jobs on the same nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestLong:
         return job
 
     def test_the_api_server_restarts(self, calm: ClusterJob) -> None:
-        known, membership, lives = calm.list_incident_names(), calm.read_plan()["membership"], operator_lives()
+        known, membership, lives = calm.list_incident_names(), calm.read_plan()["membership"], count_operator_starts()
         led = wait_for(release.find_leading_pod, 30, "an operator leads")["metadata"]["uid"]
 
         faults.restart_api_server()
@@ -54,23 +54,23 @@ class TestLong:
         assert len(calm.list_incident_names() - known) == 2, "one each"
         # A leader whose Lease expired during the outage exits once another operator holds it, and becomes the standby.
         may_end = {led} if wait_for(release.find_leading_pod, 30, "one leads")["metadata"]["uid"] != led else set()
-        after = operator_lives()
+        after = count_operator_starts()
         assert after.keys() == lives.keys()
         restarted = {uid for uid in lives if after[uid] != lives[uid]}
         assert restarted <= may_end, "operators wait for the API server, and do not die of it"
 
-    def test_prometheus_is_away(self, cluster: KubectlCluster, calm: ClusterJob) -> None:
+    def test_prometheus_is_unavailable(self, cluster: KubectlCluster, calm: ClusterJob) -> None:
         known = calm.list_incident_names()
         calm.wait_until(lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 30, "Prometheus answers")
         faults.stop_prometheus()
         try:
             calm.wait_until(
-                lambda: calm.get_condition("MetricsAvailable")["status"] == "False", 40, "the condition tells of it"
+                lambda: calm.get_condition("MetricsAvailable")["status"] == "False", 40, "the condition reports it"
             )
             assert "GPU errors cannot be detected" in calm.get_condition("MetricsAvailable")["message"]
             calm.crash_rank(0)
             calm.wait_until_incident_ended("crash", known)
-            calm.wait_for_more_steps(steps=20)  # a watch that has seen no steps accuses nobody
+            calm.wait_for_more_steps(steps=20)  # a watch that has seen no steps accuses no rank
             calm.hang_rank(1)
             calm.wait_until_incident_ended("hang", known)
             calm.delete_worker(1)
@@ -86,18 +86,18 @@ class TestLong:
         finally:
             faults.start_prometheus()
             cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
-        assert node not in cordoned(cluster)
+        assert node not in list_cordoned(cluster)
         assert len(calm.list_incident_names() - known) == 4, "one each"
         calm.wait_until(
-            lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition tells of it"
+            lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition reports it"
         )
 
-    def test_an_upgrade_and_an_uninstall_leave_the_workers_alone(
+    def test_an_upgrade_and_an_uninstall_do_not_touch_the_workers(
         self, cluster: KubectlCluster, calm: ClusterJob
     ) -> None:
-        """The uninstall releases what is quarantined, does not wait for anybody, and leaves others' cordons."""
+        """The uninstall releases what is quarantined, waits for no user, and leaves others' cordons."""
         membership, round_ = calm.read_plan()["membership"], calm.status["round"]
-        known, pods = calm.list_incident_names(), uids(calm)
+        known, pods = calm.list_incident_names(), list_uids(calm)
         where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
         first, second, *_ = sorted(
             api.list_ready_nodes() - set(calm.list_nodes().values())
@@ -110,30 +110,32 @@ class TestLong:
         try:
             cluster.kubectl("cordon", first)
             for node in (first, second):
-                quarantine(cluster, node)
+                quarantine_node(cluster, node)
             both = {first, second}
-            wait_for(lambda: tainted(cluster) & cordoned(cluster) >= both, 30, "both nodes are quarantined")
+            wait_for(lambda: list_tainted(cluster) & list_cordoned(cluster) >= both, 30, "both nodes are quarantined")
             release.uninstall_release()
             assert not cluster.list("nodequarantines")
             assert cluster.get("configmap", "pacekeeper-pause", release.SYSTEM) is None, "the next installation acts"
-            assert not tainted(cluster) & {first, second}
-            assert first in cordoned(cluster), "somebody else had cordoned it before"
-            assert second not in cordoned(cluster)
+            assert not list_tainted(cluster) & {first, second}
+            assert first in list_cordoned(cluster), "a user had cordoned it before"
+            assert second not in list_cordoned(cluster)
             calm.wait_for_more_steps(20)
-            alone = calm.read_step()
+            step_without_operator = calm.read_step()
         finally:
             cluster.kubectl("uncordon", first)
             release.install_release()
 
         calm.wait_until(
-            lambda: calm.status["step"] >= alone and calm.phase == "Running", 40, "the new operator knows the job"
+            lambda: calm.status["step"] >= step_without_operator and calm.phase == "Running",
+            40,
+            "the new operator has loaded the job",
         )
         calm.wait_for_more_steps()
-        assert uids(calm) == pods
+        assert list_uids(calm) == pods
         assert (calm.read_plan()["membership"], calm.status["round"]) == (membership, round_)
         assert calm.list_incident_names() == known
 
-    def test_it_is_deleted_in_mid_recovery(self, calm: ClusterJob) -> None:
+    def test_the_job_is_deleted_during_a_recovery(self, calm: ClusterJob) -> None:
         """Last of all. Without a spare it takes a while to recover."""
         known = calm.list_incident_names()
         calm.patch(spares=0)
@@ -145,13 +147,13 @@ class TestLong:
         assert (incident["spec"]["cause"], incident["status"]["outcome"]) == ("worker-lost", "Superseded")
 
 
-def test_an_operator_that_is_killed_at_random_moments_does_everything_once(
+def test_an_operator_that_is_killed_at_random_moments_does_each_action_once(
     cluster: KubectlCluster, namespace: str
 ) -> None:
     job = ClusterJob.apply(
         cluster, namespace, build_paced_job("chaos", LONG, environment={"STOP_EVERY": "20"}, replicas=2, spares=1)
     )
-    with killing_the_operator(cluster, random.Random(1)) as killed:
+    with kill_operator_repeatedly(cluster, random.Random(1)) as killed:
         job.wait_for_step(20, timeout=120)
         job.crash_rank(1)
         job.wait_until_healed("crash", timeout=120)
@@ -168,13 +170,13 @@ def test_an_operator_that_is_killed_at_random_moments_does_everything_once(
     assert draft is not None
     made = sum(highest + 1 for highest in draft.state.placement.incarnations.values())
     assert made == 4, "two workers, a spare, and one replacement"
-    assert tainted(cluster) == set()
+    assert list_tainted(cluster) == set()
     steps = [entry["step"] for entry in job.read_diary() if "step" in entry]
     assert set(steps) == set(range(1, max(steps) + 1)), "no step is left out"
 
 
 def test_two_jobs_that_do_not_both_fit(cluster: KubectlCluster, namespace: str) -> None:
-    """Three nodes with room for one worker each, and two workers a job."""
+    """Three nodes with capacity for one worker each, and two workers a job."""
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": THREE}]}]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     tight: dict[str, Any] = {
@@ -185,7 +187,7 @@ def test_two_jobs_that_do_not_both_fit(cluster: KubectlCluster, namespace: str) 
     older = ClusterJob.apply(cluster, namespace, build_paced_job("older", LONG, **tight))
     older.wait_for_phase("Running", timeout=120)
     younger = ClusterJob.apply(cluster, namespace, build_paced_job("younger", 20, **tight))
-    younger.wait_until(lambda: any(placed(pod) for pod in younger.list_pods()), 20, "half of the younger is placed")
+    younger.wait_until(lambda: any(is_placed(pod) for pod in younger.list_pods()), 20, "half of the younger is placed")
 
     def waits() -> bool:
         return younger.get_condition("Running").get("reason") == "SchedulingTimeout" and not younger.list_pods()
@@ -202,21 +204,21 @@ THREE = ["node-2", "node-3", "node-4"]
 
 
 @contextmanager
-def killing_the_operator(cluster: KubectlCluster, dice: random.Random) -> Iterator[list[str]]:
+def kill_operator_repeatedly(cluster: KubectlCluster, rng: random.Random) -> Iterator[list[str]]:
     """Again and again, up to six seconds after it is ready; yields how it was killed each time."""
     killed: list[str] = []
     over = threading.Event()
 
     def kill() -> None:
-        while not over.wait(dice.uniform(0, 6)):
+        while not over.wait(rng.uniform(0, 6)):
             pod = release.find_leading_pod()
-            if pod is None or not ready(pod):
+            if pod is None or not is_ready(pod):
                 continue
             name = pod["metadata"]["name"]
-            way = dice.choice(list(WAYS))
+            method = rng.choice(list(KILL_METHODS))
             try:
-                WAYS[way](cluster, name)
-                killed.append(way)
+                KILL_METHODS[method](cluster, name)
+                killed.append(method)
             except (ClusterError, ProcessLookupError, subprocess.CalledProcessError):
                 continue  # it was going anyway
 
@@ -243,14 +245,14 @@ def delete_by_force(cluster: KubectlCluster, pod: str) -> None:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--force", "--grace-period=0")
 
 
-WAYS: dict[str, Callable[[KubectlCluster, str], None]] = {
+KILL_METHODS: dict[str, Callable[[KubectlCluster, str], None]] = {
     "killed": kill_process,
     "deleted": delete_pod,
     "deleted by force": delete_by_force,
 }
 
 
-def operator_lives() -> dict[str, int]:
+def count_operator_starts() -> dict[str, int]:
     """Of each of its pods, by UID, how often its container has been restarted."""
     return {
         pod["metadata"]["uid"]: pod["status"]["containerStatuses"][0]["restartCount"]
@@ -258,26 +260,26 @@ def operator_lives() -> dict[str, int]:
     }
 
 
-def ready(pod: dict[str, Any]) -> bool:
+def is_ready(pod: dict[str, Any]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
 
 
-def placed(pod: dict[str, Any]) -> bool:
+def is_placed(pod: dict[str, Any]) -> bool:
     return bool(pod["spec"].get("nodeName"))
 
 
-def uids(job: ClusterJob) -> set[str]:
+def list_uids(job: ClusterJob) -> set[str]:
     return {pod["metadata"]["uid"] for pod in job.list_pods()}
 
 
-def quarantine(cluster: KubectlCluster, node: str) -> None:
+def quarantine_node(cluster: KubectlCluster, node: str) -> None:
     spec = {"reason": "a test", "approved": True}
     cluster.apply(
         {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "NodeQuarantine", "metadata": {"name": node}, "spec": spec}
     )
 
 
-def tainted(cluster: KubectlCluster) -> set[str]:
+def list_tainted(cluster: KubectlCluster) -> set[str]:
     """Nodes with our taint."""
     nodes = cluster.list("nodes")
     return {
@@ -287,5 +289,5 @@ def tainted(cluster: KubectlCluster) -> set[str]:
     }
 
 
-def cordoned(cluster: KubectlCluster) -> set[str]:
+def list_cordoned(cluster: KubectlCluster) -> set[str]:
     return {str(node["metadata"]["name"]) for node in cluster.list("nodes") if node["spec"].get("unschedulable")}

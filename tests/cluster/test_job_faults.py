@@ -1,4 +1,4 @@
-"""One job that trains on while one fault after the other is made, and an operator that is told of none."""
+"""One job that trains on while faults are injected, and an operator that is informed of none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def calm(job: ClusterJob) -> ClusterJob:
     return job
 
 
-def status_of(incident: dict[str, Any]) -> dict[str, Any]:
+def read_status(incident: dict[str, Any]) -> dict[str, Any]:
     status: dict[str, Any] = incident["status"]
     assert status["outcome"] in ("Recovered", "Mitigated"), incident
     return status
@@ -40,10 +40,10 @@ def test_a_killed_rank_is_back_in_the_same_pods_and_one_that_stops_in_its_first_
     calm: ClusterJob,
 ) -> None:
     """No deadline is known from the round's own steps yet."""
-    known, pods, round_ = calm.list_incident_names(), uids(calm), calm.status["round"]
+    known, pods, round_ = calm.list_incident_names(), list_uids(calm), calm.status["round"]
     calm.crash_rank(0)
     incident = calm.wait_until_incident_ended("crash", known)
-    status = status_of(incident)
+    status = read_status(incident)
     assert incident["spec"]["rank"] == 0
     assert status["remedy"] == "RestartRanks"
     restart = status["restart"]
@@ -52,9 +52,9 @@ def test_a_killed_rank_is_back_in_the_same_pods_and_one_that_stops_in_its_first_
     assert sum(part["seconds"] for part in restart["parts"]) == pytest.approx(status["recoveredSeconds"], abs=0.01)
     assert restart["restoredFrom"] in ("Memory", "Peer"), "no pod has gone"
     assert {option["name"] for option in status["considered"]} == {"RestartRanks", "ReplaceWorker"}
-    assert uids(calm) == pods
+    assert list_uids(calm) == pods
     calm.hang_rank(1)
-    assert status_of(calm.wait_until_incident_ended("hang", known))["remedy"] == "RestartRanks"
+    assert read_status(calm.wait_until_incident_ended("hang", known))["remedy"] == "RestartRanks"
     wait_for(lambda: calm.status["round"] == round_ + 2, timeout=20, what="one round each")
 
 
@@ -66,7 +66,7 @@ def test_a_stopped_rank_is_named_and_moved_when_it_happens_again(calm: ClusterJo
         known, worker = calm.list_incident_names(), calm.find_worker(rank)
         calm.hang_rank(rank)
         incident = calm.wait_until_incident_ended("hang", known)
-        status = status_of(incident)
+        status = read_status(incident)
         assert (incident["spec"]["rank"], incident["spec"]["worker"]) == (rank, worker)
         assert status["remedy"] == remedy, incident
         assert (calm.find_worker(rank) == worker) == (remedy == "RestartRanks")
@@ -84,13 +84,13 @@ def test_an_evicted_pod_is_replaced_by_the_spare_without_burning_the_budget(calm
     incident = calm.wait_until_incident_ended("worker-lost", known)
     assert incident["spec"]["worker"] == lost
     assert incident["spec"]["class"] == "Disruption"
-    assert status_of(incident)["remedy"] == "ReplaceWorker"
+    assert read_status(incident)["remedy"] == "ReplaceWorker"
     calm.wait_until_calm(spares=1)
     assert calm.status["restarts"] == spent
     assert calm.find_worker(1) != lost
 
 
-def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(calm: ClusterJob) -> None:
+def test_a_cordoned_node_is_left_with_a_checkpoint_before_an_eviction(calm: ClusterJob) -> None:
     known, lost, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
     node = calm.list_nodes()[lost]
     calm.cluster.kubectl("cordon", node)
@@ -98,7 +98,7 @@ def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(cal
         incident = calm.wait_until_incident_ended("node-leaving", known)
         assert (incident["spec"]["worker"], incident["spec"]["node"]) == (lost, node)
         assert incident["spec"]["class"] == "Disruption"
-        status = status_of(incident)
+        status = read_status(incident)
         assert (status["remedy"], status["stepsLost"]) == ("ReplaceWorker", 0)
         calm.wait_until_calm(spares=1)
         calm.wait_until(lambda: node not in calm.list_nodes().values(), 60, f"{node} is empty")
@@ -107,15 +107,15 @@ def test_a_cordoned_node_is_left_with_a_checkpoint_before_anybody_is_evicted(cal
         calm.cluster.kubectl("uncordon", node)
 
 
-def test_a_worker_that_stands_still_as_a_whole_is_replaced_and_its_node_is_not_blamed(calm: ClusterJob) -> None:
-    """Its sidecar polls on, so nobody but that sidecar can tell; its peers could not begin a round without it."""
-    known, frozen, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
+def test_an_unresponsive_worker_is_replaced_and_its_node_is_not_blamed(calm: ClusterJob) -> None:
+    """Its sidecar polls on, so only that sidecar can report it; its peers could not begin a round without it."""
+    known, stopped, spent = calm.list_incident_names(), calm.find_worker(1), calm.status["restarts"]
     calm.stop_trainer(1)
     incident = calm.wait_until_incident_ended("worker-unresponsive", known)
-    assert (incident["spec"]["worker"], incident["spec"]["class"]) == (frozen, "Unknown")
-    assert status_of(incident)["remedy"] == "ReplaceWorker"
+    assert (incident["spec"]["worker"], incident["spec"]["class"]) == (stopped, "Unknown")
+    assert read_status(incident)["remedy"] == "ReplaceWorker"
     calm.wait_until(
-        lambda: frozen not in {pod["metadata"]["name"] for pod in calm.list_pods()}, 60, f"{frozen} has gone"
+        lambda: stopped not in {pod["metadata"]["name"] for pod in calm.list_pods()}, 60, f"{stopped} has gone"
     )
     calm.wait_until_calm(spares=1)
     assert calm.status["restarts"] == spent + 1, "its peers' complaints cost nothing more"
@@ -138,7 +138,7 @@ def test_an_operator_that_dies_after_each_write_of_a_recovery_loses_and_repeats_
     operator_process.start()
     incident = calm.wait_until_incident_ended("worker-lost", known)
     assert (incident["spec"]["worker"], incident["spec"]["class"]) == (lost, "Disruption")
-    assert status_of(incident)["remedy"] == "ReplaceWorker"
+    assert read_status(incident)["remedy"] == "ReplaceWorker"
     calm.wait_until_calm(spares=1)
     assert len(calm.list_incident_names() - known) == 1
     assert calm.read_plan()["membership"] == membership + 1
@@ -146,5 +146,5 @@ def test_an_operator_that_dies_after_each_write_of_a_recovery_loses_and_repeats_
     assert len(calm.list_pods()) == 4
 
 
-def uids(job: ClusterJob) -> set[str]:
+def list_uids(job: ClusterJob) -> set[str]:
     return {pod["metadata"]["uid"] for pod in job.list_pods()}

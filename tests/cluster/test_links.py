@@ -1,4 +1,4 @@
-"""A slow way between workers on real nodes: told by the kernel's figures, then by a probe between their launchers."""
+"""A slow route between workers on real nodes: found by the kernel's counters, then by a probe of the launchers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EARLY_SECONDS = 40
 """A connection is held against its own first half minute (`sidecar.connections.EARLY_CONNECTION_SAMPLES`)."""
 
 
-def diagnosis(job: ClusterJob) -> dict[str, Any]:
+def wait_for_diagnosis(job: ClusterJob) -> dict[str, Any]:
     """Of the first incident of slow communication, once its probe has been answered."""
 
     def probed() -> dict[str, Any] | None:
@@ -33,7 +33,7 @@ def diagnosis(job: ClusterJob) -> dict[str, Any]:
     return job.wait_until(probed, 120, "an incident of slow communication with a probe as its witness")
 
 
-def test_a_slow_way_between_two_nodes_is_a_link(cluster: KubectlCluster, namespace: str) -> None:
+def test_a_slow_route_between_two_nodes_is_diagnosed_as_a_link(cluster: KubectlCluster, namespace: str) -> None:
     """tests/distributed/test_links.py covers the sending and the receiving side of a node with the same probe."""
     body = build_paced_job(
         "links",
@@ -50,7 +50,7 @@ def test_a_slow_way_between_two_nodes_is_a_link(cluster: KubectlCluster, namespa
     nodes = set(job.list_nodes().values())
     try:
         faults.slow_pair(job.find_node(0), job.find_node(1), RATE)
-        found = diagnosis(job)
+        found = wait_for_diagnosis(job)
         assert (found["fault"], found["culprit"]) in {("Network", "link 0 → 1"), ("Network", "link 1 → 0")}, found
         assert {witness["kind"] for witness in found["signals"]} >= {"Times", "Transport", "Probe"}
     finally:

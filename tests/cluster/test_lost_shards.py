@@ -30,5 +30,5 @@ def test_a_lost_node_costs_a_sharded_job_the_steps_since_the_snapshot(cluster: K
     finally:
         cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
     assert job.list_start_steps()[-1] > EVERY
-    assert incident["status"]["stepsLost"] <= 2 * EVERY, "since the last, whose copy was perhaps under way"
+    assert incident["status"]["stepsLost"] <= 2 * EVERY, "since the last, whose replication was perhaps in progress"
     assert not list(job.find_checkpoint_folder().glob("step-*")), "nothing that could have been read from the volume"

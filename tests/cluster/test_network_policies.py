@@ -37,13 +37,13 @@ for port in map(int, sys.argv[2:]):
         pass
 """
 Reached = dict[str, tuple[int, ...]]
-"""By who asks: the first worker's ports that let him in."""
-EVERYBODY: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"), PORTS)
+"""By client: the first worker's ports that admit it."""
+ALL_CLIENTS: Reached = dict.fromkeys(("peer", "stranger", "operator", "prometheus"), PORTS)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Two workers on two nodes, and whoever may want to reach the first."""
+    """Two workers on two nodes, and the clients that try to reach the first."""
 
     cluster: KubectlCluster
     namespace: str
@@ -52,16 +52,16 @@ class Place:
 
     def reached(self) -> Reached:
         pods = {"peer": self.namespace, "stranger": self.namespace, "operator": self.operators}
-        ask = ["python", "-c", CONNECT, self.address, *map(str, PORTS)]
-        commands = {pod: ["exec", pod, "--namespace", where, "--", *ask] for pod, where in pods.items()}
+        connect = ["python", "-c", CONNECT, self.address, *map(str, PORTS)]
+        commands = {pod: ["exec", pod, "--namespace", where, "--", *connect] for pod, where in pods.items()}
         with ThreadPoolExecutor() as pool:
             answers = {pod: pool.submit(self.cluster.kubectl, *command) for pod, command in commands.items()}
             # Prometheus is on the machine itself.
-            answers["prometheus"] = pool.submit(run_command, sys.executable, *ask[1:])
-        return {asking: (*map(int, answer.result().split()),) for asking, answer in answers.items()}
+            answers["prometheus"] = pool.submit(run_command, sys.executable, *connect[1:])
+        return {client: (*map(int, answer.result().split()),) for client, answer in answers.items()}
 
-    def until_reached(self, wanted: Reached) -> None:
-        wait_for(lambda: self.reached() == wanted, 40, f"{wanted}", situation=lambda: f"it is {self.reached()}")
+    def wait_until_reached(self, expected: Reached) -> None:
+        wait_for(lambda: self.reached() == expected, 40, f"{expected}", situation=lambda: f"it is {self.reached()}")
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def pods(cluster: KubectlCluster) -> Iterator[Place]:
     if not cluster.is_testcluster:
         pytest.skip("the pods need the images of the cluster of `make cluster`")
     with scratch_namespace(cluster) as namespace, scratch_namespace(cluster) as operators:
-        cluster.apply(_pod("worker", "node-1", SERVE, worker=True), namespace)
-        cluster.apply(_pod("peer", "node-2", IDLE, worker=True), namespace)
-        cluster.apply(_pod("stranger", "node-1", IDLE, worker=False), namespace)
-        cluster.apply(_pod("operator", "node-2", IDLE, worker=True), operators)
+        cluster.apply(_build_pod("worker", "node-1", SERVE, worker=True), namespace)
+        cluster.apply(_build_pod("peer", "node-2", IDLE, worker=True), namespace)
+        cluster.apply(_build_pod("stranger", "node-1", IDLE, worker=False), namespace)
+        cluster.apply(_build_pod("operator", "node-2", IDLE, worker=True), operators)
         for where in (namespace, operators):
             cluster.kubectl("wait", "pods", "--all", "--namespace", where, "--for=condition=Ready", "--timeout=40s")
         address = cluster.get("pod", "worker", namespace)["status"]["podIP"]
@@ -83,20 +83,21 @@ def pods(cluster: KubectlCluster) -> Iterator[Place]:
 @pytest.fixture
 def place(pods: Place) -> Iterator[Place]:
     """Open before each test: what follows is the doing of its policy."""
-    pods.until_reached(EVERYBODY)
+    pods.wait_until_reached(ALL_CLIENTS)
     yield pods
     pods.cluster.kubectl("delete", "networkpolicy", "--all", "--namespace", pods.namespace)
 
 
-def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_who_reads_them(place: Place) -> None:
+def test_a_worker_is_reached_by_its_own_job_and_its_metrics_by_prometheus(place: Place) -> None:
     job = TrainingJob(place.namespace, JOB, "", 1, JobSpec({}))
     policy = build_network_policy(job, place.operators, derive_peers_from_url(PROMETHEUS_URL))
     del policy["metadata"]["ownerReferences"]  # there is no such job: its policy would be collected as garbage
     place.cluster.apply(policy, place.namespace)
-    place.until_reached({"peer": PORTS, "stranger": (), "operator": (METRICS_PORT,), "prometheus": (METRICS_PORT,)})
+    metrics = (METRICS_PORT,)
+    place.wait_until_reached({"peer": PORTS, "stranger": (), "operator": metrics, "prometheus": metrics})
 
 
-def test_a_tenants_own_policy_on_what_his_pods_may_ask(place: Place) -> None:
+def test_a_tenants_own_policy_limits_the_egress_of_their_pods(place: Place) -> None:
     """Of the test cluster's rules: egress, and the last policy's end."""
     spec = {
         "podSelector": {"matchExpressions": [{"key": LABEL_JOB, "operator": "DoesNotExist"}]},
@@ -105,10 +106,10 @@ def test_a_tenants_own_policy_on_what_his_pods_may_ask(place: Place) -> None:
     }
     kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "egress"}}
     place.cluster.apply(kind | {"spec": spec}, place.namespace)
-    place.until_reached(EVERYBODY | {"stranger": (FREE_PORT,)})
+    place.wait_until_reached(ALL_CLIENTS | {"stranger": (FREE_PORT,)})
 
 
-def _pod(name: str, node: str, command: str, *, worker: bool) -> dict[str, Any]:
+def _build_pod(name: str, node: str, command: str, *, worker: bool) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "main",
         "image": DEV_IMAGE,

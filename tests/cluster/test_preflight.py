@@ -27,18 +27,18 @@ def forgotten(cluster: KubectlCluster, operator: None) -> Iterator[None]:  # noq
     cluster.kubectl("delete", "nodequarantines", "--all", "--timeout=60s", timeout=70)
 
 
-def wanting(replicas: int, **spec: Any) -> dict[str, Any]:
+def build_preflight_job(replicas: int, **spec: Any) -> dict[str, Any]:
     return build_paced_job("careful", 10_000_000, replicas=replicas, preflight={"enabled": True}, cpu=CPU, **spec)
 
 
-def probes(cluster: KubectlCluster) -> dict[str, dict[str, Any]]:
+def list_probes(cluster: KubectlCluster) -> dict[str, dict[str, Any]]:
     return {body["metadata"]["name"]: body["spec"] for body in cluster.list("nodeprobes")}
 
 
-def test_a_healthy_cluster_passes_and_is_asked_once(cluster: KubectlCluster, namespace: str) -> None:
-    job = ClusterJob.apply(cluster, namespace, wanting(6))
+def test_a_healthy_cluster_passes_and_is_probed_once(cluster: KubectlCluster, namespace: str) -> None:
+    job = ClusterJob.apply(cluster, namespace, build_preflight_job(6))
     job.wait_for_phase("Running", timeout=120)
-    found = probes(cluster)
+    found = list_probes(cluster)
     assert len(found) == 6
     assert all(probe["passed"] for probe in found.values()), found
     assert all(len(probe["metrics"].get("links", ())) in (0, 1, 2) for probe in found.values())
@@ -46,9 +46,9 @@ def test_a_healthy_cluster_passes_and_is_asked_once(cluster: KubectlCluster, nam
     assert namespace not in str(cluster.list("nodequarantines"))
     assert not cluster.list("pods", SYSTEM, "pacekeeper.dev/probe-group,pacekeeper.dev/probe-group!=known-good")
     job.delete()
-    again = ClusterJob.apply(cluster, namespace, wanting(3))
+    again = ClusterJob.apply(cluster, namespace, build_preflight_job(3))
     again.wait_for_phase("Running", timeout=60)
-    assert probes(cluster) == found
+    assert list_probes(cluster) == found
     again.delete()
 
 
@@ -59,16 +59,16 @@ def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: KubectlCluster
     else:
         faults.throttle_node(BAD, 120)  # less than what is left of this machine while others work on it
     preferred = {"key": "kubernetes.io/hostname", "operator": "In", "values": [BAD, "node-1", "node-2"]}
-    wish = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
-    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": wish}}
-    job = ClusterJob.apply(cluster, namespace, wanting(3, pod={"affinity": affinity}))
+    preference = [{"weight": 100, "preference": {"matchExpressions": [preferred]}}]
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preference}}
+    job = ClusterJob.apply(cluster, namespace, build_preflight_job(3, pod={"affinity": affinity}))
     job.wait_for_phase("Running", timeout=240)
     ranked = {member["worker"] for member in job.read_plan()["members"]}
     nodes = {pod["spec"]["nodeName"] for pod in job.list_pods() if pod["metadata"]["name"] in ranked}
     assert len(nodes) == 3
     assert BAD not in nodes
-    assert not probes(cluster)[BAD].get("passed")
-    assert [name for name, probe in probes(cluster).items() if probe.get("passed") is False] == [BAD]
+    assert not list_probes(cluster)[BAD].get("passed")
+    assert [name for name, probe in list_probes(cluster).items() if probe.get("passed") is False] == [BAD]
     condition = job.get_condition("Preflight")
     assert (condition["status"], condition["reason"]) == ("False", "NodesFailed")
     wait_for(lambda: cluster.get("nodequarantine", BAD), 20, "the node is suspected")

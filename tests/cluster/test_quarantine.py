@@ -104,7 +104,7 @@ def settings(namespace: str) -> Settings:
 
 @pytest.fixture(autouse=True)
 def untouched_nodes(cluster: KubectlCluster) -> Iterator[None]:
-    """Whatever a test does to its nodes is undone."""
+    """All changes of a test to its nodes are undone."""
     yield
     for name in (NODE, OTHER, STAND_IN):
         if cluster.get("nodequarantine", name) is None:
@@ -114,27 +114,27 @@ def untouched_nodes(cluster: KubectlCluster) -> Iterator[None]:
     if cluster.get("node", STAND_IN) is not None:
         cluster.kubectl("delete", "node", STAND_IN)
     for name in (NODE, OTHER):
-        if taints(cluster, name) or cordoned(cluster, name):
+        if list_taints(cluster, name) or is_cordoned(cluster, name):
             marks = '{"spec":{"taints":null,"unschedulable":null}}'
             cluster.kubectl("patch", "node", name, "--type=merge", "-p", marks)
         if LABEL_NO_QUARANTINE in cluster.get("node", name)["metadata"]["labels"]:
             cluster.kubectl("label", "node", name, f"{LABEL_NO_QUARANTINE}-")
 
 
-def uid(cluster: KubectlCluster, node: str = NODE) -> str:
+def read_uid(cluster: KubectlCluster, node: str = NODE) -> str:
     return str(cluster.get("node", node)["metadata"]["uid"])
 
 
-def taints(cluster: KubectlCluster, node: str = NODE) -> set[str]:
+def list_taints(cluster: KubectlCluster, node: str = NODE) -> set[str]:
     return {taint["key"] for taint in cluster.get("node", node)["spec"].get("taints", ())} - {CONTROLLER_TAINT}
 
 
-def cordoned(cluster: KubectlCluster, node: str = NODE) -> bool:
+def is_cordoned(cluster: KubectlCluster, node: str = NODE) -> bool:
     return bool(cluster.get("node", node)["spec"].get("unschedulable"))
 
 
 def is_held(cluster: KubectlCluster, node: str = NODE) -> bool:
-    return TAINT_QUARANTINE in taints(cluster, node) and cordoned(cluster, node)
+    return TAINT_QUARANTINE in list_taints(cluster, node) and is_cordoned(cluster, node)
 
 
 def is_ending(cluster: KubectlCluster) -> bool:
@@ -146,24 +146,24 @@ def is_free(cluster: KubectlCluster, node: str = NODE) -> bool:
     """Nothing of ours is left on it, not even in the fields that the API server keeps for itself."""
     managers = [entry["manager"] for entry in cluster.get("node", node)["metadata"]["managedFields"]]
     ours = {FIELD_MANAGER_CORDON, FIELD_MANAGER_CONDITION}.intersection(managers)
-    return not ours and not taints(cluster, node) and not cordoned(cluster, node)
+    return not ours and not list_taints(cluster, node) and not is_cordoned(cluster, node)
 
 
-def events(cluster: KubectlCluster, node: str = NODE) -> dict[str, set[str]]:
-    """Reason → kinds of the objects that it was told about."""
+def list_events(cluster: KubectlCluster, node: str = NODE) -> dict[str, set[str]]:
+    """Reason → kinds of the objects of its events."""
     about = [event for event in cluster.list("events.events.k8s.io") if event["regarding"]["name"] == node]
     return {e["reason"]: {o["regarding"]["kind"] for o in about if o["reason"] == e["reason"]} for e in about}
 
 
-async def ask(
+async def accuse_node(
     api: Api, cluster: KubectlCluster, settings: Settings, node: str = NODE, **changes: Any
 ) -> QuarantineDecision:
-    """A job's suspicion, which a witness confirms unless `changes` say otherwise."""
-    blame = NodeAccusation(node, uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
+    """A job's suspicion, which a witness confirms unless `changes` set something else."""
+    blame = NodeAccusation(node, read_uid(cluster, node), "XID 79", INCIDENT, time.time(), Witness.GPU_SERIES)
     return await raise_suspicion(NodeRegistry(api, OperatorRuntime(), settings), replace(blame, **changes))
 
 
-async def settle(api: Api, settings: Settings, node: str = NODE, now: float | None = None) -> None:
+async def reconcile_all(api: Api, settings: Settings, node: str = NODE, now: float | None = None) -> None:
     """Reconcile until there is nothing left to do now; `now` stands still."""
     moment = time.time() if now is None else now
     async with asyncio.timeout(60):
@@ -171,14 +171,14 @@ async def settle(api: Api, settings: Settings, node: str = NODE, now: float | No
             await asyncio.sleep(0.2)
 
 
-async def hold(api: Api, cluster: KubectlCluster, settings: Settings, node: str = NODE) -> None:
-    await ask(api, cluster, settings, node)
-    await settle(api, settings, node, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
+async def hold_node(api: Api, cluster: KubectlCluster, settings: Settings, node: str = NODE) -> None:
+    await accuse_node(api, cluster, settings, node)
+    await reconcile_all(api, settings, node, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
     assert is_held(cluster, node)
-    assert (await ask(api, cluster, settings, node)).verdict is QuarantineVerdict.QUARANTINED
+    assert (await accuse_node(api, cluster, settings, node)).verdict is QuarantineVerdict.QUARANTINED
 
 
-def make_by_hand(cluster: KubectlCluster, node: str = NODE, **spec: Any) -> None:
+def create_manually(cluster: KubectlCluster, node: str = NODE, **spec: Any) -> None:
     body = {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "NodeQuarantine",
@@ -188,34 +188,34 @@ def make_by_hand(cluster: KubectlCluster, node: str = NODE, **spec: Any) -> None
     cluster.apply(body)
 
 
-def make_stand_in(cluster: KubectlCluster) -> str:
+def create_stand_in(cluster: KubectlCluster) -> str:
     cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": STAND_IN}})
-    return uid(cluster, STAND_IN)
+    return read_uid(cluster, STAND_IN)
 
 
 class TestLife:
     async def test_from_creation_to_three_passed_probes(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        await hold(api, cluster, settings)
+        await hold_node(api, cluster, settings)
         found = cluster.get("nodequarantine", NODE)
-        assert found["spec"]["nodeUID"] == uid(cluster)
+        assert found["spec"]["nodeUID"] == read_uid(cluster)
         assert found["spec"]["incidentRef"] == {"namespace": "team-a", "name": "gpt-r3-gpu-error"}
         assert (found["status"]["phase"], found["status"]["previouslyCordoned"]) == ("Active", False)
-        assert events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
+        assert list_events(cluster)["NodeQuarantined"] >= {"Node", "NodeQuarantine"}
 
         expiry = time.time() + HOUR + CONFIRMED_SUSPICION_HOLD_SECONDS + 1
-        await settle(api, settings, now=expiry)
+        await reconcile_all(api, settings, now=expiry)
         (first,) = cluster.get("nodequarantine", NODE)["status"]["probes"]
         assert first["passed"], first
-        assert len(first["metrics"]["links"]) == 2, "the ways to both nodes that kept it company"
-        await settle(api, settings, now=expiry + 10)
+        assert len(first["metrics"]["links"]) == 2, "the routes to both nodes of its probe group"
+        await reconcile_all(api, settings, now=expiry + 10)
         assert is_held(cluster)
-        await settle(api, settings, now=expiry + 20)
+        await reconcile_all(api, settings, now=expiry + 20)
 
         assert is_free(cluster), cluster.get("nodequarantine", NODE)["status"]
         assert cluster.get("nodequarantine", NODE) is None
-        assert events(cluster)["ProbePassed"] >= {"Node", "NodeQuarantine"}
+        assert list_events(cluster)["ProbePassed"] >= {"Node", "NodeQuarantine"}
         assert not cluster.list("pods", settings.namespace)
 
     async def test_a_probe_without_an_image_keeps_the_node(
@@ -224,7 +224,7 @@ class TestLife:
         settings = Settings(
             namespace=namespace, image="pacekeeper.dev/no-such-image:dev", quarantine_mode=RemediationMode.ACT
         )
-        await hold(api, cluster, settings)
+        await hold_node(api, cluster, settings)
         expiry = time.time() + HOUR + CONFIRMED_SUSPICION_HOLD_SECONDS + 1
         for seconds in (0, 11, 21):  # the two that keep it company have no image either, and are done without
             await reconcile_node(NodeRegistry(api, At(expiry + seconds), settings), NODE)
@@ -234,7 +234,7 @@ class TestLife:
             return any("ImagePull" in json.dumps(pod["status"]) for pod in pods)
 
         wait_for(waits, 30, "a probe pod without an image")
-        await settle(api, settings, now=expiry + 61)
+        await reconcile_all(api, settings, now=expiry + 61)
 
         status = cluster.get("nodequarantine", NODE)["status"]
         assert status["phase"] == "Active"
@@ -244,117 +244,119 @@ class TestLife:
         assert is_held(cluster)
         assert not cluster.list("pods", namespace)
 
-    async def test_deletion_releases(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        await hold(api, cluster, settings)
+    async def test_deletion_releases_the_node(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+        await hold_node(api, cluster, settings)
         cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        assert is_held(cluster)  # the finalizer guarantees that somebody takes the marks away first
-        await settle(api, settings)
+        assert is_held(cluster)  # the finalizer guarantees that the marks are removed first
+        await reconcile_all(api, settings)
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
 
-    async def test_waits_for_approval(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        asking = replace(settings, quarantine_mode=RemediationMode.RECOMMEND)
-        await ask(api, cluster, asking)
-        await settle(api, asking, now=time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
-        assert (await ask(api, cluster, asking)).verdict is QuarantineVerdict.AWAITS_APPROVAL
+    async def test_a_quarantine_waits_for_approval(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+        approving = replace(settings, quarantine_mode=RemediationMode.RECOMMEND)
+        await accuse_node(api, cluster, approving)
+        await reconcile_all(api, approving, now=time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
+        assert (await accuse_node(api, cluster, approving)).verdict is QuarantineVerdict.AWAITS_APPROVAL
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Pending"
         assert "cordoned and tainted" in cluster.run_cli("approve", NODE, "--yes")
-        await settle(api, settings)
+        await reconcile_all(api, settings)
         assert is_held(cluster)
 
-    async def test_the_loop_follows_what_people_do(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        fleet = NodeRegistry(api, OperatorRuntime(), settings)
-        loop = asyncio.create_task(run_quarantine_loop(fleet))
+    async def test_the_loop_follows_changes_by_users(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
+        registry = NodeRegistry(api, OperatorRuntime(), settings)
+        loop = asyncio.create_task(run_quarantine_loop(registry))
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
-            await fleet.refresh()  # in a watch's place
-            await asyncio.to_thread(wait_for, condition, 10, "what the user asked for")
+            await registry.refresh()  # instead of a watch
+            await asyncio.to_thread(wait_for, condition, 10, "what the user requested")
 
-        make_by_hand(cluster, approved=True)
+        create_manually(cluster, approved=True)
         await within_seconds(lambda: is_held(cluster))
         released = asyncio.create_task(asyncio.to_thread(cluster.run_cli, "release", NODE, "--yes"))
-        await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 20, "the person has asked for it")
+        await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 20, "the user has requested it")
         await within_seconds(lambda: is_free(cluster) and cluster.get("nodequarantine", NODE) is None)
         assert "is released" in await released
         loop.cancel()
 
 
 class TestOthers:
-    """The node is not ours alone."""
+    """The node also has taints of others."""
 
-    async def test_a_cordon_from_before_stays(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_an_earlier_cordon_stays(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         cluster.kubectl("cordon", NODE)
-        await hold(api, cluster, settings)
+        await hold_node(api, cluster, settings)
         assert cluster.get("nodequarantine", NODE)["status"]["previouslyCordoned"] is True
         cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        await settle(api, settings)
-        assert cordoned(cluster)
-        assert not taints(cluster)
+        await reconcile_all(api, settings)
+        assert is_cordoned(cluster)
+        assert not list_taints(cluster)
 
-    async def test_a_cordon_that_others_apply_meanwhile_stays(
+    async def test_a_cordon_that_others_apply_during_the_quarantine_stays(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        await hold(api, cluster, settings)
+        await hold_node(api, cluster, settings)
         cordon = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}, "spec": {"unschedulable": True}}
         cluster.kubectl("apply", "--server-side", "--field-manager=maintenance", "-f", "-", stdin=json.dumps(cordon))
-        await settle(api, settings)
+        await reconcile_all(api, settings)
         assert cluster.get("nodequarantine", NODE)["status"]["previouslyCordoned"] is True
         cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        await settle(api, settings)
-        assert cordoned(cluster)
+        await reconcile_all(api, settings)
+        assert is_cordoned(cluster)
 
-    async def test_marks_taken_away_come_back(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        await hold(api, cluster, settings)
+    async def test_removed_marks_are_restored(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+        await hold_node(api, cluster, settings)
         cluster.kubectl("uncordon", NODE)
-        assert not cordoned(cluster)
-        await settle(api, settings)
+        assert not is_cordoned(cluster)
+        await reconcile_all(api, settings)
         assert is_held(cluster)
         cluster.kubectl("taint", "node", NODE, f"{TAINT_QUARANTINE}-")
-        await settle(api, settings)
+        await reconcile_all(api, settings)
         assert is_held(cluster)
-        assert "QuarantineRestored" in events(cluster)
+        assert "QuarantineRestored" in list_events(cluster)
 
-    async def test_taints_of_others_are_left_alone(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+    async def test_taints_of_others_stay(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
         cluster.kubectl("taint", "node", NODE, "before=1:NoSchedule")
-        await hold(api, cluster, settings)
+        await hold_node(api, cluster, settings)
         cluster.kubectl("taint", "node", NODE, "meanwhile=1:NoSchedule")
-        assert taints(cluster) == {"before", TAINT_QUARANTINE, "meanwhile"}
+        assert list_taints(cluster) == {"before", TAINT_QUARANTINE, "meanwhile"}
         cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-        await settle(api, settings)
-        assert taints(cluster) == {"before", "meanwhile"}
+        await reconcile_all(api, settings)
+        assert list_taints(cluster) == {"before", "meanwhile"}
 
-    async def test_opting_out_releases(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        await hold(api, cluster, settings)
+    async def test_opting_out_releases_the_node(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
+        await hold_node(api, cluster, settings)
         cluster.kubectl("label", "node", NODE, "pacekeeper.dev/no-quarantine=")
-        await settle(api, settings)
+        await reconcile_all(api, settings)
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
-        assert (await ask(api, cluster, settings)).verdict is QuarantineVerdict.OPTED_OUT
+        assert (await accuse_node(api, cluster, settings)).verdict is QuarantineVerdict.OPTED_OUT
 
 
 class TestSuspicion:
     async def test_a_probe_pod_clears_a_node_that_a_job_blames(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        await ask(api, cluster, settings, witness=Witness.NONE)
-        await settle(api, settings)
+        await accuse_node(api, cluster, settings, witness=Witness.NONE)
+        await reconcile_all(api, settings)
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE)["status"]["phase"] == "Cleared"
-        assert events(cluster)["NodeCleared"] >= {"Node", "NodeQuarantine"}
+        assert list_events(cluster)["NodeCleared"] >= {"Node", "NodeQuarantine"}
         assert not cluster.list("pods", settings.namespace)
-        await settle(api, settings, now=time.time() + HOUR)
+        await reconcile_all(api, settings, now=time.time() + HOUR)
         assert cluster.get("nodequarantine", NODE) is None
 
     async def test_a_node_without_a_machine_is_confirmed_by_its_condition(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        make_stand_in(cluster)
-        await ask(api, cluster, settings, STAND_IN, witness=Witness.NONE)
-        await settle(api, settings, STAND_IN, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
+        create_stand_in(cluster)
+        await accuse_node(api, cluster, settings, STAND_IN, witness=Witness.NONE)
+        await reconcile_all(api, settings, STAND_IN, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
         assert is_held(cluster, STAND_IN)
-        said = cluster.get("nodequarantine", STAND_IN)["status"]["conditions"]
-        assert {c["type"]: c["reason"] for c in said} == {
+        conditions = cluster.get("nodequarantine", STAND_IN)["status"]["conditions"]
+        assert {c["type"]: c["reason"] for c in conditions} == {
             "Witnessed": "NodeCondition",
             "Quarantined": "Quarantined",
         }
@@ -362,21 +364,23 @@ class TestSuspicion:
 
 class TestNodesThatGo:
     @pytest.mark.parametrize("deleted", [False, True])
-    async def test_gone(self, api: Api, cluster: KubectlCluster, settings: Settings, deleted: bool) -> None:
-        make_stand_in(cluster)
-        await hold(api, cluster, settings, STAND_IN)
+    async def test_the_quarantine_of_a_deleted_node_is_removed(
+        self, api: Api, cluster: KubectlCluster, settings: Settings, deleted: bool
+    ) -> None:
+        create_stand_in(cluster)
+        await hold_node(api, cluster, settings, STAND_IN)
         cluster.kubectl("delete", "node", STAND_IN)
         if deleted:
             cluster.kubectl("delete", "nodequarantine", STAND_IN, "--wait=false")
-        await settle(api, settings, STAND_IN)
+        await reconcile_all(api, settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
 
-    async def test_gone_between_look_and_release(
+    async def test_a_node_that_is_deleted_between_read_and_release_is_no_error(
         self, api: MortalApi, cluster: KubectlCluster, settings: Settings
     ) -> None:
         """Server-side apply creates what does not exist: a release must not bring the node back."""
-        make_stand_in(cluster)
-        await hold(api, cluster, settings, STAND_IN)
+        create_stand_in(cluster)
+        await hold_node(api, cluster, settings, STAND_IN)
         cluster.kubectl("taint", "node", STAND_IN, f"{TAINT_QUARANTINE}-")
         cluster.kubectl("delete", "nodequarantine", STAND_IN, "--wait=false")
 
@@ -385,78 +389,82 @@ class TestNodesThatGo:
                 cluster.kubectl("delete", "node", STAND_IN)
                 return await super().apply(*arguments, **named)
 
-        await settle(LateApi(api.connection, lives=True), settings, STAND_IN)
+        await reconcile_all(LateApi(api.connection, lives=True), settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
         assert cluster.get("node", STAND_IN) is None
 
-    async def test_another_of_the_same_name(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        old = make_stand_in(cluster)
-        await hold(api, cluster, settings, STAND_IN)
+    async def test_another_node_of_the_same_name_is_not_touched(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
+        old = create_stand_in(cluster)
+        await hold_node(api, cluster, settings, STAND_IN)
         cluster.kubectl("delete", "node", STAND_IN)
-        assert make_stand_in(cluster) != old
-        assert (await ask(api, cluster, settings, STAND_IN)).verdict is QuarantineVerdict.RELEASING
-        await settle(api, settings, STAND_IN)
+        assert create_stand_in(cluster) != old
+        assert (await accuse_node(api, cluster, settings, STAND_IN)).verdict is QuarantineVerdict.RELEASING
+        await reconcile_all(api, settings, STAND_IN)
         assert cluster.get("nodequarantine", STAND_IN) is None
-        assert TAINT_QUARANTINE not in taints(cluster, STAND_IN)
-        assert not cordoned(cluster, STAND_IN)
-        assert (await ask(api, cluster, settings, STAND_IN, uid=old)).verdict is QuarantineVerdict.UNKNOWN_NODE
+        assert TAINT_QUARANTINE not in list_taints(cluster, STAND_IN)
+        assert not is_cordoned(cluster, STAND_IN)
+        assert (await accuse_node(api, cluster, settings, STAND_IN, uid=old)).verdict is QuarantineVerdict.UNKNOWN_NODE
 
 
 class TestLimits:
-    async def test_of_many_at_once_the_budget_lets_one_through(
+    async def test_the_budget_admits_one_of_many_quarantines(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        await asyncio.gather(*(ask(api, cluster, settings, node) for node in (NODE, OTHER)))
+        await asyncio.gather(*(accuse_node(api, cluster, settings, node) for node in (NODE, OTHER)))
         for node in (NODE, OTHER):
-            await settle(api, settings, node, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
+            await reconcile_all(api, settings, node, time.time() + CONFIRMED_SUSPICION_HOLD_SECONDS)
         assert is_held(cluster)
         assert is_free(cluster, OTHER)
-        refused = await find_decision(NodeRegistry(api, OperatorRuntime(), Settings()), OTHER, uid(cluster, OTHER))
+        refused = await find_decision(NodeRegistry(api, OperatorRuntime(), Settings()), OTHER, read_uid(cluster, OTHER))
         assert refused is not None
         assert refused.verdict is QuarantineVerdict.BUDGET_SPENT
         assert "1 of 6 nodes" in refused.message
 
-    async def test_people_are_not_bound_by_the_budget(
+    async def test_quarantines_by_users_are_not_bound_by_the_budget(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
         flagging = replace(settings, repair_condition="PacekeeperFaulty")
-        await hold(api, cluster, settings)
-        make_by_hand(cluster, OTHER, approved=True)
-        await settle(api, flagging, OTHER)
+        await hold_node(api, cluster, settings)
+        create_manually(cluster, OTHER, approved=True)
+        await reconcile_all(api, flagging, OTHER)
         conditions = {one["type"]: one for one in cluster.get("node", OTHER)["status"]["conditions"]}
-        assert {"Ready", "PacekeeperFaulty"} <= conditions.keys(), "what the kubelet says stays"
+        assert {"Ready", "PacekeeperFaulty"} <= conditions.keys(), "the kubelet's conditions stay"
         assert (conditions["PacekeeperFaulty"]["status"], conditions["PacekeeperFaulty"]["reason"]) == (
             "True",
             "Person",
         )
         assert is_held(cluster, OTHER)
         cluster.kubectl("delete", "nodequarantine", OTHER, "--wait=false")
-        await settle(api, flagging, OTHER)
+        await reconcile_all(api, flagging, OTHER)
         assert is_free(cluster, OTHER), "of that condition, too"
 
-    async def test_the_pause_stops_new_ones_but_no_release(
+    async def test_the_pause_stops_new_quarantines_but_no_release(
         self, api: Api, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        await hold(api, cluster, settings)
+        await hold_node(api, cluster, settings)
         cluster.kubectl("create", "configmap", PAUSE_CONFIG_MAP, "--namespace", settings.namespace)
         try:
-            assert (await ask(api, cluster, settings, OTHER)).verdict is QuarantineVerdict.PAUSED
+            assert (await accuse_node(api, cluster, settings, OTHER)).verdict is QuarantineVerdict.PAUSED
             assert cluster.get("nodequarantine", OTHER) is None
             cluster.kubectl("delete", "nodequarantine", NODE, "--wait=false")
-            await settle(api, settings)
+            await reconcile_all(api, settings)
             assert is_free(cluster)
         finally:
             cluster.kubectl("delete", "configmap", PAUSE_CONFIG_MAP, "--namespace", settings.namespace)
 
 
 class TestReleaseAll:
-    async def test_without_an_operator(self, api: Api, cluster: KubectlCluster, settings: Settings) -> None:
-        await hold(api, cluster, settings)
-        make_by_hand(cluster, OTHER, approved=True)
-        await settle(api, settings, OTHER)
+    async def test_release_all_works_without_an_operator(
+        self, api: Api, cluster: KubectlCluster, settings: Settings
+    ) -> None:
+        await hold_node(api, cluster, settings)
+        create_manually(cluster, OTHER, approved=True)
+        await reconcile_all(api, settings, OTHER)
         cluster.kubectl("patch", "nq", OTHER, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
         cluster.kubectl("delete", "nq", OTHER)
-        assert is_held(cluster, OTHER)  # somebody has forced the deletion: nothing but the node itself tells of it
+        assert is_held(cluster, OTHER)  # a user has forced the deletion: only the node itself has the marks
 
         await release_all(api, OperatorRuntime(), 30, settings)
 
@@ -465,9 +473,9 @@ class TestReleaseAll:
         assert "PacekeeperFaulty" not in {one["type"] for one in cluster.get("node", OTHER)["status"]["conditions"]}
         assert not cluster.list("nodequarantines")
 
-    async def test_says_what_is_left(self, api: Api, cluster: KubectlCluster) -> None:
-        make_by_hand(cluster)
-        keep = '{"metadata":{"finalizers":["somebody.else/keeps-it"]}}'
+    async def test_release_all_names_the_nodes_that_are_left(self, api: Api, cluster: KubectlCluster) -> None:
+        create_manually(cluster)
+        keep = '{"metadata":{"finalizers":["example.com/keeps-it"]}}'
         cluster.kubectl("patch", "nq", NODE, "--type=merge", "-p", keep)
         with pytest.raises(TimeoutError, match=f"not released within 2 s: {NODE}"):
             await release_all(api, OperatorRuntime(), 2)
@@ -476,8 +484,8 @@ class TestReleaseAll:
 Stage = Callable[[Api, Settings], Awaitable[None]]
 
 
-async def expire(api: Api, settings: Settings) -> None:
-    await settle(
+async def expire_quarantine(api: Api, settings: Settings) -> None:
+    await reconcile_all(
         api, replace(settings, release_probes=1), now=time.time() + HOUR + CONFIRMED_SUSPICION_HOLD_SECONDS + 1
     )
 
@@ -487,31 +495,31 @@ class TestKilled:
 
     async def test_while_it_holds_the_node(self, api: MortalApi, cluster: KubectlCluster, settings: Settings) -> None:
         def stage(mortal: Api, settings: Settings) -> Awaitable[None]:
-            return hold(mortal, cluster, settings)
+            return hold_node(mortal, cluster, settings)
 
-        assert await writes_of_mortals(api, settings, stage) == 5
+        assert await count_writes_until_done(api, settings, stage) == 5
         status = cluster.get("nodequarantine", NODE)["status"]
         assert (status["phase"], status["previouslyCordoned"]) == ("Active", False)
 
     async def test_while_it_releases_a_node_whose_quarantine_is_deleted(
         self, api: MortalApi, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        await hold(api, cluster, settings)
+        await hold_node(api, cluster, settings)
         await api.delete(NODE_QUARANTINES, NODE)
-        assert await writes_of_mortals(api, settings, settle) == 3
+        assert await count_writes_until_done(api, settings, reconcile_all) == 3
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
 
     async def test_while_it_releases_a_node_whose_quarantine_has_expired(
         self, api: MortalApi, cluster: KubectlCluster, settings: Settings
     ) -> None:
-        await hold(api, cluster, settings)
-        assert await writes_of_mortals(api, settings, expire) == 13
+        await hold_node(api, cluster, settings)
+        assert await count_writes_until_done(api, settings, expire_quarantine) == 13
         assert is_free(cluster)
         assert cluster.get("nodequarantine", NODE) is None
 
 
-async def writes_of_mortals(api: MortalApi, settings: Settings, stage: Stage) -> int:
+async def count_writes_until_done(api: MortalApi, settings: Settings, stage: Stage) -> int:
     """How many operators die in `stage`, each right after its first write, until one finds nothing left to write."""
     for died in itertools.count():
         try:

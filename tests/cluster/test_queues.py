@@ -29,39 +29,45 @@ def queue(cluster: KubectlCluster) -> Iterator[QueueStandIn]:
             cluster.kubectl("label", "node", *names, "example.com/pool-")
 
 
-def queued(name: str, steps: int, **spec: Any) -> dict[str, Any]:
+def build_queued_job(name: str, steps: int, **spec: Any) -> dict[str, Any]:
     body = build_paced_job(name, steps, **spec)
     body["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     return body
 
 
-def words(job: ClusterJob) -> str:
-    """Of the condition that says why it is held."""
+def read_suspended_message(job: ClusterJob) -> str:
+    """Of the condition with the reason why it is held."""
     return job.get_condition("Suspended").get("message", "")
 
 
-def left(job: ClusterJob, queue: QueueStandIn) -> bool:
+def has_no_pods(job: ClusterJob, queue: QueueStandIn) -> bool:
     """Whether no pod is there any more. As long as one has not ended, it has its quota."""
     given_back, pods = queue.get_condition_status(job, "QuotaReserved") == "False", job.list_pods()
     assert not (given_back and any(pod["status"]["phase"] in ("Pending", "Running") for pod in pods))
     return not pods
 
 
-def test_a_queue_that_nobody_serves_holds_it_and_says_so(cluster: KubectlCluster) -> None:
-    """First: from the next test on somebody does."""
+def test_a_queue_without_a_controller_holds_the_job_and_its_condition_reports_it(cluster: KubectlCluster) -> None:
+    """First: from the next test on there is a controller."""
     with scratch_namespace(cluster) as namespace:
-        job = ClusterJob.apply(cluster, namespace, queued("nobody", 20, replicas=1))
-        job.wait_until(lambda: "this cluster serves no Workloads" in words(job), 30, "the job says what is missing")
+        job = ClusterJob.apply(cluster, namespace, build_queued_job("unserved", 20, replicas=1))
+        job.wait_until(
+            lambda: "this cluster serves no Workloads" in read_suspended_message(job),
+            30,
+            "the job reports what is missing",
+        )
         assert not job.list_pods()
-        cluster.kubectl("label", "tj", "nobody", "-n", namespace, "kueue.x-k8s.io/queue-name-")
+        cluster.kubectl("label", "tj", "unserved", "-n", namespace, "kueue.x-k8s.io/queue-name-")
         job.wait_for_phase("Complete", timeout=120)
 
 
-def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: KubectlCluster, queue: QueueStandIn) -> None:
+def test_a_job_is_admitted_preempted_and_admitted_again_with_fewer_workers(
+    cluster: KubectlCluster, queue: QueueStandIn
+) -> None:
     """Nothing runs before it is admitted; evicted, it keeps its steps, and its quota until its pods are gone."""
     pool = {node["metadata"]["name"] for node in cluster.list("node", "", "example.com/pool=a")}
     with scratch_namespace(cluster) as namespace:
-        body = queued("queued", 10_000_000, replicas=2, spares=1, minReplicas=1)
+        body = build_queued_job("queued", 10_000_000, replicas=2, spares=1, minReplicas=1)
         dear = f"dear-{namespace}"
         body["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] = dear
         job = ClusterJob.apply(cluster, namespace, body)
@@ -73,7 +79,9 @@ def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: KubectlCluster, q
         queue.create_priority_class(dear, 100)
         assert job.wait_until(lambda: queue.get_workload(job), 30, "its Workload")["spec"]["priority"] == 100
         queue.keep_pending(job, "insufficient unused quota")
-        job.wait_until(lambda: "insufficient unused quota" in words(job), 30, "the queue's words stand in the job")
+        job.wait_until(
+            lambda: "insufficient unused quota" in read_suspended_message(job), 30, "the queue's message is in the job"
+        )
         assert job.phase == "Suspended"
         assert job.get_condition("Reconciling")["reason"] == "Queued"
         assert not job.list_pods()
@@ -82,13 +90,13 @@ def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: KubectlCluster, q
         job.wait_until_calm(spares=1)
         assert set(job.list_nodes().values()) <= pool
         job.wait_until(
-            lambda: queue.get_condition_status(job, "PodsReady") == "True", 30, "the queue knows that it trains"
+            lambda: queue.get_condition_status(job, "PodsReady") == "True", 30, "the queue has received that it trains"
         )
 
         before = job.read_step()
         queue.evict(job, "Preempted", "to make room for another")
-        job.wait_until(lambda: "to make room" in words(job), 30, "it is told to leave")
-        job.wait_until(lambda: left(job, queue), 60, "its pods are gone")
+        job.wait_until(lambda: "to make room" in read_suspended_message(job), 30, "it is evicted")
+        job.wait_until(lambda: has_no_pods(job, queue), 60, "its pods are gone")
         job.wait_until(
             lambda: queue.get_condition_status(job, "QuotaReserved") == "False", 30, "its quota is given back"
         )
@@ -104,10 +112,14 @@ def test_let_in_taken_out_and_let_in_again_with_fewer(cluster: KubectlCluster, q
         job.wait_until(lambda: queue.get_workload(job) is None, 30, "its Workload goes with it")
 
 
-def test_sent_to_another_cluster_and_its_end_told_in_both(cluster: KubectlCluster, queue: QueueStandIn) -> None:
+def test_a_job_that_is_sent_to_another_cluster_reports_its_end_in_both(
+    cluster: KubectlCluster, queue: QueueStandIn
+) -> None:
     """MultiKueue's two clusters are two namespaces here: it sees to it that they have the same names."""
     with scratch_namespace(cluster) as here, scratch_namespace(cluster) as there:
-        job = ClusterJob.apply(cluster, here, queued("sent", 20, replicas=1, managedBy="kueue.x-k8s.io/multikueue"))
+        job = ClusterJob.apply(
+            cluster, here, build_queued_job("sent", 20, replicas=1, managedBy="kueue.x-k8s.io/multikueue")
+        )
         job.wait_until(lambda: queue.get_workload(job), 30, "its Workload")
         queue.admit(job, "pool-a", workers=1)
 
@@ -116,10 +128,10 @@ def test_sent_to_another_cluster_and_its_end_told_in_both(cluster: KubectlCluste
         copy.wait_until(
             lambda: queue.get_condition_status(copy, "Finished") == "True",
             40,
-            "the queue there knows that it has ended",
+            "the queue there has received that it has ended",
         )
         assert queue.get_condition(copy, "Finished")["reason"] == "Succeeded"
         assert not job.list_pods()
-        assert not job.phase, "what it says is the other controller's to write"
+        assert not job.phase, "its status is the other controller's to write"
         queue.copy_status_back(copy, job)
         job.wait_until(lambda: queue.get_condition_status(job, "Finished") == "True", 40, "and the queue here, too")

@@ -1,4 +1,4 @@
-"""What the API server refuses is said in its own words: by jobs that cannot begin, and by one that cannot be healed."""
+"""Refusals of the API server are reported with its message: by jobs that cannot begin, and by one without a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testing.operators.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("resources")
 
-SAID_SECONDS = 5
+REPORT_SECONDS = 5
 LONG = 100_000  # steps: until the tests end it
 ONE_POD: dict[str, Any] = {
     "apiVersion": "v1",
@@ -37,29 +37,29 @@ def live(cluster: KubectlCluster, namespace: str) -> ClusterJob:
 
 @pytest.mark.usefixtures("live")
 @pytest.mark.parametrize(
-    ("name", "pod", "words"),
+    ("name", "pod", "message"),
     [
-        ("nobody", {"serviceAccountName": "nobody"}, 'serviceaccount "nobody" not found'),
+        ("missing", {"serviceAccountName": "missing"}, 'serviceaccount "missing" not found'),
         ("urgent", {"priorityClassName": "no-such-class"}, "no-such-class"),
     ],
 )
-def test_a_job_that_cannot_have_pods_says_why(
-    cluster: KubectlCluster, namespace: str, name: str, pod: dict[str, str], words: str
+def test_a_job_whose_pods_are_refused_reports_the_reason(
+    cluster: KubectlCluster, namespace: str, name: str, pod: dict[str, str], message: str
 ) -> None:
     job = ClusterJob.apply(cluster, namespace, build_paced_job(name, LONG, pod=pod))
 
-    def told() -> bool:
+    def is_reported() -> bool:
         running = job.get_condition("Running")
-        return running.get("reason") == "PodDenied" and words in running.get("message", "")
+        return running.get("reason") == "PodDenied" and message in running.get("message", "")
 
-    job.wait_until(told, SAID_SECONDS, f"{name} says that {words}")
+    job.wait_until(is_reported, REPORT_SECONDS, f"{name} reports that {message}")
     assert job.phase == "Pending"
     assert job.get_condition("ActionBlocked")["status"] == "True"
     assert not job.list_pods()
     job.delete()
 
 
-def test_a_live_job_that_may_not_have_another_pod_says_so_and_goes_on_once_it_may(
+def test_a_live_job_whose_new_pod_is_refused_reports_it_and_goes_on_once_it_is_admitted(
     cluster: KubectlCluster, namespace: str, live: ClusterJob
 ) -> None:
     live.wait_for_phase("Running", timeout=60)
@@ -72,19 +72,19 @@ def test_a_live_job_that_may_not_have_another_pod_says_so_and_goes_on_once_it_ma
     )
     cluster.kubectl("delete", "pod", "live-w1-0", "-n", namespace, "--grace-period=1", "--wait=false")
 
-    def told() -> bool:
+    def is_reported() -> bool:
         blocked = live.get_condition("ActionBlocked")
         return blocked.get("reason") == "PodDenied" and "exceeded quota" in blocked.get("message", "")
 
     live.wait_until(lambda: len(live.list_pods()) == 1, 15, "the pod is gone")
-    live.wait_until(told, SAID_SECONDS, "the job says that its quota is exceeded")
+    live.wait_until(is_reported, REPORT_SECONDS, "the job reports that its quota is exceeded")
     assert live.phase == "Recovering"
-    live.wait_until(lambda: live.list_incident_names(), SAID_SECONDS, "the incident is written all the same")
+    live.wait_until(lambda: live.list_incident_names(), REPORT_SECONDS, "the incident is written all the same")
     assert [incident["spec"]["cause"] for incident in live.list_incidents()] == ["worker-lost"]
 
     cluster.kubectl("delete", "resourcequota", "one", "-n", namespace)
     live.wait_until_healed("worker-lost", timeout=60)
     live.wait_until(
-        lambda: live.get_condition("ActionBlocked")["status"] == "False", SAID_SECONDS, "nothing is blocked any more"
+        lambda: live.get_condition("ActionBlocked")["status"] == "False", REPORT_SECONDS, "nothing is blocked any more"
     )
     live.delete()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("operator")
 
 LONG = 100_000  # steps: until the test ends it
 FOLLOWED_SECONDS = 30.0
-"""Beyond which nobody follows any more; how soon it is the bench of scale measures."""
+"""The longest takeover; the scale bench measures how soon it is."""
 
 
 @pytest.fixture(scope="module")
@@ -26,95 +26,95 @@ def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
 
 @pytest.fixture
 def calm(job: ClusterJob) -> ClusterJob:
-    wait_for(two_are_ready, 90, "two operators are ready, and one leads")
+    wait_for(are_two_ready, 90, "two operators are ready, and one leads")
     job.wait_until_calm(spares=1)
     return job
 
 
-def test_both_are_ready_and_the_budget_lets_one_go(cluster: KubectlCluster) -> None:
-    wait_for(two_are_ready, 90, "two operators are ready, and one leads")
-    wait_for(lambda: allowed(cluster) == 1, 30, "the budget has seen both")
+def test_both_replicas_are_ready_and_the_budget_admits_one_eviction(cluster: KubectlCluster) -> None:
+    wait_for(are_two_ready, 90, "two operators are ready, and one leads")
+    wait_for(lambda: read_allowed_disruptions(cluster) == 1, 30, "the budget has seen both")
 
 
-@pytest.mark.parametrize("how", ["its process is killed", "its pod is removed", "it is told to end", "it is frozen"])
-def test_a_leader_that_goes_is_followed_while_the_job_trains_on(
+@pytest.mark.parametrize("how", ["its process is killed", "its pod is removed", "it receives SIGTERM", "it is stopped"])
+def test_a_standby_takes_over_from_a_lost_leader_while_the_job_trains(
     cluster: KubectlCluster, calm: ClusterJob, how: str
 ) -> None:
     known, membership, round_ = calm.list_incident_names(), calm.read_plan()["membership"], calm.status["round"]
     before = release.get_leader_name()
-    heal = GOES[how](cluster, before)
-    wait_for(lambda: leads_anew(before, how), FOLLOWED_SECONDS, f"{before} is followed: {how}")
+    undo = GOES[how](cluster, before)
+    wait_for(lambda: has_new_leader(before, how), FOLLOWED_SECONDS, f"{before} is followed: {how}")
     calm.wait_for_step(calm.read_step() + 60, timeout=120)  # longer than silence would need to become an incident
-    heal()
-    wait_for(two_are_ready, 90, "the other stands by")
+    undo()
+    wait_for(are_two_ready, 90, "the other stands by")
     if how != "its process is killed":  # whose next container is as good as another pod
         assert release.get_leader_name() != before
     assert (calm.read_plan()["membership"], calm.status["round"]) == (membership, round_)
-    assert calm.list_incident_names() == known, "nobody was missed"
+    assert calm.list_incident_names() == known, "no worker was missed"
     calm.crash_rank(0)
     calm.wait_until_incident_ended("crash", known)
 
 
-def removed(cluster: KubectlCluster, pod: str) -> Callable[[], None]:
+def remove_pod(cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--force", "--grace-period=0")
     return lambda: None
 
 
-def told_to_end(cluster: KubectlCluster, pod: str) -> Callable[[], None]:
+def terminate_operator(cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     cluster.kubectl("delete", "pod", pod, "-n", release.SYSTEM, "--wait=false")
     return lambda: None
 
 
-def killed(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
+def kill_operator(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
     faults.kill_container(release.SYSTEM, pod, "operator")
     return lambda: None
 
 
-def frozen(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
-    """It wakes up in a world that has gone on, and starts anew to stand by."""
-    pids, starts = faults.list_container_pids(release.SYSTEM, pod, "operator"), restarts(pod)
+def freeze_operator(_cluster: KubectlCluster, pod: str) -> Callable[[], None]:
+    """It resumes when another replica leads, and restarts as a standby."""
+    pids, starts = faults.list_container_pids(release.SYSTEM, pod, "operator"), count_restarts(pod)
     for pid in pids:
         faults.signal_process(pid, signal.SIGSTOP)
 
     def wake() -> None:
         for pid in pids:
             faults.signal_process(pid, signal.SIGCONT)
-        wait_for(lambda: restarts(pod) > starts, 60, f"{pod} starts anew")
+        wait_for(lambda: count_restarts(pod) > starts, 60, f"{pod} starts again")
 
     return wake
 
 
 GOES: dict[str, Callable[[KubectlCluster, str], Callable[[], None]]] = {
-    "its process is killed": killed,
-    "its pod is removed": removed,
-    "it is told to end": told_to_end,
-    "it is frozen": frozen,
+    "its process is killed": kill_operator,
+    "its pod is removed": remove_pod,
+    "it receives SIGTERM": terminate_operator,
+    "it is stopped": freeze_operator,
 }
 
 
-def restarts(pod: str) -> int:
+def count_restarts(pod: str) -> int:
     """Of its container."""
     (found,) = (one for one in release.list_operator_pods() if one["metadata"]["name"] == pod)
     return int(found["status"]["containerStatuses"][0]["restartCount"])
 
 
-def leads_anew(before: str, how: str) -> bool:
+def has_new_leader(before: str, how: str) -> bool:
     after = release.get_leader_name()
     return bool(after) and (after != before or how == "its process is killed")
 
 
-def two_are_ready() -> bool:
+def are_two_ready() -> bool:
     found = release.list_operator_pods()
-    return len(found) == 2 and all(map(_ready, found)) and release.find_leading_pod() is not None
+    return len(found) == 2 and all(map(_is_ready, found)) and release.find_leading_pod() is not None
 
 
-def _ready(pod: dict[str, object]) -> bool:
+def _is_ready(pod: dict[str, object]) -> bool:
     status = pod["status"]
     assert isinstance(status, dict)
     return any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))
 
 
-def allowed(cluster: KubectlCluster) -> int:
+def read_allowed_disruptions(cluster: KubectlCluster) -> int:
     """Operators that a drain may take now."""
     budget = cluster.get("poddisruptionbudget", release.RELEASE, release.SYSTEM)
     return 0 if budget is None else int(budget.get("status", {}).get("disruptionsAllowed", 0))

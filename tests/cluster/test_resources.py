@@ -51,16 +51,16 @@ def namespace(cluster: KubectlCluster, shared_namespace: str) -> Iterator[str]:
         cluster.kubectl("delete", "tj,inc", "--all", "--namespace", shared_namespace, "--timeout=20s")
 
 
-def job(**spec: Any) -> dict[str, Any]:
+def build_job(**spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "TrainingJob",
         "metadata": {"name": "gpt"},
-        "spec": {"template": {"spec": {"schedulerName": "nobody", "containers": [copy.deepcopy(TRAINER)]}}} | spec,
+        "spec": {"template": {"spec": {"schedulerName": "none", "containers": [copy.deepcopy(TRAINER)]}}} | spec,
     }
 
 
-def changed(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+def change_field(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy of `body` with `value` at `path`, like `spec.template.spec.containers.0.name`."""
     body = copy.deepcopy(body)
     *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
@@ -71,8 +71,8 @@ def changed(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return body
 
 
-def refusal(cluster: KubectlCluster, body: dict[str, Any], namespace: str = "default") -> str:
-    """What `kubectl apply` says of a manifest that is refused; the test fails if it is not."""
+def apply_refused(cluster: KubectlCluster, body: dict[str, Any], namespace: str = "default") -> str:
+    """The message of `kubectl apply` for a manifest that is refused; the test fails if it is not."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         cluster.kubectl("apply", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
     return str(refused.value.stderr)
@@ -114,7 +114,7 @@ MISTAKES = {
     "duration without unit": ("spec.schedulingTimeout", 300, "spec.schedulingTimeout.*with their units, like 1h30m"),
     "empty duration": ("spec.schedulingTimeout", "", "spec.schedulingTimeout.*like 1h30m, 5m or 90s"),
     "preflight too short": ("spec.preflight", {"enabled": True, "timeout": "1s"}, "timeout.*between 10s and 1h"),
-    "preflight for ever": ("spec.preflight", {"validFor": "9000h"}, "validFor.*between 1m and 8760h"),
+    "preflight without end": ("spec.preflight", {"validFor": "9000h"}, "validFor.*between 1m and 8760h"),
     "preflight without unit": ("spec.preflight", {"timeout": 60}, "timeout.*with their units"),
     "duration out of range": ("spec.schedulingTimeout", "1s", "spec.schedulingTimeout.*between 10s and 168h"),
     "bad restart window": ("spec.remediation.restartWindow", "1d", "spec.remediation.restartWindow.*like 1h30m"),
@@ -192,40 +192,44 @@ MISTAKES = {
 def test_each_mistake_is_refused_with_field_and_remedy(
     cluster: KubectlCluster, path: str, value: Any, message: str
 ) -> None:
-    """Refused by the server: kubectl says the same."""
-    refused = cluster.reader.find_refusal("trainingjobs", changed(job(), path, value), "default")
+    """Refused by the server: kubectl prints the same."""
+    refused = cluster.reader.find_refusal("trainingjobs", change_field(build_job(), path, value), "default")
     assert re.search(message, refused, re.DOTALL), refused
 
 
-def test_time_outs_are_set_as_the_docs_say(cluster: KubectlCluster) -> None:
+def test_timeouts_are_set_as_documented(cluster: KubectlCluster) -> None:
     page = (REPOSITORY / "docs/running-jobs.md").read_text()
     names = set(re.findall(r"`(PACEKEEPER_[A-Z_]+_(?:SECONDS|MEGABYTES))`", page))
-    names.remove("PACEKEEPER_HANG_SECONDS")  # without an operator; in its pods spec.detection.hangSeconds says it
+    names.remove("PACEKEEPER_HANG_SECONDS")  # without an operator; in its pods spec.detection.hangSeconds sets it
     assert len(names) == 7
     variables = [{"name": name, "value": "20"} for name in sorted(names)]
     cluster.kubectl(
-        "apply", "--dry-run=server", "-f", "-", stdin=json.dumps(changed(job(), f"{CONTAINER}.env", variables))
+        "apply",
+        "--dry-run=server",
+        "-f",
+        "-",
+        stdin=json.dumps(change_field(build_job(), f"{CONTAINER}.env", variables)),
     )
 
 
 @pytest.mark.parametrize("gpus", [4, "4"])
 def test_ranks_need_gpus_of_their_own(cluster: KubectlCluster, gpus: int | str) -> None:
-    body = changed(job(nprocPerNode=4), f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": gpus})
+    body = change_field(build_job(nprocPerNode=4), f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": gpus})
     cluster.kubectl("apply", "--dry-run=server", "-f", "-", stdin=json.dumps(body))
     body["spec"]["nprocPerNode"] = 5
-    assert re.search(r"spec.nprocPerNode.*lower spec.nprocPerNode or raise that limit", refusal(cluster, body))
+    assert re.search(r"spec.nprocPerNode.*lower spec.nprocPerNode or raise that limit", apply_refused(cluster, body))
 
 
 def test_checkpoint_claim_and_own_mount_exclude_one_another(cluster: KubectlCluster) -> None:
-    body = job(checkpoint={"path": "/ckpt", "volumeClaimName": "claim"})
-    body = changed(body, f"{CONTAINER}.volumeMounts", [{"name": "mine", "mountPath": "/ckpt"}])
-    assert re.search(r"spec.checkpoint.volumeClaimName.*remove that volumeMount", refusal(cluster, body))
+    body = build_job(checkpoint={"path": "/ckpt", "volumeClaimName": "claim"})
+    body = change_field(body, f"{CONTAINER}.volumeMounts", [{"name": "mine", "mountPath": "/ckpt"}])
+    assert re.search(r"spec.checkpoint.volumeClaimName.*remove that volumeMount", apply_refused(cluster, body))
 
 
 def test_defaults(cluster: KubectlCluster) -> None:
-    made = cluster.kubectl("create", "--dry-run=server", "-f", "-", "-o", "json", stdin=json.dumps(job()))
+    made = cluster.kubectl("create", "--dry-run=server", "-f", "-", "-o", "json", stdin=json.dumps(build_job()))
     spec = json.loads(made)["spec"]
-    assert spec.pop("template") == job()["spec"]["template"], "the template stays as the user wrote it"
+    assert spec.pop("template") == build_job()["spec"]["template"], "the template stays as the user wrote it"
     assert spec == {
         "replicas": 1,
         "spares": 0,
@@ -279,28 +283,28 @@ FIXED = {
 
 
 @pytest.mark.parametrize(("path", "value", "message"), FIXED.values(), ids=FIXED.keys())
-def test_what_workers_are_made_of_changes_only_in_suspension(
+def test_the_worker_template_changes_only_in_suspension(
     cluster: KubectlCluster, namespace: str, path: str, value: Any, message: str
 ) -> None:
-    cluster.apply(job(), namespace)
-    change = changed(job(), path, value)
-    assert re.search(message, refusal(cluster, change, namespace), re.DOTALL)
+    cluster.apply(build_job(), namespace)
+    change = change_field(build_job(), path, value)
+    assert re.search(message, apply_refused(cluster, change, namespace), re.DOTALL)
 
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": true}}')
     _set_phase(cluster, namespace, "Running")
     change["spec"]["suspend"] = True
-    assert re.search("wait for the phase Suspended", refusal(cluster, change, namespace)), "workers still run"
+    assert re.search("wait for the phase Suspended", apply_refused(cluster, change, namespace)), "workers still run"
 
     _set_phase(cluster, namespace, "Suspended")
     change["spec"]["suspend"] = False
     cluster.apply(change, namespace)
 
 
-def test_who_runs_a_job_never_changes(cluster: KubectlCluster, namespace: str) -> None:
-    body = job()
+def test_the_controller_of_a_job_never_changes(cluster: KubectlCluster, namespace: str) -> None:
+    body = build_job()
     body["spec"]["suspend"] = True
     cluster.apply(body, namespace)
-    message = refusal(cluster, changed(body, "spec.managedBy", "kueue.x-k8s.io/multikueue"), namespace)
+    message = apply_refused(cluster, change_field(body, "spec.managedBy", "kueue.x-k8s.io/multikueue"), namespace)
     assert "spec.managedBy is immutable: delete the job and create it again" in message
 
 
@@ -324,21 +328,21 @@ def test_one_field_of_the_template_for_another_is_a_change(
     cluster: KubectlCluster, namespace: str, path: str, field: str, value: Any, other_field: str, other_value: Any
 ) -> None:
     """CEL's == does not see it where the schema does not name the fields."""
-    body = job()
+    body = build_job()
     spec = body["spec"]["template"]["spec"]
     spec |= {"volumes": [{"name": "data"}], "tolerations": [{"key": "gpu"}]}
     spec["containers"][0] |= {"env": [{"name": "A"}]}
     del spec["containers"][0]["command"]
-    cluster.apply(changed(body, f"{path}.{field}", value), namespace)
-    assert "spec.template may change only" in refusal(
-        cluster, changed(body, f"{path}.{other_field}", other_value), namespace
+    cluster.apply(change_field(body, f"{path}.{field}", value), namespace)
+    assert "spec.template may change only" in apply_refused(
+        cluster, change_field(body, f"{path}.{other_field}", other_value), namespace
     )
 
 
-def test_what_may_change_on_a_live_job(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(), namespace)
+def test_mutable_fields_of_a_live_job_can_change(cluster: KubectlCluster, namespace: str) -> None:
+    cluster.apply(build_job(), namespace)
     cluster.apply(
-        job(
+        build_job(
             replicas=3,
             minReplicas=2,
             spares=2,
@@ -355,7 +359,7 @@ def test_what_may_change_on_a_live_job(cluster: KubectlCluster, namespace: str) 
 
 
 def test_scale_changes_replicas_within_bounds(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(replicas=4, minReplicas=2), namespace)
+    cluster.apply(build_job(replicas=4, minReplicas=2), namespace)
     cluster.kubectl("scale", "tj", "gpt", "-n", namespace, "--replicas=3")
     assert cluster.get("tj", "gpt", namespace)["spec"]["replicas"] == 3
     for replicas, message in (
@@ -367,8 +371,8 @@ def test_scale_changes_replicas_within_bounds(cluster: KubectlCluster, namespace
         assert re.search(message, refused.value.stderr)
 
 
-def test_scale_subresource_says_how_many_train_and_which_pods(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(replicas=4), namespace)
+def test_the_scale_subresource_has_the_replicas_and_the_selector(cluster: KubectlCluster, namespace: str) -> None:
+    cluster.apply(build_job(replicas=4), namespace)
     status = json.dumps({"status": {"workers": {"ready": 3}, "selector": "pacekeeper.dev/job=gpt"}})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", status)
     path = f"/apis/pacekeeper.dev/v1alpha1/namespaces/{namespace}/trainingjobs/gpt/scale"
@@ -377,7 +381,7 @@ def test_scale_subresource_says_how_many_train_and_which_pods(cluster: KubectlCl
     assert scale["status"] == {"replicas": 3, "selector": "pacekeeper.dev/job=gpt"}
 
 
-def columns(cluster: KubectlCluster, namespace: str, *arguments: str) -> dict[str, str]:
+def read_columns(cluster: KubectlCluster, namespace: str, *arguments: str) -> dict[str, str]:
     """The first row that `kubectl get` prints, by the columns' names."""
     header, row, *_ = cluster.kubectl("get", *arguments, "-n", namespace).splitlines()
     starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", header)]
@@ -386,7 +390,7 @@ def columns(cluster: KubectlCluster, namespace: str, *arguments: str) -> dict[st
 
 
 def test_columns_of_a_job(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(job(replicas=4, spares=1), namespace)
+    cluster.apply(build_job(replicas=4, spares=1), namespace)
     status = {
         "phase": "Running",
         "step": 1200,
@@ -402,16 +406,16 @@ def test_columns_of_a_job(cluster: KubectlCluster, namespace: str) -> None:
     }
     patch = json.dumps({"status": status})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch)
-    shown = columns(cluster, namespace, "tj")
+    shown = read_columns(cluster, namespace, "tj")
     heads = ["NAME", "PHASE", "STEP", "PROGRESS", "LEFT", "WORKERS", "SLOWDOWN", "GOODPUT", "MODE", "RESTARTS", "AGE"]
     assert list(shown) == heads
-    told = ["gpt", "Running", "1200", "24%", "5h20m", "4/4+1", "1.04", "0.97", "Sync", "2"]
-    assert list(shown.values())[:-1] == told
-    wide = columns(cluster, namespace, "tj", "-o", "wide")
+    expected = ["gpt", "Running", "1200", "24%", "5h20m", "4/4+1", "1.04", "0.97", "Sync", "2"]
+    assert list(shown.values())[:-1] == expected
+    wide = read_columns(cluster, namespace, "tj", "-o", "wide")
     assert (wide["ROUND"], wide["BOTTLENECK"]) == ("3", "rank 2")
 
 
-def test_incident_is_written_once_and_shows_what_on_call_needs(cluster: KubectlCluster, namespace: str) -> None:
+def test_an_incident_is_written_once_and_its_columns_show_the_cause(cluster: KubectlCluster, namespace: str) -> None:
     spec = {
         "jobRef": {"name": "gpt", "uid": "u"},
         "cause": "node-lost",
@@ -431,7 +435,7 @@ def test_incident_is_written_once_and_shows_what_on_call_needs(cluster: KubectlC
     cluster.kubectl(
         "patch", "inc", "gpt-r3-node-lost", "-n", namespace, "--subresource=status", "--type=merge", "-p", patch
     )
-    shown = list(columns(cluster, namespace, "inc").values())
+    shown = list(read_columns(cluster, namespace, "inc").values())
     assert shown[:-1] == [
         "gpt-r3-node-lost",
         "gpt",
@@ -443,10 +447,10 @@ def test_incident_is_written_once_and_shows_what_on_call_needs(cluster: KubectlC
         "1.5",
         "4.25",
     ]
-    assert "spec is written once" in refusal(cluster, changed(body, "spec.node", "node-4"), namespace)
+    assert "spec is written once" in apply_refused(cluster, change_field(body, "spec.node", "node-4"), namespace)
 
 
-def quarantine(**spec: Any) -> dict[str, Any]:
+def build_quarantine(**spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "pacekeeper.dev/v1alpha1",
         "kind": "NodeQuarantine",
@@ -455,31 +459,35 @@ def quarantine(**spec: Any) -> dict[str, Any]:
     }
 
 
-def test_quarantine_waits_for_approval_which_stands(cluster: KubectlCluster) -> None:
+def test_a_quarantine_waits_for_approval_which_cannot_be_withdrawn(cluster: KubectlCluster) -> None:
     try:
-        cluster.apply(quarantine(nodeUID="one"))
+        cluster.apply(build_quarantine(nodeUID="one"))
         assert cluster.get("nq", "no-such-node")["spec"] == {
             "reason": "XID 79",
             "nodeUID": "one",
             "approved": False,
             "expiresAfter": "1h",
         }
-        cluster.apply(quarantine(nodeUID="one", approved=True))
-        assert "delete the NodeQuarantine to release" in refusal(cluster, quarantine(nodeUID="one", approved=False))
-        assert "spec.nodeUID cannot change" in refusal(cluster, quarantine(nodeUID="two", approved=True))
-        assert "spec.expiresAfter" in refusal(cluster, quarantine(nodeUID="one", approved=True, expiresAfter="soon"))
+        cluster.apply(build_quarantine(nodeUID="one", approved=True))
+        assert "delete the NodeQuarantine to release" in apply_refused(
+            cluster, build_quarantine(nodeUID="one", approved=False)
+        )
+        assert "spec.nodeUID cannot change" in apply_refused(cluster, build_quarantine(nodeUID="two", approved=True))
+        assert "spec.expiresAfter" in apply_refused(
+            cluster, build_quarantine(nodeUID="one", approved=True, expiresAfter="soon")
+        )
     finally:
         cluster.kubectl("delete", "nq", "no-such-node")
 
 
-def fabric(**spec: Any) -> dict[str, Any]:
+def build_fabric(**spec: Any) -> dict[str, Any]:
     body = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "Fabric", "metadata": {"name": "no-such-network"}}
     return {**body, "spec": {"spines": 4} | spec}
 
 
 def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: KubectlCluster) -> None:
     try:
-        cluster.apply(fabric())
+        cluster.apply(build_fabric())
         assert cluster.get("fabric", "no-such-network")["spec"] == {
             "spines": 4,
             "planes": 1,
@@ -489,26 +497,26 @@ def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: KubectlCl
         status = {"flows": 640, "maxLoad": 5, "lowerBound": 4, "deadLinks": 1}
         patch = json.dumps({"status": status})
         cluster.kubectl("patch", "fabric", "no-such-network", "--subresource=status", "--type=merge", "-p", patch)
-        shown = columns(cluster, "default", "fabric", "no-such-network")
+        shown = read_columns(cluster, "default", "fabric", "no-such-network")
         assert [shown[name] for name in ("FLOWS", "MAXLOAD", "BOUND", "DEAD")] == ["640", "5", "4", "1"]
-        assert "needs spec.hops" in refusal(cluster, fabric(pathControl={"mode": "Probe"}))
-        assert "the lower one first" in refusal(cluster, fabric(pathControl={"ports": "29999-20000"}))
-        assert "like 400G" in refusal(cluster, fabric(uplink={"capacity": "fast"}))
+        assert "needs spec.hops" in apply_refused(cluster, build_fabric(pathControl={"mode": "Probe"}))
+        assert "the lower one first" in apply_refused(cluster, build_fabric(pathControl={"ports": "29999-20000"}))
+        assert "like 400G" in apply_refused(cluster, build_fabric(uplink={"capacity": "fast"}))
         slow = {"leaf": "l1", "spine": "s1", "state": "Slow"}
-        assert "a Slow link has a capacity" in refusal(cluster, fabric(exceptions=[slow]))
-        assert "the name of a label" in refusal(cluster, fabric(levels=[{"nodeLabel": "not one"}]))
+        assert "a Slow link has a capacity" in apply_refused(cluster, build_fabric(exceptions=[slow]))
+        assert "the name of a label" in apply_refused(cluster, build_fabric(levels=[{"nodeLabel": "not one"}]))
     finally:
         cluster.kubectl("delete", "fabric", "no-such-network", "--ignore-not-found")
 
 
-def test_all_our_kinds_are_found_by_one_word(cluster: KubectlCluster) -> None:
+def test_all_kinds_are_in_one_category(cluster: KubectlCluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
     nodes = ("nodehistories", "nodeprobes", "nodequarantines")
     plurals = ("fabrics", "incidents", *nodes, "profilewindows", "trainingjobs")
     assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in plurals]
 
 
-def test_notes_of_the_chart_tell_what_to_run_next(cluster: KubectlCluster) -> None:
+def test_the_notes_of_the_chart_name_the_next_commands(cluster: KubectlCluster) -> None:
     arguments = ("--namespace", SYSTEM, "--kubeconfig", str(cluster.kubeconfig))
     notes = run_helm(
         "install", "another-name", str(CHART), "--dry-run=client", "--set", "crds.enabled=false", *arguments
@@ -540,7 +548,7 @@ def test_examples_and_their_pods_are_accepted(cluster: KubectlCluster, namespace
 
 
 @pytest.mark.parametrize("name", traffic.NODES)
-def test_jobs_of_the_story_about_traffic_are_accepted(cluster: KubectlCluster, namespace: str, name: str) -> None:
+def test_jobs_of_the_traffic_demo_are_accepted(cluster: KubectlCluster, namespace: str, name: str) -> None:
     for body in traffic.build_manifests(name):
         cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(body))
 

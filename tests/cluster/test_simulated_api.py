@@ -1,4 +1,4 @@
-"""The simulated API server behaves as the real one, where the operator relies on it: probes ask both."""
+"""The simulated API server behaves as the real one, where the operator relies on it: probes call both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class RealServer:
         self, method: str, path: str, query: Mapping[str, str], body: Any, style: str
     ) -> tuple[int, dict[str, Any]]:
         sent = None if body is None else json.dumps(body).encode()
-        self.connection.request(method, _url(path, query), sent, {"Content-Type": style, "Accept": "application/json"})
+        self.connection.request(
+            method, _build_url(path, query), sent, {"Content-Type": style, "Accept": "application/json"}
+        )
         answer = self.connection.getresponse()
         return answer.status, json.loads(answer.read())
 
@@ -48,12 +50,12 @@ class RealServer:
         return token
 
     def list_changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-        self.connection.request("GET", _url(path, {**query, "watch": "true", "timeoutSeconds": "1"}))
-        told = [json.loads(line) for line in self.connection.getresponse().read().splitlines()]
-        return [(event["type"], event["object"]) for event in told if event["type"] != "BOOKMARK"]
+        self.connection.request("GET", _build_url(path, {**query, "watch": "true", "timeoutSeconds": "1"}))
+        events = [json.loads(line) for line in self.connection.getresponse().read().splitlines()]
+        return [(event["type"], event["object"]) for event in events if event["type"] != "BOOKMARK"]
 
 
-def _url(path: str, query: Mapping[str, str]) -> str:
+def _build_url(path: str, query: Mapping[str, str]) -> str:
     return f"{path}?{urlencode(query)}" if query else path
 
 
@@ -71,5 +73,5 @@ def real(cluster: KubectlCluster) -> Iterator[RealServer]:
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_both_say_the_same(real: RealServer, probe: ApiProbe) -> None:
+def test_both_servers_answer_alike(real: RealServer, probe: ApiProbe) -> None:
     assert probe.run_on(real) == probe.run_on(SimulatedServer())

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("operator")
 LONG = 100_000
 
 
-def gated(name: str, **spec: Any) -> dict[str, Any]:
+def build_gated_job(name: str, **spec: Any) -> dict[str, Any]:
     """A job whose workers start as long as no file `open` lies on its volume."""
     mount = {"name": "gate", "mountPath": "/gate"}
     gate = {
@@ -31,7 +31,7 @@ def gated(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def test_the_others_train_with_every_sample_while_a_new_worker_starts(cluster: KubectlCluster, namespace: str) -> None:
-    job = ClusterJob.apply(cluster, namespace, gated("survivors", replicas=3, minReplicas=2))
+    job = ClusterJob.apply(cluster, namespace, build_gated_job("survivors", replicas=3, minReplicas=2))
     job.wait_until(lambda: len(job.list_nodes()) == 3 and all(job.list_nodes().values()), 60, "all are on nodes")
     gate = job.find_claim_folder() / "open"
     gate.touch()

@@ -39,11 +39,11 @@ def _only_testcluster() -> None:
 
 
 @pytest.mark.usefixtures("apart")
-def test_down_leaves_nothing_behind_and_a_new_up_follows() -> None:
+def test_down_removes_everything_and_up_works_again() -> None:
     if testcluster.cluster.list_status() != "down":
         pytest.skip("the cluster is in use: `make cluster-down` first to have this tested too")
     testcluster.cluster.bring_up(2, ports=2)
-    _python("testcluster", "down").wait(timeout=30)
+    _start_python("testcluster", "down").wait(timeout=30)
     assert cgroups.list_pids(cgroups.CLUSTER_CGROUP, recursive=True) == []
     assert not cgroups.get_controller_folder("cpu", cgroups.CLUSTER_CGROUP).exists()
     mounts = Path("/proc/self/mountinfo").read_text()
@@ -68,13 +68,13 @@ def test_every_node_is_ready(cluster: KubectlCluster) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_up_again_restarts_nothing() -> None:
-    before = _daemons()
+    before = _list_daemons()
     testcluster.cluster.bring_up()
-    assert _daemons() == before
+    assert _list_daemons() == before
 
 
 def test_pods_reach_one_another_and_the_api_server(cluster: KubectlCluster, namespace: str) -> None:
-    ask = (
+    download = (
         "import os, ssl, sys, urllib.request as request\n"
         "account = '/var/run/secrets/kubernetes.io/serviceaccount/'\n"
         "headers = {'Authorization': 'Bearer ' + open(account + 'token').read()}\n"
@@ -83,25 +83,25 @@ def test_pods_reach_one_another_and_the_api_server(cluster: KubectlCluster, name
         "print(request.urlopen(request.Request(api, headers=headers), context=trusted, timeout=5).status)\n"
         "for address in sys.argv[1:]: print(request.urlopen('http://' + address, timeout=5).status)\n"
     )
-    cluster.apply(_pod("server", SERVE, node="node-1", labels={"app": "server"}), namespace)
-    cluster.apply(_pod("client", ["sleep", "1000"], node="node-2"), namespace)
-    cluster.apply(_service("server"), namespace)
-    address = _running(cluster, namespace, "server")
-    _running(cluster, namespace, "client")
+    cluster.apply(_build_pod("server", SERVE, node="node-1", labels={"app": "server"}), namespace)
+    cluster.apply(_build_pod("client", ["sleep", "1000"], node="node-2"), namespace)
+    cluster.apply(_build_service("server"), namespace)
+    address = _wait_for_address(cluster, namespace, "server")
+    _wait_for_address(cluster, namespace, "client")
     service = cluster.get("service", "server", namespace)["spec"]["clusterIP"]
     wait_for(lambda: is_answering(f"http://{service}"), 10, "the service answers the machine itself")
     where = ["exec", "client", "--namespace", namespace, "--"]
-    assert cluster.kubectl(*where, "python", "-c", ask, f"{address}:8000", service).split() == ["200"] * 3
+    assert cluster.kubectl(*where, "python", "-c", download, f"{address}:8000", service).split() == ["200"] * 3
 
 
 def test_a_restricted_pod_imports_torch_and_the_packages(cluster: KubectlCluster, namespace: str) -> None:
     cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
     imports = "import torch, pacekeeper, pacekeeper_operator, os; print(torch.ones(2).sum().item(), os.getuid())"
-    pod = _pod("torch", ["python", "-c", imports], image="operator", security=RESTRICTED)
+    pod = _build_pod("torch", ["python", "-c", imports], image="operator", security=RESTRICTED)
     pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "scratch", "mountPath": "/tmp"}]
     pod["spec"]["volumes"] = [{"name": "scratch", "emptyDir": {}}]
     cluster.apply(pod, namespace)
-    wait_for(lambda: _phase(cluster, namespace, "torch") in ("Succeeded", "Failed"), 30, "the pod ends")
+    wait_for(lambda: _read_phase(cluster, namespace, "torch") in ("Succeeded", "Failed"), 30, "the pod ends")
     assert cluster.kubectl("logs", "torch", "--namespace", namespace).split() == ["2.0", "65532"]
 
 
@@ -117,11 +117,11 @@ def test_a_released_volume_comes_back_empty(cluster: KubectlCluster, namespace: 
         },
     }
     cluster.apply(claim, namespace)
-    pod = _pod("writer", ["sh", "-c", "echo kept > /checkpoints/step-1"])
+    pod = _build_pod("writer", ["sh", "-c", "echo kept > /checkpoints/step-1"])
     pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "checkpoints", "mountPath": "/checkpoints"}]
     pod["spec"]["volumes"] = [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": "checkpoints"}}]
     cluster.apply(pod, namespace)
-    wait_for(lambda: _phase(cluster, namespace, "writer") == "Succeeded", 20, "the pod has written")
+    wait_for(lambda: _read_phase(cluster, namespace, "writer") == "Succeeded", 20, "the pod has written")
     volume = cluster.get("persistentvolumeclaim", "checkpoints", namespace)["spec"]["volumeName"]
     assert (VOLUMES / volume / "step-1").read_text() == "kept\n"
     cluster.kubectl("delete", "pod/writer", "pvc/checkpoints", "--namespace", namespace)
@@ -131,7 +131,7 @@ def test_a_released_volume_comes_back_empty(cluster: KubectlCluster, namespace: 
 
 def test_prometheus_discovers_a_pod_by_its_port(cluster: KubectlCluster, namespace: str) -> None:
     metrics = "mkdir /tmp/www && cd /tmp/www && echo 'answer 42' > metrics && exec python -m http.server 8000"
-    pod = _pod("metrics", ["sh", "-c", metrics], node="node-3")
+    pod = _build_pod("metrics", ["sh", "-c", metrics], node="node-3")
     pod["spec"]["containers"][0]["ports"] = [{"name": "pk-metrics", "containerPort": 8000}]
     cluster.apply(pod, namespace)
 
@@ -140,25 +140,25 @@ def test_prometheus_discovers_a_pod_by_its_port(cluster: KubectlCluster, namespa
             labels = [found["labels"] for found in json.load(answer)["data"]["activeTargets"]]
         return next((found for found in labels if found["namespace"] == namespace), None)
 
-    found = wait_for(target, 20, "Prometheus knows the pod")
+    found = wait_for(target, 20, "Prometheus has discovered the pod")
     assert (found["pod"], found["container"], found["node"]) == ("metrics", "main", "node-3")
 
 
 def test_a_cpu_quota_slows_a_running_container(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(_pod("busy", ["python", "-c", "while True: pass"], cpu="400m"), namespace)
-    _running(cluster, namespace, "busy")
+    cluster.apply(_build_pod("busy", ["python", "-c", "while True: pass"], cpu="400m"), namespace)
+    _wait_for_address(cluster, namespace, "busy")
     assert faults.measure_millicores(namespace, "busy", "main") < 500
     faults.set_cpu_quota(namespace, "busy", "main", millicores=30)  # less than the kernel gives in a node's period
-    before = throttled(namespace, "busy", "main")
+    before = read_throttled(namespace, "busy", "main")
     assert faults.measure_millicores(namespace, "busy", "main") < 50
-    assert throttled(namespace, "busy", "main") > before, "by its quota, not by others"
+    assert read_throttled(namespace, "busy", "main") > before, "by its quota, not by others"
     with pytest.raises(ValueError, match="the minimum is 1"):
         faults.set_cpu_quota(namespace, "busy", "main", millicores=0)
 
 
 def test_a_node_is_lost_and_comes_back(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(_pod("server", SERVE, node="node-6"), namespace)
-    address = _running(cluster, namespace, "server")
+    cluster.apply(_build_pod("server", SERVE, node="node-6"), namespace)
+    address = _wait_for_address(cluster, namespace, "server")
     url = f"http://{address}:8000"
     wait_for(lambda: is_answering(url), 10, "the pod answers")
     faults.disconnect_node("node-6")
@@ -174,76 +174,78 @@ def test_a_slow_link_slows_what_crosses_it(cluster: KubectlCluster, namespace: s
     megabyte = (
         "mkdir /tmp/www && cd /tmp/www && head -c 1000000 /dev/zero > megabyte && exec python -m http.server 8000"
     )
-    cluster.apply(_pod("server", ["sh", "-c", megabyte], node="node-5"), namespace)
-    url = f"http://{_running(cluster, namespace, 'server')}:8000/megabyte"
+    cluster.apply(_build_pod("server", ["sh", "-c", megabyte], node="node-5"), namespace)
+    url = f"http://{_wait_for_address(cluster, namespace, 'server')}:8000/megabyte"
     wait_for(lambda: is_answering(url), 10, "the pod answers")
     faults.slow_link("node-5", "4mbit")
     try:
-        assert _download_seconds(url) == pytest.approx(2.0, abs=0.5), "8 Mbit at 4 Mbit a second"
+        assert _time_download(url) == pytest.approx(2.0, abs=0.5), "8 Mbit at 4 Mbit a second"
     finally:
         faults.clear_link("node-5")
-    assert _download_seconds(url) < 0.5
+    assert _time_download(url) < 0.5
 
 
 def test_the_api_server_restarts_and_prometheus_goes_and_comes(cluster: KubectlCluster) -> None:
-    before = _daemons()
+    before = _list_daemons()
     faults.restart_api_server()
     assert cluster.get("namespace", "default") is not None
     faults.stop_prometheus()
     assert not is_answering(f"{PROMETHEUS_URL}/-/ready")
     faults.start_prometheus()
     assert is_answering(f"{PROMETHEUS_URL}/-/ready")
-    changed = {name for name, pids in _daemons().items() if before[name] != pids}
+    changed = {name for name, pids in _list_daemons().items() if before[name] != pids}
     assert changed == {"kube-apiserver", "prometheus"}
 
 
 def test_a_crashed_container_is_back_within_seconds(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(_pod("server", SERVE, restart="Always"), namespace)
-    _running(cluster, namespace, "server")
+    cluster.apply(_build_pod("server", SERVE, restart="Always"), namespace)
+    _wait_for_address(cluster, namespace, "server")
     for crash in range(1, 4):  # the usual back-off would be 10, 20, 40 s
         faults.signal_process(faults.list_container_pids(namespace, "server", "main")[0], signal.SIGKILL)
         wait_for(partial(_has_restarted, cluster, namespace, "server", crash), 8, f"restart {crash}")
 
 
-def test_all_comes_back_after_everything_was_killed_and_up_too(cluster: KubectlCluster, namespace: str) -> None:
-    cluster.apply(_pod("survivor", SERVE, node="node-2", restart="Always"), namespace)
-    _running(cluster, namespace, "survivor")
+def test_up_restores_a_cluster_whose_processes_were_all_killed(cluster: KubectlCluster, namespace: str) -> None:
+    cluster.apply(_build_pod("survivor", SERVE, node="node-2", restart="Always"), namespace)
+    _wait_for_address(cluster, namespace, "survivor")
     cgroups.kill_cgroup(cgroups.CLUSTER_CGROUP)
-    killed = _python("testcluster", "up")
-    wait_for(lambda: len(_daemons()) >= 5, 20, "half of the daemons are up")
+    killed = _start_python("testcluster", "up")
+    wait_for(lambda: len(_list_daemons()) >= 5, 20, "half of the daemons are up")
     killed.kill()
     killed.wait()
     testcluster.cluster.bring_up()
     wait_for(partial(_has_restarted, cluster, namespace, "survivor", 1), 30, "the pod runs again")
-    address = _running(cluster, namespace, "survivor")
+    address = _wait_for_address(cluster, namespace, "survivor")
     wait_for(lambda: is_answering(f"http://{address}:8000"), 20, "the pod answers")
 
 
 def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(
     cluster: KubectlCluster, namespace: str
 ) -> None:
-    daemons = _daemons()
+    daemons = _list_daemons()
     faults.signal_process(daemons["node-3-containerd"], signal.SIGSTOP)
     try:
         faults.signal_process(daemons["node-3-kubelet"], signal.SIGKILL)
-        up = _python("testcluster", "up")
-        first = wait_for(lambda: _other("node-3-kubelet", than=daemons["node-3-kubelet"]), 20, "there is a kubelet")
-        wait_for(lambda: _other("node-3-kubelet", than=first), 20, "there is another after it")
+        up = _start_python("testcluster", "up")
+        first = wait_for(
+            lambda: _find_new_daemon("node-3-kubelet", than=daemons["node-3-kubelet"]), 20, "there is a kubelet"
+        )
+        wait_for(lambda: _find_new_daemon("node-3-kubelet", than=first), 20, "there is another after it")
     finally:
         faults.signal_process(daemons["node-3-containerd"], signal.SIGCONT)
     assert up.wait(60) == 0
-    cluster.apply(_pod("server", SERVE, node="node-3"), namespace)
-    _running(cluster, namespace, "server")
+    cluster.apply(_build_pod("server", SERVE, node="node-3"), namespace)
+    _wait_for_address(cluster, namespace, "server")
 
 
-def throttled(namespace: str, pod: str, container: str) -> int:
+def read_throttled(namespace: str, pod: str, container: str) -> int:
     """In how many of its periods the container has come to its quota."""
     folder = cgroups.get_controller_folder("cpu", faults.find_container(namespace, pod, container).cgroup)
-    words = (folder / "cpu.stat").read_text().split()
-    return int(words[words.index("nr_throttled") + 1])
+    fields = (folder / "cpu.stat").read_text().split()
+    return int(fields[fields.index("nr_throttled") + 1])
 
 
-def _pod(  # noqa: PLR0913  # options of a harness: each caller names what it varies
+def _build_pod(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     name: str,
     command: list[str],
     *,
@@ -260,12 +262,12 @@ def _pod(  # noqa: PLR0913  # options of a harness: each caller names what it va
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels or {}}, "spec": spec}
 
 
-def _service(app: str) -> dict[str, Any]:
+def _build_service(app: str) -> dict[str, Any]:
     spec = {"selector": {"app": app}, "ports": [{"port": 80, "targetPort": 8000}]}
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": app}, "spec": spec}
 
 
-def _running(cluster: KubectlCluster, namespace: str, pod: str) -> str:
+def _wait_for_address(cluster: KubectlCluster, namespace: str, pod: str) -> str:
     """The pod's address, once its container runs."""
 
     def address() -> str | None:
@@ -276,7 +278,7 @@ def _running(cluster: KubectlCluster, namespace: str, pod: str) -> str:
     return wait_for(address, 30, f"pod {pod} runs")
 
 
-def _phase(cluster: KubectlCluster, namespace: str, pod: str) -> str:
+def _read_phase(cluster: KubectlCluster, namespace: str, pod: str) -> str:
     return str(cluster.get("pod", pod, namespace)["status"]["phase"])
 
 
@@ -286,14 +288,14 @@ def _has_restarted(cluster: KubectlCluster, namespace: str, pod: str, times: int
     return "running" in container["state"] and int(container["restartCount"]) >= times
 
 
-def _download_seconds(url: str) -> float:
+def _time_download(url: str) -> float:
     started = time.monotonic()
     with urllib.request.urlopen(url, timeout=10) as answer:
         answer.read()
     return time.monotonic() - started
 
 
-def _daemons() -> dict[str, int]:
+def _list_daemons() -> dict[str, int]:
     """Process ids by daemon, without the programs that they call, which come and go."""
     folders = cgroups.get_controller_folder("pids", f"{cgroups.CLUSTER_CGROUP}/daemons").iterdir()
     found = {
@@ -304,10 +306,10 @@ def _daemons() -> dict[str, int]:
     return {name: min(pids) for name, pids in found.items() if pids}
 
 
-def _other(daemon: str, *, than: int) -> int | None:
-    found = _daemons().get(daemon)
+def _find_new_daemon(daemon: str, *, than: int) -> int | None:
+    found = _list_daemons().get(daemon)
     return found if found != than else None
 
 
-def _python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
+def _start_python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=REPOSITORY, stdout=subprocess.DEVNULL)

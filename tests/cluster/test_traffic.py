@@ -40,7 +40,7 @@ def network(cluster: KubectlCluster) -> Iterator[LeafSpine]:
     try:
         faults.shape_uplinks(RATE)
         cluster.apply(fabric.build_manifest())
-        wait_for(lambda: is_true(cluster, "LeavesResolved"), 30, "the operator knows the leaves")
+        wait_for(lambda: is_true(cluster, "LeavesResolved"), 30, "the operator has resolved the leaves")
         yield fabric.get_network()
     finally:
         cluster.kubectl("delete", "fabric", fabric.NAME, "--ignore-not-found")
@@ -52,16 +52,16 @@ def jobs(cluster: KubectlCluster) -> Iterator[list[ClusterJob]]:
     with scratch_namespace(cluster) as namespace:
         made: list[ClusterJob] = []
         for name in NODES:  # the second is planned around the first
-            job = ClusterJob.apply(cluster, namespace, across_leaves(name))
+            job = ClusterJob.apply(cluster, namespace, build_job_across_leaves(name))
             job.wait_for_phase("Running", timeout=120)
-            job.wait_until(partial(on_their_ways, job), 60, f"the flows of {name} are on their ways")
+            job.wait_until(partial(are_paths_in_force, job), 60, f"the flows of {name} are on their routes")
             made.append(job)
         yield made
         for job in made:
             job.delete()
 
 
-def across_leaves(name: str) -> dict[str, Any]:
+def build_job_across_leaves(name: str) -> dict[str, Any]:
     return build_paced_job(
         name,
         LONG,
@@ -76,17 +76,22 @@ def across_leaves(name: str) -> dict[str, Any]:
 def test_jobs_across_the_same_leaves_have_spines_of_their_own(
     cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
-    status = wait_for(lambda: planned(cluster, 4), 30, "all flows are planned")
+    status = wait_for(lambda: find_planned_status(cluster, 4), 30, "all flows are planned")
     assert (status["maxLoad"], status["lowerBound"], status["deadLinks"]) == (1, 1, 0)
-    assert condition(cluster, "Planned")["reason"] == "AtLowerBound"
+    assert read_condition(cluster, "Planned")["reason"] == "AtLowerBound"
     described = cluster.kubectl("describe", "fabric", fabric.NAME)
-    for words in (r"Max Load: +1", r"Bound: +1", r"Reason: +AtLowerBound", r"Node Label: +" + re.escape(fabric.LABEL)):
-        assert re.search(words, described), described
-    ways = [flows(job) for job in jobs]
+    for pattern in (
+        r"Max Load: +1",
+        r"Bound: +1",
+        r"Reason: +AtLowerBound",
+        r"Node Label: +" + re.escape(fabric.LABEL),
+    ):
+        assert re.search(pattern, described), described
+    routes = [list_planned_spines(job) for job in jobs]
     for pair in (("l1", "l2"), ("l2", "l1")):
-        assert len({way[pair] for way in ways}) == 2, ways
+        assert len({route[pair] for route in routes}) == 2, routes
 
-    assert spines_used(network, jobs) == {way["l1", "l2"] for way in ways}
+    assert list_used_spines(network, jobs) == {route["l1", "l2"] for route in routes}
 
 
 def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
@@ -96,28 +101,26 @@ def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
     ]
     assert of_fabrics
     for query in of_fabrics:
-        wait_for(partial(answered, query), 30, f"Prometheus knows {query}")
+        wait_for(partial(has_answers, query), 30, f"Prometheus answers {query}")
 
 
-def test_labels_that_go_and_come_while_a_job_trains_move_nobody(
-    cluster: KubectlCluster, jobs: list[ClusterJob]
-) -> None:
+def test_labels_that_are_removed_and_restored_move_no_flow(cluster: KubectlCluster, jobs: list[ClusterJob]) -> None:
     job = jobs[0]
-    seats, round_ = job.read_plan()["members"], job.status["round"]
+    members, round_ = job.read_plan()["members"], job.status["round"]
     cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}-")
     try:
-        missed = wait_for(lambda: because(cluster, "LeavesResolved", "NodesUnlabeled"), 20, "it is missed")
+        missed = wait_for(lambda: find_condition(cluster, "LeavesResolved", "NodesUnlabeled"), 20, "it is missed")
         assert "node-1" in missed["message"]
         job.wait_for_more_steps()
     finally:
         cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}=l1", "--overwrite")
     wait_for(lambda: is_true(cluster, "LeavesResolved"), 20, "it is known again")
     job.wait_for_more_steps()
-    assert (job.read_plan()["members"], job.status["round"]) == (seats, round_)
-    assert on_their_ways(job)
+    assert (job.read_plan()["members"], job.status["round"]) == (members, round_)
+    assert are_paths_in_force(job)
 
 
-def test_a_nodes_cables_are_pulled_and_slowed_all_together(network: LeafSpine) -> None:
+def test_all_links_of_a_node_are_cut_and_slowed(network: LeafSpine) -> None:
     where = ["-n", "pacekeeper-node-6", "qdisc", "show", "dev"]
     try:
         faults.slow_link("node-6", "20mbit")
@@ -134,10 +137,10 @@ def test_a_nodes_cables_are_pulled_and_slowed_all_together(network: LeafSpine) -
 def test_a_link_that_dies_is_planned_around_while_training_goes_on(
     cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
-    """The other job's ways are alive, but its leaf chooses among two spines now, so its ports may lead elsewhere."""
+    """The other job's routes are alive, but its leaf chooses among two spines now, so its ports may lead elsewhere."""
     for job in jobs:
         job.wait_for_more_steps(20)
-    dying = flows(jobs[0])["l1", "l2"]
+    dying = list_planned_spines(jobs[0])["l1", "l2"]
     rounds = {job.name: job.status["round"] for job in jobs}
     known = {job.name: job.list_incident_names() for job in jobs}
 
@@ -146,21 +149,21 @@ def test_a_link_that_dies_is_planned_around_while_training_goes_on(
         cluster.apply(fabric.build_manifest())
         for job in jobs:
             replanned = partial(is_replanned, job, dying, rounds[job.name])
-            job.wait_until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on their ways")
-        status = planned(cluster, 4)
+            job.wait_until(replanned, REPLANNED_SECONDS, f"the flows of {job.name} are on their routes")
+        status = find_planned_status(cluster, 4)
         assert status is not None
         assert (status["maxLoad"], status["lowerBound"], status["deadLinks"]) == (1, 1, 1)
-        assert spines_used(network, jobs) == {flows(job)["l1", "l2"] for job in jobs}
+        assert list_used_spines(network, jobs) == {list_planned_spines(job)["l1", "l2"] for job in jobs}
         for job in jobs:
             (incident,) = (i for i in job.list_incidents() if i["metadata"]["name"] not in known[job.name])
             assert (incident["spec"]["cause"], incident["status"]["remedy"]) == ("slow-communication", "PlanTraffic")
     finally:
         faults.heal_uplink("l1", dying)
         cluster.apply(fabric.build_manifest())
-    wait_for(lambda: (planned(cluster, 4) or {}).get("deadLinks") == 0, 10, "the link counts again")
+    wait_for(lambda: (find_planned_status(cluster, 4) or {}).get("deadLinks") == 0, 10, "the link counts again")
 
 
-def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_one_again(
+def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one(
     cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
     """Last of all: it may cost the jobs a round."""
@@ -170,23 +173,25 @@ def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_on
         faults.cut_uplink(*link)
     try:
         cluster.apply(fabric.build_manifest())
-        said = wait_for(lambda: because(cluster, "Planned", "NoRoute"), 15, "there is no way for any flow")
-        assert said["status"] == "False"
-        assert all(job.name in said["message"] for job in jobs), said
+        condition = wait_for(
+            lambda: find_condition(cluster, "Planned", "NoRoute"), 15, "there is no route for any flow"
+        )
+        assert condition["status"] == "False"
+        assert all(job.name in condition["message"] for job in jobs), condition
     finally:
         for link in links:
             faults.heal_uplink(*link)
         cluster.apply(fabric.build_manifest())
     for job in jobs:
         job.wait_for_step(steps[job.name] + 10, timeout=90)
-    wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have ways again")
+    wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have routes again")
 
 
-def answered(query: str) -> bool:
+def has_answers(query: str) -> bool:
     return kube.has_answers(query, time.time() - 10, time.time())
 
 
-def spines_used(network: LeafSpine, jobs: Sequence[ClusterJob]) -> set[str]:
+def list_used_spines(network: LeafSpine, jobs: Sequence[ClusterJob]) -> set[str]:
     """By which leaf l1 sends while all jobs train on."""
     before = network.read_sent_bytes(0)
     for job in jobs:
@@ -195,41 +200,41 @@ def spines_used(network: LeafSpine, jobs: Sequence[ClusterJob]) -> set[str]:
     return {fabric.format_spine_name(spine) for spine, count in enumerate(sent) if count > 3e6}
 
 
-def flows(job: ClusterJob) -> dict[tuple[str, str], str]:
+def list_planned_spines(job: ClusterJob) -> dict[tuple[str, str], str]:
     """Spines that the job's plan names, by the leaves of sender and receiver."""
     draft = job.read_desired()
     assert draft is not None
     leaves = {rank: fabric.get_leaf(job.find_node(rank)) for rank in range(draft.plan.world_size)}
-    wanted = draft.plan.paths.wanted if draft.plan.paths is not None else ()
-    return {(leaves[path.source], leaves[path.destination]): path.spine for path in wanted}
+    expected = draft.plan.paths.wanted if draft.plan.paths is not None else ()
+    return {(leaves[path.source], leaves[path.destination]): path.spine for path in expected}
 
 
 def is_replanned(job: ClusterJob, dead: str, round_: int) -> bool:
-    """Its flows are on their ways in a later round, and none by that spine."""
-    return dead not in flows(job).values() and job.status["round"] > round_ and on_their_ways(job)
+    """Its flows are on their routes in a later round, and none by that spine."""
+    return dead not in list_planned_spines(job).values() and job.status["round"] > round_ and are_paths_in_force(job)
 
 
-def on_their_ways(job: ClusterJob) -> bool:
+def are_paths_in_force(job: ClusterJob) -> bool:
     return job.get_condition("PathsInForce").get("status") == "True"
 
 
-def planned(cluster: KubectlCluster, count: int) -> dict[str, Any] | None:
-    """What the Fabric says, once so many flows have ways; None: not yet."""
+def find_planned_status(cluster: KubectlCluster, count: int) -> dict[str, Any] | None:
+    """The Fabric's status, once `count` flows have routes; None: not yet."""
     found: dict[str, Any] = (cluster.get("fabric", fabric.NAME) or {}).get("status", {})
     return found if found.get("flows") == count and is_true(cluster, "Planned") else None
 
 
-def condition(cluster: KubectlCluster, kind: str) -> dict[str, str]:
+def read_condition(cluster: KubectlCluster, kind: str) -> dict[str, str]:
     """Of the Fabric; {} where it has not been written yet."""
     found = (cluster.get("fabric", fabric.NAME) or {}).get("status", {}).get("conditions", ())
     return next((one for one in found if one["type"] == kind), {})
 
 
-def because(cluster: KubectlCluster, kind: str, reason: str) -> dict[str, str]:
+def find_condition(cluster: KubectlCluster, kind: str, reason: str) -> dict[str, str]:
     """The condition, for this reason; {}: there is none, or another."""
-    found = condition(cluster, kind)
+    found = read_condition(cluster, kind)
     return found if found.get("reason") == reason else {}
 
 
 def is_true(cluster: KubectlCluster, kind: str) -> bool:
-    return condition(cluster, kind).get("status") == "True"
+    return read_condition(cluster, kind).get("status") == "True"

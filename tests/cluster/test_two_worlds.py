@@ -1,5 +1,5 @@
-"""Of a disaster the simulation tells what the cluster tells: a difference is its defect, or a discovery about the
-operator.
+"""The simulation and the cluster write the same objects in a disaster. A difference is a defect of the simulation, or a
+discovery about the operator.
 
 `python -m simulation compare` plays all of them.
 """
@@ -21,7 +21,9 @@ SEEDS = (13, 15)
 """They affect no other job: out of memory, deleted by force; stopped twice, crashed, finished."""
 
 
-def test_both_worlds_tell_the_same(cluster: KubectlCluster, operator_process: OperatorProcess) -> None:
+def test_the_cluster_and_the_simulation_write_the_same_objects(
+    cluster: KubectlCluster, operator_process: OperatorProcess
+) -> None:
     played = run_all_on_cluster(cluster, operator_process, map(generate_scenario, SEEDS), on_entry=print)
     compared = [Comparison(each, run_in_simulation(each), real) for each, real in played]
     assert len(compared) == len(SEEDS)

@@ -25,10 +25,10 @@ from testing.readme import read_commands
 pytestmark = pytest.mark.usefixtures("resources")
 
 NO_OPERATOR = "image.repository=127.0.0.1:1/none,image.pullPolicy=Never"
-"""Its pod never starts: the definitions are looked at alone."""
+"""Its pod never starts: only the definitions are checked."""
 REPOSITORY_OF_THE_README = "registry.example/pacekeeper/operator"
 NEW_IN_STATUS = {"leafCrossings": {"now": 2, "best": 1}}
-"""A field that the version before does not know."""
+"""A field that the version before does not have."""
 STATUS = {"phase": "Running", "step": 7}
 
 
@@ -57,19 +57,21 @@ def release(cluster: KubectlCluster) -> Iterator[Callable[..., str]]:
         run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
 
 
-def test_it_is_installed_to_look_only_as_the_readme_says(cluster: KubectlCluster, release: Callable[..., str]) -> None:
-    install, look = read_commands("Install it")
+def test_it_is_installed_in_observe_only_mode_as_the_readme_says(
+    cluster: KubectlCluster, release: Callable[..., str]
+) -> None:
+    install, check = read_commands("Install it")
     ours = yaml.safe_load(VALUES.read_text())
     install = install.replace(REPOSITORY_OF_THE_README, ours["image"]["repository"])
-    # Beside the image: a Service keeps its address for as long as it lives, and the fixture wants it back as it was.
+    # In addition to the image: a Service keeps its address for as long as it lives, and the fixture needs it unchanged.
     settings = f"image.tag={ours['image']['tag']},service.clusterIP={ours['service']['clusterIP']}"
     # What is there already makes place, and is known to the fixture afterwards.
     release("uninstall", RELEASE, "--keep-history", "--no-hooks", "--ignore-not-found", "--wait")
-    said = typed(" ".join([install, "--set", settings, "--replace", *FORCE_OPTIONS]), cluster)
-    assert "Remedies: Recommend; quarantine of nodes: Recommend." in said
+    output = run_command(" ".join([install, "--set", settings, "--replace", *FORCE_OPTIONS]), cluster)
+    assert "Remedies: Recommend; quarantine of nodes: Recommend." in output
     cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", "-n", SYSTEM, "--timeout=60s", timeout=70)
-    said = typed(look, cluster)
-    assert said.startswith(("no TrainingJobs", "NAMESPACE"))
+    output = run_command(check, cluster)
+    assert output.startswith(("no TrainingJobs", "NAMESPACE"))
 
 
 def test_an_upgrade_and_a_rollback_keep_what_is_stored(
@@ -79,36 +81,36 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
 
     release(*install, str(chart_before))
     before = json.loads(release("list", "--filter", f"^{RELEASE}$", "--output", "json"))[0]["revision"]
-    until_known(cluster, leaf_crossings=False)
+    wait_until_known(cluster, leaf_crossings=False)
     cluster.apply(JOB, namespace)
     write_status(cluster, namespace, STATUS)
-    stored = job(cluster, namespace)
+    stored = read_job(cluster, namespace)
     assert stored["status"] == STATUS
 
     release(*install, str(CHART))
-    until_known(cluster, leaf_crossings=True)
-    now = job(cluster, namespace)
+    wait_until_known(cluster, leaf_crossings=True)
+    now = read_job(cluster, namespace)
     assert now["metadata"]["uid"] == stored["metadata"]["uid"]
-    assert kept(stored["spec"], now["spec"]), "new fields may have come with their defaults"
+    assert is_kept(stored["spec"], now["spec"]), "new fields may have come with their defaults"
     assert now["status"] == STATUS
     wait_for(lambda: write_status(cluster, namespace, NEW_IN_STATUS), 30, "the new field is stored")
-    assert job(cluster, namespace)["status"] == STATUS | NEW_IN_STATUS
+    assert read_job(cluster, namespace)["status"] == STATUS | NEW_IN_STATUS
 
     release("rollback", RELEASE, before, *FORCE_OPTIONS)
-    until_known(cluster, leaf_crossings=False)
-    wait_for(lambda: same(job(cluster, namespace), stored), 30, "only the new fields are gone")
+    wait_until_known(cluster, leaf_crossings=False)
+    wait_for(lambda: is_same(read_job(cluster, namespace), stored), 30, "only the new fields are gone")
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
-    assert cluster.list("fabrics") == [], "a kind that the version before does not know stays, and hurts nobody"
+    assert cluster.list("fabrics") == [], "a kind that the version before does not have stays, and does no harm"
 
     release(*install, str(CHART))
-    until_known(cluster, leaf_crossings=True)
-    after = job(cluster, namespace)
-    assert kept(stored["spec"] | {"suspend": True}, after["spec"])
+    wait_until_known(cluster, leaf_crossings=True)
+    after = read_job(cluster, namespace)
+    assert is_kept(stored["spec"] | {"suspend": True}, after["spec"])
     assert after["status"] == STATUS
 
 
-def typed(command: str, cluster: KubectlCluster) -> str:
-    """What it says to somebody who has cloned, has Helm and kubectl, and has `pip install`ed."""
+def run_command(command: str, cluster: KubectlCluster) -> str:
+    """The output for a user who has cloned the repository, has Helm and kubectl, and has `pip install`ed."""
     path = [Path(sys.executable).parent, programs.find_kubectl().parent, os.environ["PATH"]]
     environment = os.environ | {"KUBECONFIG": str(cluster.kubeconfig), "PATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(
@@ -125,7 +127,7 @@ JOB: dict[str, Any] = {
     "spec": {
         "template": {
             "spec": {
-                "schedulerName": "nobody",
+                "schedulerName": "none",
                 "containers": [
                     {
                         "name": "trainer",
@@ -140,7 +142,7 @@ JOB: dict[str, Any] = {
 }
 
 
-def until_known(cluster: KubectlCluster, *, leaf_crossings: bool) -> None:
+def wait_until_known(cluster: KubectlCluster, *, leaf_crossings: bool) -> None:
     """Until the API server goes by the definition: what it publishes is made of what it validates by."""
 
     def published() -> bool:
@@ -151,18 +153,18 @@ def until_known(cluster: KubectlCluster, *, leaf_crossings: bool) -> None:
     wait_for(published, 30, f"leafCrossings is {'known' if leaf_crossings else 'unknown'}")
 
 
-def job(cluster: KubectlCluster, namespace: str) -> Any:
+def read_job(cluster: KubectlCluster, namespace: str) -> Any:
     return cluster.get("tj", "gpt", namespace)
 
 
-def kept(before: Any, now: Any) -> bool:
+def is_kept(before: Any, now: Any) -> bool:
     """Whether each field that was there is there, and as it was."""
     if isinstance(before, dict):
-        return isinstance(now, dict) and all(name in now and kept(before[name], now[name]) for name in before)
+        return isinstance(now, dict) and all(name in now and is_kept(before[name], now[name]) for name in before)
     return bool(now == before)
 
 
-def same(now: Any, before: Any) -> bool:
+def is_same(now: Any, before: Any) -> bool:
     return (now["metadata"]["uid"], now["spec"], now["status"]) == (
         before["metadata"]["uid"],
         before["spec"],
@@ -174,4 +176,4 @@ def write_status(cluster: KubectlCluster, namespace: str, status: dict[str, Any]
     """Whether all of it is stored."""
     patch = json.dumps({"status": status})
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--subresource=status", "--type=merge", "--patch", patch)
-    return bool(status.items() <= job(cluster, namespace)["status"].items())
+    return bool(status.items() <= read_job(cluster, namespace)["status"].items())

@@ -1,4 +1,4 @@
-"""An operator that knows of no Prometheus: how ranks train, their sidecars tell."""
+"""An operator without Prometheus: sidecars report how ranks train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_A_SAMPLE = 0.01
 
 @pytest.fixture(scope="module")
 def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
-    """Two workers whose ranks sleep for each sample, for as long as a file of theirs says."""
+    """Two workers whose ranks sleep for each sample, for as long as a file of theirs sets."""
     if not cluster.is_testcluster:
         pytest.skip("the operator runs as a process on the test cluster's machine")
     with run_operator_process(cluster, prometheus_url=""), scratch_namespace(cluster) as namespace:
@@ -34,8 +34,8 @@ def job(cluster: KubectlCluster) -> Iterator[ClusterJob]:
         job.delete()
 
 
-def test_a_rank_that_becomes_slow_is_found_and_mended(job: ClusterJob) -> None:
-    # Its page of metrics answers nobody here: no network policy lets a Prometheus in that there is not.
+def test_a_rank_that_becomes_slow_is_found_and_remedied(job: ClusterJob) -> None:
+    # Its page of metrics is unreachable here: no network policy admits a Prometheus that does not exist.
     job.wait_until(lambda: int(job.status.get("step") or 0) >= 30, 120, "the job has trained for 30 steps")
     condition = job.get_condition("MetricsAvailable")
     assert (condition["status"], condition["reason"]) == ("False", "PrometheusNotConfigured")

@@ -64,10 +64,10 @@ def pytest_collection_finish() -> None:
 def cheap_forks() -> None:
     """Ranks, launchers and their warm processes are forked from this process: what it has done they need not do."""
     import_before_forks([*PREIMPORTS, *AT_FIRST_USE])
-    atexit.register(_unfreeze, os.getpid())
+    atexit.register(_unfreeze_objects, os.getpid())
 
 
-def _unfreeze(pid: int) -> None:
+def _unfreeze_objects(pid: int) -> None:
     """At this process's end, not at a fork's: extensions complain of what is left over."""
     if os.getpid() == pid:
         gc.unfreeze()

@@ -22,7 +22,7 @@ SHARES = (9, 6, 5, 4)
 
 
 @contextmanager
-def training(
+def run_training(
     folder: Path,
     *,
     workers: str = "ab",
@@ -52,7 +52,7 @@ def run_to_the_end(one: LauncherTeam) -> None:
         assert one.workers[name].wait() == 0, one.read_logs()
 
 
-def history(folder: Path) -> tuple[list[Any], list[str]]:
+def read_history(folder: Path) -> tuple[list[Any], list[str]]:
     """What each rank saw in the steps that count (the last time it made each), and what it learned."""
     seen = []
     for rank in range(4):
@@ -61,12 +61,12 @@ def history(folder: Path) -> tuple[list[Any], list[str]]:
     return seen, [(folder / f"learned-{rank}").read_text() for rank in range(4)]
 
 
-def restored_steps(folder: Path, rank: int = 0) -> list[int]:
+def list_restored_steps(folder: Path, rank: int = 0) -> list[int]:
     entries = [json.loads(line) for line in (folder / f"seen-{rank}.jsonl").read_text().splitlines()]
     return [entry["restored"] for entry in entries if "restored" in entry]
 
 
-def newest_step(folder: Path) -> int:
+def find_newest_step(folder: Path) -> int:
     path = folder / "seen-0.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return max((json.loads(line).get("step", 0) for line in lines), default=0)
@@ -75,7 +75,7 @@ def newest_step(folder: Path) -> int:
 @pytest.fixture(scope="module", params=["", "1"], ids=["replicated", "sharded"])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    with training(folder, SHARD=request.param) as one:
+    with run_training(folder, SHARD=request.param) as one:
         run_to_the_end(one)
     return request.param, folder
 
@@ -86,15 +86,15 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_snapshot(
 ) -> None:
     shard, reference = uninterrupted
     faults = [{"rank": 2, "round": 1, "step": 9, "kind": "sigkill"}]
-    with training(tmp_path / "run", SHARD=shard, FAULTS=json.dumps(faults)) as one:
+    with run_training(tmp_path / "run", SHARD=shard, FAULTS=json.dumps(faults)) as one:
         run_to_the_end(one)
-    first, second = restored_steps(tmp_path / "run")
+    first, second = list_restored_steps(tmp_path / "run")
     assert first == 0
     assert 6 <= second <= 8
-    assert history(tmp_path / "run") == history(reference)
+    assert read_history(tmp_path / "run") == read_history(reference)
 
 
-def kept_steps(folder: Path, rank: int) -> list[int]:
+def list_kept_steps(folder: Path, rank: int) -> list[int]:
     """Of the copies of a rank's shard in a worker's memory, oldest first; -1 for one that is not whole."""
     headers = []
     for path in folder.glob(f"snapshots/shard-{rank}-of-4.*"):
@@ -109,18 +109,18 @@ def test_a_lost_worker_costs_a_sharded_job_the_steps_since_the_snapshot(
     """What the lost one had is with the other, on another node: there is no volume at all. Of replicas all have all."""
     shard, reference = uninterrupted
     folder = tmp_path / "run"
-    with training(
+    with run_training(
         folder, workers="abc", separate_namespaces=True, SHARD=shard, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH=""
     ) as one:
         if shard:
-            one.wait_for(lambda: all(4 in kept_steps(folder / "a", rank) for rank in (2, 3)), "copies of step 4")
+            one.wait_for(lambda: all(4 in list_kept_steps(folder / "a", rank) for rank in (2, 3)), "copies of step 4")
         else:
-            one.wait_for(lambda: newest_step(folder) >= 6, "step 6")
+            one.wait_for(lambda: find_newest_step(folder) >= 6, "step 6")
         lost_at = lose_b(one)
-    first, second = restored_steps(folder)
+    first, second = list_restored_steps(folder)
     assert first == 0
     assert max(4, lost_at - 4) <= second < UNTIL
-    assert history(folder) == history(reference)
+    assert read_history(folder) == read_history(reference)
 
 
 def lose_b(one: LauncherTeam) -> int:
@@ -128,7 +128,7 @@ def lose_b(one: LauncherTeam) -> int:
     lost = one.workers.pop("b")
     lost.kill()
     lost.wait()
-    lost_at = newest_step(one.folder)
+    lost_at = find_newest_step(one.folder)
     members = one.build_members(a=[0, 1], c=[2, 3])
     one.give_plan(replace(one.plan, version=2, membership=2, round=2, store_port=29433, members=members))
     for name in ("a", "c"):
@@ -136,7 +136,7 @@ def lose_b(one: LauncherTeam) -> int:
     return lost_at
 
 
-def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_those_before(tmp_path: Path) -> None:
+def test_a_worker_that_is_lost_during_replication_costs_the_steps_since_the_previous_replicas(tmp_path: Path) -> None:
     """Half of what it sends is there, and half of what it is sent has gone with it."""
     variables: dict[str, Any] = {
         "WIDTH": 256,
@@ -144,52 +144,52 @@ def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_
         "PACEKEEPER_PEER_REPLICA_MEGABYTES": 1,
         "PACEKEEPER_CHECKPOINT_PATH": "",
     }
-    with training(tmp_path / "whole", SHARD=1, **variables) as one:
+    with run_training(tmp_path / "whole", SHARD=1, **variables) as one:
         run_to_the_end(one)
     folder = tmp_path / "run"
 
     def under_way() -> int:
         """The step of which all copies are whole while none of the next is; 0 at another moment."""
         copies = [(folder / "a", 2), (folder / "a", 3), (folder / "b", 0), (folder / "b", 1)]
-        kept = {tuple(kept_steps(*copy)) for copy in copies}
+        kept = {tuple(list_kept_steps(*copy)) for copy in copies}
         torn, whole = kept.pop() if len(kept) == 1 and len(next(iter(kept))) == 2 else (0, 0)
         return whole if torn == -1 else 0
 
-    with training(folder, workers="abc", separate_namespaces=True, SHARD=1, SLEEP=0.1, **variables) as one:
-        whole = one.wait_for(under_way, "all copies are under way")
+    with run_training(folder, workers="abc", separate_namespaces=True, SHARD=1, SLEEP=0.1, **variables) as one:
+        whole = one.wait_for(under_way, "all copies are in progress")
         lose_b(one)
-    assert restored_steps(folder) == [0, whole]
-    assert history(folder) == history(tmp_path / "whole")
+    assert list_restored_steps(folder) == [0, whole]
+    assert read_history(folder) == read_history(tmp_path / "whole")
 
 
 @pytest.mark.oldest_torch
 def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path], tmp_path: Path) -> None:
     shard, reference = uninterrupted
     folder = tmp_path / "run"
-    with training(folder, SHARD=shard, SLEEP=0.05) as one:
-        one.wait_for(lambda: newest_step(folder) >= 6, "step 6")
+    with run_training(folder, SHARD=shard, SLEEP=0.05) as one:
+        one.wait_for(lambda: find_newest_step(folder) >= 6, "step 6")
         one.give_plan(replace(one.plan, version=2, stop=Stop.SUSPEND))
         for name in "ab":
             one.wait_for_state(name, LauncherState.WARM)
             for path in (folder / name / "snapshots").iterdir():
                 path.unlink()  # as if the nodes were gone, and their memory with them
-        stopped_at = newest_step(folder)
+        stopped_at = find_newest_step(folder)
         one.give_plan(replace(one.plan, version=3, membership=2, round=2, store_port=29432, stop=Stop.NO))
         run_to_the_end(one)
-    assert restored_steps(folder) == [0, stopped_at]
+    assert list_restored_steps(folder) == [0, stopped_at]
     assert stopped_at < UNTIL
-    assert history(folder) == history(reference)
+    assert read_history(folder) == read_history(reference)
 
 
 @pytest.mark.parametrize("mode", [SyncMode.EDIT, SyncMode.ASYNC_EDIT])
 def test_a_killed_rank_in_a_local_mode_goes_on_from_the_snapshot(mode: SyncMode, tmp_path: Path) -> None:
     """From a synchronization, with the common parameters; at the end all ranks are one again."""
     faults = [{"rank": 2, "round": 1, "step": 11, "kind": "sigkill"}]
-    with training(tmp_path / "run", mode=mode, shares=None, SLEEP=0.02, FAULTS=json.dumps(faults)) as one:
+    with run_training(tmp_path / "run", mode=mode, shares=None, SLEEP=0.02, FAULTS=json.dumps(faults)) as one:
         run_to_the_end(one)
         assert {one.workers[name].read_heartbeat().sync_mode for name in "ab"} == {mode}
-    first, second = restored_steps(tmp_path / "run")
+    first, second = list_restored_steps(tmp_path / "run")
     assert first == 0
     assert 0 < second < UNTIL
-    _, learned = history(tmp_path / "run")
+    _, learned = read_history(tmp_path / "run")
     assert learned == [learned[0]] * 4

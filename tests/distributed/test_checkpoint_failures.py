@@ -1,4 +1,4 @@
-"""Checkpoints that fail on one rank fail on all: nobody waits, training goes on, and none of them counts as kept."""
+"""Checkpoints that fail on one rank fail on all: no rank waits, training goes on, and none of them counts as kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[int, Any, str, str]] = {
 """Rank, where the function is found and its name, and what an argument ends in if the call is to fail."""
 
 
-def break_(rank: int, fault: str, times: float = 1) -> None:
+def inject_fault(rank: int, fault: str, times: float = 1) -> None:
     """The volume is full for the first `times` calls, on the fault's rank: this process ends with the test."""
     victim, owner, name, ending = FAULTS[fault]
     function = getattr(owner, name)
@@ -59,10 +59,10 @@ def break_(rank: int, fault: str, times: float = 1) -> None:
         setattr(owner, name, fails)
 
 
-def train(
+def train_until(
     volume: Path, every: int, until: int | None, after: Callable[[pk.Job, pk.Step], None] = lambda *_: None
 ) -> tuple[int, Any]:
-    """The step that was reached, and the exit code of a job that was told to leave."""
+    """The step that was reached, and the exit code of a job that received SIGTERM."""
     logging.getLogger("pacekeeper").addHandler(logging.StreamHandler())
     job = pk.init(checkpoints=pk.Checkpoints(volume, every=every))
     model = job.replicate(nn.Linear(4, 1))
@@ -83,33 +83,33 @@ def train(
     return job.step, 0
 
 
-def said(runtime: Path, field: str) -> list[int]:
+def read_state_field(runtime: Path, field: str) -> list[int]:
     """By each rank, to its launcher."""
     return [int(RingReader(RuntimeFolder(runtime).ring(rank)).state()[field]) for rank in range(RANKS)]
 
 
-def kept(volume: Path) -> set[str]:
+def list_kept(volume: Path) -> set[str]:
     """All that lies there; what is half-written has names of its own."""
     return {path.name for path in volume.iterdir() if not path.name.startswith((".owner-", "owner.json"))}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_checkpoint_that_fails_on_one_rank_stalls_nobody_and_the_next_one_is_kept(
+def test_a_checkpoint_that_fails_on_one_rank_stalls_no_rank_and_the_next_one_is_kept(
     fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank_main(rank: int) -> tuple[int, Any]:
-        break_(rank, fault)
-        return train(tmp_path / "volume", every=2, until=6)
+        inject_fault(rank, fault)
+        return train_until(tmp_path / "volume", every=2, until=6)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(6, 0)] * RANKS
-    assert kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
-    assert said(tmp_path / "runtime", "checkpoint_step") == [6] * RANKS
+    assert list_kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
+    assert read_state_field(tmp_path / "runtime", "checkpoint_step") == [6] * RANKS
     message = f"the checkpoint of step 2 is not published: rank {FAULTS[fault][0]}: OSError: {FULL}: {REMEDY}\n"
-    assert capfd.readouterr().err.count(message) == 1  # rank 0 says it for all
+    assert capfd.readouterr().err.count(message) == 1  # rank 0 reports it for all
 
 
 @contextmanager
-def small_volume(path: Path) -> Iterator[Path]:
+def mount_small_volume(path: Path) -> Iterator[Path]:
     """Of one mebibyte. Skips the test where this user may not mount one."""
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], check=False)
@@ -121,13 +121,13 @@ def small_volume(path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
-def fill(volume: Path) -> None:
+def fill_volume(volume: Path) -> None:
     with suppress(OSError), (volume / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 12))
 
 
-def make_room(volume: Path) -> None:
+def free_space(volume: Path) -> None:
     (volume / "filler").unlink()
 
 
@@ -150,20 +150,20 @@ def put_it_back(volume: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "mend", "reason"),
+    ("spoil", "repair", "reason"),
     [
-        (fill, make_room, f"No space left on device: {REMEDY}"),
+        (fill_volume, free_space, f"No space left on device: {REMEDY}"),
         (make_read_only, make_writable, "mount the volume of spec.checkpoint.path writable"),
         (put_a_file_there, put_it_back, str(errno.ENOTDIR)),
     ],
     ids=["full", "read-only", "a file"],
 )
-def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_is_mended(
-    spoil: Callable[[Path], None], mend: Callable[[Path], None], reason: str, tmp_path: Path
+def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_recovers(
+    spoil: Callable[[Path], None], repair: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
-    news = RuntimeFolder(tmp_path / "runtime").checkpoints
+    status_file = RuntimeFolder(tmp_path / "runtime").checkpoints
 
-    with small_volume(tmp_path / "mount") as mount:
+    with mount_small_volume(tmp_path / "mount") as mount:
         volume = mount / "volume"
 
         def meddle(job: pk.Job, step: pk.Step) -> None:
@@ -171,86 +171,93 @@ def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_whe
             if job.rank != 0 or step.number not in {3, 5, 7, 9}:
                 return
             if step.number == 3:
-                wait_until(lambda: read_checkpoint_status(news).step == 2, "the first one is kept")
+                wait_until(lambda: read_checkpoint_status(status_file).step == 2, "the first one is kept")
                 spoil(volume)
             elif step.number in {5, 7}:
                 wait_until(
-                    lambda: f"step {step.number - 1}: " in read_checkpoint_status(news).error, "the failure is told"
+                    lambda: f"step {step.number - 1}: " in read_checkpoint_status(status_file).error,
+                    "the failure is reported",
                 )
-                told = read_checkpoint_status(news)
-                assert (told.step, told.failed_rank) == (2, 0), "the newest that is kept, and who could not keep more"
-                assert told.error.startswith(str(volume))
-                assert reason in told.error
+                status = read_checkpoint_status(status_file)
+                assert (status.step, status.failed_rank) == (2, 0), "the newest that is kept, and the rank that failed"
+                assert status.error.startswith(str(volume))
+                assert reason in status.error
                 if step.number == 7:
-                    mend(volume)
+                    repair(volume)
             else:
-                wait_until(lambda: read_checkpoint_status(news).step == 8, "the one after that is kept")
-                assert (read_checkpoint_status(news).failed_rank, read_checkpoint_status(news).error) == (None, "")
+                wait_until(lambda: read_checkpoint_status(status_file).step == 8, "the one after that is kept")
+                status = read_checkpoint_status(status_file)
+                assert (status.failed_rank, status.error) == (None, "")
 
-        assert run_ranks(lambda _: train(volume, 2, 9, meddle), RANKS, runtime=tmp_path / "runtime") == [(9, 0)] * RANKS
-        assert {"step-00000002", "step-00000008", "step-00000009"} <= kept(volume)
+        assert (
+            run_ranks(lambda _: train_until(volume, 2, 9, meddle), RANKS, runtime=tmp_path / "runtime")
+            == [(9, 0)] * RANKS
+        )
+        assert {"step-00000002", "step-00000008", "step-00000009"} <= list_kept(volume)
 
 
-def test_a_folder_that_somebody_empties_is_used_again(tmp_path: Path) -> None:
+def test_a_folder_that_was_emptied_is_used_again(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
 
     def meddle(job: pk.Job, step: pk.Step) -> None:
         if job.rank == 0 and step.number == 3:
-            wait_until(lambda: kept(volume) == {"step-00000002"}, "the first one is kept")
+            wait_until(lambda: list_kept(volume) == {"step-00000002"}, "the first one is kept")
             shutil.rmtree(volume)
 
-    run_ranks(lambda _: train(volume, 2, 4, meddle), RANKS, runtime=tmp_path / "runtime")
-    assert kept(volume) == {"step-00000004"}
+    run_ranks(lambda _: train_until(volume, 2, 4, meddle), RANKS, runtime=tmp_path / "runtime")
+    assert list_kept(volume) == {"step-00000004"}
 
 
-def test_training_that_waits_for_a_volume_which_hangs_says_so(tmp_path: Path) -> None:
-    news = RuntimeFolder(tmp_path / "runtime").checkpoints
+def test_training_that_waits_for_a_hanging_volume_reports_it(tmp_path: Path) -> None:
+    status_file = RuntimeFolder(tmp_path / "runtime").checkpoints
 
     def rank_main(rank: int) -> tuple[int, Any]:
         checkpoint_writer._SLOW_WRITE_WARNING_SECONDS = 0.2
         publish = checkpoint_folder.CheckpointFolder.publish
 
         def hangs(*arguments: Any) -> bool:
-            wait_until(lambda: "still being written" in read_checkpoint_status(news).error, "the wait is told")
+            wait_until(
+                lambda: "still being written" in read_checkpoint_status(status_file).error, "the wait is reported"
+            )
             return publish(*arguments)
 
         if rank == 0:
             checkpoint_folder.CheckpointFolder.publish = hangs  # type: ignore[method-assign,assignment]
-        return train(tmp_path / "volume", 2, 5)
+        return train_until(tmp_path / "volume", 2, 5)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
-    assert kept(tmp_path / "volume") == {"step-00000002", "step-00000004", "step-00000005"}
-    assert read_checkpoint_status(news).error == ""
+    assert list_kept(tmp_path / "volume") == {"step-00000002", "step-00000004", "step-00000005"}
+    assert read_checkpoint_status(status_file).error == ""
 
 
-def test_a_rank_that_ends_waits_for_a_volume_that_hangs_and_not_for_ever(
+def test_a_rank_that_ends_waits_for_a_hanging_volume_for_a_limited_time(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank_main(rank: int) -> tuple[int, Any]:
         checkpoint_writer._SLOW_WRITE_WARNING_SECONDS = checkpoint_writer._MAX_WRITE_WAIT_SECONDS = 0.2
         if rank == 1:
-            distributed_checkpoint._write_items = hang  # type: ignore[assignment]
-        return train(tmp_path / "volume", 2, 5)
+            distributed_checkpoint._write_items = wait_indefinitely  # type: ignore[assignment]
+        return train_until(tmp_path / "volume", 2, 5)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
     log = capfd.readouterr().err
     assert log.count("the checkpoint of step 4 is not published: rank 0: an earlier one is still being written") == 1
     assert log.count("training no longer waits for the last checkpoint") == RANKS, "once, not at each one that is due"
     assert log.count("the state after step 5, the last one, is NOT saved on the volume") == RANKS
-    assert not {name for name in kept(tmp_path / "volume") if "partial" not in name}
+    assert not {name for name in list_kept(tmp_path / "volume") if "partial" not in name}
 
 
-def test_what_one_rank_could_not_wait_for_counts_as_lost_on_all_and_nobody_tries_again_alone(
+def test_a_save_that_times_out_on_one_rank_is_lost_on_all_and_no_rank_retries_by_itself(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has heard that it has failed, and would make the last checkpoint once more, without rank 1."""
+    """Rank 0 has received the failure, and would make the last checkpoint once more, without rank 1."""
 
     def rank_main(rank: int) -> tuple[int, Any]:
-        break_(rank, "manifest")
+        inject_fault(rank, "manifest")
         if rank == 1:
             checkpoint_writer._SLOW_WRITE_WARNING_SECONDS = checkpoint_writer._MAX_WRITE_WAIT_SECONDS = 1.0
-            checkpoint_folder.CheckpointFolder.discard = hang  # type: ignore[method-assign,assignment]
-        return train(tmp_path / "volume", every=1000, until=4)
+            checkpoint_folder.CheckpointFolder.discard = wait_indefinitely  # type: ignore[method-assign,assignment]
+        return train_until(tmp_path / "volume", every=1000, until=4)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(4, 0)] * RANKS
     log = capfd.readouterr().err
@@ -258,7 +265,7 @@ def test_what_one_rank_could_not_wait_for_counts_as_lost_on_all_and_nobody_tries
     assert log.count("the state after step 4, the last one, is NOT saved on the volume") == RANKS
 
 
-def hang(*_: Any) -> NoReturn:
+def wait_indefinitely(*_: Any) -> NoReturn:
     while True:
         signal.pause()
 
@@ -267,21 +274,21 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     wait_until_true(lambda: condition() or None, what)
 
 
-@pytest.mark.parametrize("told_to_leave", [False, True], ids=["the end", "SIGTERM"])
+@pytest.mark.parametrize("receives_sigterm", [False, True], ids=["the end", "SIGTERM"])
 @pytest.mark.parametrize("fault", ["manifest", "write"])
-def test_the_last_checkpoint_is_tried_again(fault: str, told_to_leave: bool, tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_tried_again(fault: str, receives_sigterm: bool, tmp_path: Path) -> None:
     def terminate(job: pk.Job, step: pk.Step) -> None:
-        if told_to_leave and job.rank == 1 and step.number == 3:
+        if receives_sigterm and job.rank == 1 and step.number == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def rank_main(rank: int) -> tuple[int, Any]:
-        break_(rank, fault)
-        return train(tmp_path / "volume", every=1000, until=None if told_to_leave else 4, after=terminate)
+        inject_fault(rank, fault)
+        return train_until(tmp_path / "volume", every=1000, until=None if receives_sigterm else 4, after=terminate)
 
     results = run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime")
-    assert results == [(4, 143 if told_to_leave else 0)] * RANKS
-    assert kept(tmp_path / "volume") == {"step-00000004"}
-    assert said(tmp_path / "runtime", "checkpoint_step") == [4] * RANKS
+    assert results == [(4, 143 if receives_sigterm else 0)] * RANKS
+    assert list_kept(tmp_path / "volume") == {"step-00000004"}
+    assert read_state_field(tmp_path / "runtime", "checkpoint_step") == [4] * RANKS
 
 
 @pytest.mark.parametrize("failures", [1, float("inf")], ids=["once", "always"])
@@ -291,7 +298,7 @@ def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_ke
     plan = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER)
     path = RuntimeFolder(tmp_path / "runtime").plan
 
-    def ask(job: pk.Job, step: pk.Step) -> None:
+    def request_checkpoint(job: pk.Job, step: pk.Step) -> None:
         if job.rank == 0 and step.number == 3:  # agreed on when step 4 is over
             write_json(path, replace(plan, version=2, checkpoint_request=1).to_json())
         step.checkpoint()  # the one that is due, before the ordinal where the request is found
@@ -299,20 +306,20 @@ def test_a_request_at_a_step_that_could_not_be_written_is_answered_once_it_is_ke
     def rank_main(rank: int) -> tuple[int, Any]:
         if rank == 0:
             write_json(path, plan.to_json())
-        break_(rank, "manifest", failures)
-        return train(tmp_path / "volume", every=4, until=6, after=ask)
+        inject_fault(rank, "manifest", failures)
+        return train_until(tmp_path / "volume", every=4, until=6, after=request_checkpoint)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(6, 0)] * RANKS
     log = capfd.readouterr().err
     if failures == 1:
-        assert kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
-        assert said(tmp_path / "runtime", "checkpoint_request") == [1] * RANKS
+        assert list_kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
+        assert read_state_field(tmp_path / "runtime", "checkpoint_request") == [1] * RANKS
         assert "NOT saved" not in log
     else:
-        assert kept(tmp_path / "volume") == set()
-        assert said(tmp_path / "runtime", "checkpoint_request") == [0] * RANKS
-        assert said(tmp_path / "runtime", "checkpoint_step") == [-1] * RANKS
-        assert log.count("checkpoint of step 4 is not published") == 2  # the one that was due, and the one asked for
+        assert list_kept(tmp_path / "volume") == set()
+        assert read_state_field(tmp_path / "runtime", "checkpoint_request") == [0] * RANKS
+        assert read_state_field(tmp_path / "runtime", "checkpoint_step") == [-1] * RANKS
+        assert log.count("checkpoint of step 4 is not published") == 2  # the one that was due, and the requested one
         assert log.count("checkpoint of step 6 is not published") == 2
         assert (
             "the state after step 6, the last one, is NOT saved on the volume: the newest checkpoint there is none"

@@ -22,14 +22,14 @@ from testing.training.ranks import run_ranks
 RANKS = 2
 
 
-def as_job(name: str, uid: str, **more: str) -> dict[str, str]:
+def build_job_environment(name: str, uid: str, **more: str) -> dict[str, str]:
     return {"PACEKEEPER_JOB": name, "PACEKEEPER_NAMESPACE": "team", "PACEKEEPER_JOB_UID": uid, **more}
 
 
-def train(
+def train_until(
     volume: Path, until: int, width: int = 1, after: Callable[[int, int], None] = lambda *_: None
 ) -> tuple[int, int]:
-    """The steps that it went on from and has come to. `after`: is told rank and step behind each step."""
+    """The steps that it went on from and has come to. `after`: is called with rank and step after each step."""
     job = pk.init(checkpoints=pk.Checkpoints(volume, every=1))
     model = job.replicate(nn.Linear(4, width))
     optimizer = job.optimizer(torch.optim.AdamW(model.parameters()))
@@ -44,12 +44,12 @@ def train(
     return restored, job.step
 
 
-def content(path: Path) -> dict[str, bytes | None]:
+def read_content(path: Path) -> dict[str, bytes | None]:
     """All that is below a folder."""
     return {str(its.relative_to(path)): its.read_bytes() if its.is_file() else None for its in path.rglob("*")}
 
 
-def refusal(main: Callable[[], object]) -> str:
+def catch_refusal(main: Callable[[], object]) -> str:
     with pytest.raises(InputError) as refused:
         main()
     return str(refused.value)
@@ -61,15 +61,15 @@ def test_a_job_that_is_not_the_owner_changes_nothing_and_one_that_loses_the_fold
     volume, runtime = tmp_path / "volume", tmp_path / "runtime"
 
     def in_job(name: str, uid: str, main: Callable[[], Any], ranks: int = 1) -> list[Any]:
-        return run_ranks(lambda _: main(), ranks, environment=as_job(name, uid))
+        return run_ranks(lambda _: main(), ranks, environment=build_job_environment(name, uid))
 
-    assert in_job("one", "uid-1", lambda: train(volume, 3), RANKS) == [(0, 3)] * RANKS
+    assert in_job("one", "uid-1", lambda: train_until(volume, 3), RANKS) == [(0, 3)] * RANKS
     CheckpointFolder(volume, 9, job=JobIdentity("team/one", "uid-1")).get_partial_path(4).mkdir()
-    before = content(volume)
+    before = read_content(volume)
 
-    (why,) = in_job("other", "uid-3", lambda: refusal(lambda: train(volume, 9)))
+    (why,) = in_job("other", "uid-3", lambda: catch_refusal(lambda: train_until(volume, 9)))
     assert "holds checkpoints of another job, team/one (UID uid-1); this one is team/other" in why
-    (why,) = in_job("one", "uid-2", lambda: refusal(lambda: train(volume, 9, width=2)))
+    (why,) = in_job("one", "uid-2", lambda: catch_refusal(lambda: train_until(volume, 9, width=2)))
     assert "is of another model" in why
 
     def evaluate() -> tuple[int, dict[str, list[float]]]:
@@ -81,20 +81,22 @@ def test_a_job_that_is_not_the_owner_changes_nothing_and_one_that_loses_the_fold
     ((step, values),) = in_job("evaluation", "uid-4", evaluate)
     assert step == 3
     assert set(values) == {"weight", "bias"}
-    assert content(volume) == before, "neither a job of another name, nor another model, nor an evaluation changed it"
+    assert read_content(volume) == before, (
+        "neither a job of another name, nor another model, nor an evaluation changed it"
+    )
 
-    def until_taken(_: int) -> str:
+    def wait_until_taken(_: int) -> str:
         def adopt(rank: int, number: int) -> None:
             if rank == 0 and number == 5:
                 CheckpointFolder(volume, 1, job=JobIdentity("team/other", "uid-3"), adopt="team/one").claim()
 
         with pytest.raises(RoundSupersededError) as over:
-            train(volume, 20, after=adopt)
+            train_until(volume, 20, after=adopt)
         return str(over.value)
 
-    said = run_ranks(until_taken, RANKS, runtime=runtime, environment=as_job("one", "uid-2"))
-    for words in said:
-        assert "belongs to team/other (UID uid-3) by now: this round keeps no checkpoint, and ends" in words
+    messages = run_ranks(wait_until_taken, RANKS, runtime=runtime, environment=build_job_environment("one", "uid-2"))
+    for message in messages:
+        assert "belongs to team/other (UID uid-3) by now: this round keeps no checkpoint, and ends" in message
     assert "team/other (UID uid-3)" in read_checkpoint_status(RuntimeFolder(runtime).checkpoints).error
     assert not list(volume.glob("step-*.partial-*")), "the job applied again has cleared what its run before left"
     adopted = CheckpointFolder(volume, 1, job=JobIdentity("team/other", "uid-3"))

@@ -68,7 +68,7 @@ class Rank:
         ]
 
 
-def a_rank(rank: int, root: Path, shard: int = 1, seed: int = 0) -> Rank:
+def create_rank(rank: int, root: Path, shard: int = 1, seed: int = 0) -> Rank:
     """shard: ranks that share a replica. seed: of the weights at the beginning."""
     ranks = dist.get_world_size()
     replication = Replication(rank, {"sync": ranks // shard, "shard": shard}, torch.device("cpu"))
@@ -84,7 +84,7 @@ def a_rank(rank: int, root: Path, shard: int = 1, seed: int = 0) -> Rank:
     return Rank(model, optimizer, folder, StateStore(environment, CpuGroup(Recorder(NoRing())), state, folder), runtime)
 
 
-def in_ranks(ranks: int, main: Callable[[int], Any]) -> list[Any]:
+def run_in_ranks(ranks: int, main: Callable[[int], Any]) -> list[Any]:
     def rank_main(rank: int) -> Any:
         dist.init_process_group("gloo")
         return main(rank)
@@ -92,12 +92,12 @@ def in_ranks(ranks: int, main: Callable[[int], Any]) -> list[Any]:
     return run_ranks(rank_main, ranks)
 
 
-def steps(root: Path) -> list[str]:
+def list_steps(root: Path) -> list[str]:
     """Folders of checkpoints, half-written ones among them."""
     return sorted(path.name for path in (root / "volume").glob("step-*"))
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -109,7 +109,7 @@ def test_replicas_share_the_copying_and_the_writing(shard: int, tmp_path: Path) 
     ranks = 4
 
     def main(rank: int) -> int:
-        its = a_rank(rank, tmp_path, shard)
+        its = create_rank(rank, tmp_path, shard)
         its.train()
         assert its.checkpoint(1) is WriteOutcome.PUBLISHED
         its.train()
@@ -118,7 +118,7 @@ def test_replicas_share_the_copying_and_the_writing(shard: int, tmp_path: Path) 
         assert writer is not None
         return len(writer._saver._buffer)
 
-    copied = in_ranks(ranks, main)
+    copied = run_in_ranks(ranks, main)
     written = [(tmp_path / f"volume/step-00000002/__{rank}_0.distcp").stat().st_size for rank in range(ranks)]
     share = 3 * MODEL_BYTES / ranks
     assert all(0.75 * share < nbytes < 1.25 * share for nbytes in copied), "each a part, none twice"
@@ -134,34 +134,34 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(
     ranks: int, shard: int, after: int, after_shard: int, tmp_path: Path
 ) -> None:
     def write(rank: int) -> list[Values]:
-        its = a_rank(rank, tmp_path, shard)
+        its = create_rank(rank, tmp_path, shard)
         its.train(3)
         assert its.checkpoint(3) is WriteOutcome.PUBLISHED
         return [its.numpy() for its in its.values()]  # plain values cross processes
 
     def restore(rank: int) -> tuple[RestoredState | None, list[Values]]:
-        its = a_rank(rank, tmp_path, after_shard, seed=1)
+        its = create_rank(rank, tmp_path, after_shard, seed=1)
         restored = its.store.restore()
         return restored, [its.numpy() for its in its.values()]
 
-    kept = in_ranks(ranks, write)[0]
-    for restored, values in in_ranks(after, restore):
+    kept = run_in_ranks(ranks, write)[0]
+    for restored, values in run_in_ranks(after, restore):
         assert restored == RestoredState(3, 30, 3, StateOrigin.CHECKPOINT)
         # By numpy: ranks of later tests are forked from this process, and would miss the threads that torch makes here.
         assert all(np.array_equal(one, other) for one, other in zip(kept, values, strict=True))
 
 
-def test_a_state_that_grows_is_shared_anew(tmp_path: Path) -> None:
+def test_a_state_that_grows_is_distributed_again(tmp_path: Path) -> None:
     def main(rank: int) -> bool:
-        its = a_rank(rank, tmp_path)
+        its = create_rank(rank, tmp_path)
         assert its.checkpoint(1) is WriteOutcome.PUBLISHED  # before the first step there are no moments
         its.train(2)
         assert its.checkpoint(2) is WriteOutcome.PUBLISHED
-        fresh = a_rank(rank, tmp_path, seed=1)
+        fresh = create_rank(rank, tmp_path, seed=1)
         assert fresh.store.restore() == RestoredState(2, 20, 2, StateOrigin.CHECKPOINT)
-        return equal(its.values(), fresh.values())
+        return are_equal(its.values(), fresh.values())
 
-    assert in_ranks(2, main) == [True] * 2
+    assert run_in_ranks(2, main) == [True] * 2
 
 
 # Reading
@@ -169,40 +169,40 @@ def test_a_state_that_grows_is_shared_anew(tmp_path: Path) -> None:
 
 def test_a_restart_from_a_snapshot_reads_no_checkpoint(tmp_path: Path) -> None:
     def main(rank: int) -> tuple[int, int | None, int]:
-        its = a_rank(rank, tmp_path)
+        its = create_rank(rank, tmp_path)
         its.train()
         for step in (1, 2):
             assert its.checkpoint(step) is WriteOutcome.PUBLISHED
         its.store.snapshot(2, samples=20)
         its.store.settle()
-        fresh = a_rank(rank, tmp_path, seed=1)
-        opened = opened_files(tmp_path / "volume")
+        fresh = create_rank(rank, tmp_path, seed=1)
+        opened = record_opened_files(tmp_path / "volume")
         restored = fresh.store.restore()
         assert restored is not None
-        assert equal(its.values(), fresh.values())
+        assert are_equal(its.values(), fresh.values())
         return restored.step, restored.checkpoint_step, sum(opened)
 
-    for rank, (step, checkpoint_step, nbytes) in enumerate(in_ranks(2, main)):
+    for rank, (step, checkpoint_step, nbytes) in enumerate(run_in_ranks(2, main)):
         assert (step, checkpoint_step) == (2, 2)
         assert nbytes < 1 << 16, f"rank {rank}: manifests are all that is read of {6 * MODEL_BYTES} bytes"
 
 
-def opened_files(folder: Path) -> list[int]:
+def record_opened_files(folder: Path) -> list[int]:
     """The sizes of files in it that this process opens from now on: no more than that is read of them."""
     sizes: list[int] = []
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def on_audit_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(str(folder)):
             path = Path(arguments[0])
             sizes.append(path.stat().st_size if path.exists() else 0)
 
-    sys.addaudithook(hear)
+    sys.addaudithook(on_audit_event)
     return sizes
 
 
-def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path: Path) -> None:
+def test_where_every_checkpoint_is_torn_no_rank_loads_half_of_one(tmp_path: Path) -> None:
     def main(rank: int) -> str:
-        its = a_rank(rank, tmp_path)
+        its = create_rank(rank, tmp_path)
         its.train()
         for step in (1, 2):
             assert its.checkpoint(step) is WriteOutcome.PUBLISHED
@@ -212,10 +212,10 @@ def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path
                 path.write_bytes(bytes(path.stat().st_size))
         dist.barrier()
         with pytest.raises(InputError) as refused:
-            a_rank(rank, tmp_path, seed=1).store.restore()
+            create_rank(rank, tmp_path, seed=1).store.restore()
         return str(refused.value)
 
-    for message in in_ranks(2, main):
+    for message in run_in_ranks(2, main):
         assert f"spec.checkpoint.path: no checkpoint in {tmp_path / 'volume'} can be loaded: rank 0: " in message
         assert "step-00000001/__1_0.distcp: the checksum at offset" in message
 
@@ -223,7 +223,7 @@ def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path
 # What others cannot read
 
 
-def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_volume_changed_is_not_published(tmp_path: Path) -> None:
     def main(rank: int) -> list[WriteOutcome]:
         write = distributed_checkpoint._write_items
 
@@ -234,7 +234,7 @@ def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_pat
             path.write_bytes(content)
             return written
 
-        its = a_rank(rank, tmp_path)
+        its = create_rank(rank, tmp_path)
         if rank == 1:
             distributed_checkpoint._write_items = write_and_lose_a_bit
         outcomes = [its.checkpoint(1)]
@@ -242,21 +242,21 @@ def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_pat
         outcomes.append(its.checkpoint(2))
         return outcomes
 
-    assert in_ranks(2, main) == [[WriteOutcome.FAILED, WriteOutcome.PUBLISHED]] * 2
-    assert steps(tmp_path) == ["step-00000002"]
+    assert run_in_ranks(2, main) == [[WriteOutcome.FAILED, WriteOutcome.PUBLISHED]] * 2
+    assert list_steps(tmp_path) == ["step-00000002"]
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
-def test_a_path_that_is_each_workers_own_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_path_that_workers_do_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
     def main(rank: int) -> str:
         unshare_mounts()
         checkpoint_folder._FILE_VISIBILITY_SECONDS = 0.0
         mount_memory(tmp_path / "volume")
         with pytest.raises(InputError) as refused:
-            a_rank(rank, tmp_path).store.restore()
+            create_rank(rank, tmp_path).store.restore()
         return str(refused.value)
 
-    for message in in_ranks(3, main):
+    for message in run_in_ranks(3, main):
         path = tmp_path / "volume"
         assert (
             message
@@ -265,23 +265,23 @@ def test_a_path_that_is_each_workers_own_is_refused_before_the_first_step(tmp_pa
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
-def test_what_another_worker_does_not_see_does_not_count_as_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_worker_cannot_read_does_not_count_as_kept(tmp_path: Path) -> None:
     """The volume goes away under one worker, which writes into its own disk from then on."""
 
     def main(rank: int) -> tuple[list[WriteOutcome], str]:
         unshare_mounts()
         checkpoint_folder._FILE_VISIBILITY_SECONDS = 0.0
-        its = a_rank(rank, tmp_path)
+        its = create_rank(rank, tmp_path)
         its.store.restore()
         outcomes = [its.checkpoint(1)]
         if rank == 1:
             mount_memory(tmp_path / "volume")
         outcomes.append(its.checkpoint(2))
-        assert steps(tmp_path) == (["step-00000001"] if rank == 0 else []), "what nobody can use takes no room"
+        assert list_steps(tmp_path) == (["step-00000001"] if rank == 0 else []), "what no rank can use takes no space"
         return outcomes, read_checkpoint_status(its.runtime.checkpoints).error
 
-    results = in_ranks(2, main)
+    results = run_in_ranks(2, main)
     assert [outcomes for outcomes, _ in results] == [[WriteOutcome.PUBLISHED, WriteOutcome.FAILED]] * 2
-    assert steps(tmp_path) == ["step-00000001"]
-    told = results[0][1]
-    assert "/__1_0.distcp, which rank 1 has written, is missing on this rank's worker. Mount one volume" in told
+    assert list_steps(tmp_path) == ["step-00000001"]
+    message = results[0][1]
+    assert "/__1_0.distcp, which rank 1 has written, is missing on this rank's worker. Mount one volume" in message

@@ -1,6 +1,6 @@
-"""What is heard of collectives on their way through torch's dispatcher, and that they are none the worse for it.
+"""What hooks receive of collectives in torch's dispatcher, and that the collectives work as before.
 
-`hooks` takes torch's own hooks where there are any; `dispatcher` works with any torch, and must say the same.
+`hooks` takes torch's own hooks where there are any; `dispatcher` works with any torch, and must report the same.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
 
-Heard = tuple[str, bool, list[int], list[int]]
+HookCall = tuple[str, bool, list[int], list[int]]
 """Name, whether it is asynchronous, sizes of the tensors that go in, and of those that come out."""
 
 
 class Listener:
-    """Writes down what it is told of one group."""
+    """Records the calls of one group."""
 
-    def __init__(self, told_by: ModuleType, group: Any) -> None:
-        self.heard: list[Heard] = []
+    def __init__(self, hooks: ModuleType, group: Any) -> None:
+        self.calls: list[HookCall] = []
         self.works: list[Work | None] = []
         self.threads: set[int] = set()
         self.entered: list[int] = []
         """Numbers of calls without a work yet."""
-        told_by.hook_group(group, self._enter, self._issued)
+        hooks.hook_group(group, self._enter, self._issued)
 
     def _enter(self, call: Any) -> None:
         self.entered.append(call.op_id)
@@ -49,7 +49,7 @@ class Listener:
         assert collective_hooks.identify_collective(call) == collective_hooks.identify_collective(
             SimpleNamespace(name=name)
         )
-        self.heard.append((name, call.async_op, *sizes))
+        self.calls.append((name, call.async_op, *sizes))
 
     def _issued(self, call: Any) -> None:
         self.entered.remove(call.op_id)
@@ -90,9 +90,9 @@ def call_all(rank: int, group: Any) -> None:
     group.reduce_scatter_tensor_coalesced([torch.zeros(3)], [pairs]).wait()
 
 
-def expected(rank: int) -> list[Heard]:
-    to_other: Heard = ("SEND", True, [3], [])
-    from_other: Heard = ("RECV", True, [], [3])
+def list_expected(rank: int) -> list[HookCall]:
+    to_other: HookCall = ("SEND", True, [3], [])
+    from_other: HookCall = ("RECV", True, [], [3])
     return [
         ("ALLREDUCE", False, [3], []),
         ("BROADCAST", False, [3], []),
@@ -113,27 +113,27 @@ def expected(rank: int) -> list[Heard]:
     ]
 
 
-@pytest.mark.parametrize("told_by", [collective_hooks, dispatcher])
-def test_each_collective_is_told_of_once_with_its_tensors(told_by: ModuleType) -> None:
-    def rank_main(rank: int) -> list[Heard]:
+@pytest.mark.parametrize("hooks", [collective_hooks, dispatcher])
+def test_each_collective_is_reported_once_with_its_tensors(hooks: ModuleType) -> None:
+    def rank_main(rank: int) -> list[HookCall]:
         dist.init_process_group("gloo")
         group: Any = dist.group.WORLD
-        listener = Listener(told_by, group)
+        listener = Listener(hooks, group)
         call_all(rank, group)
         assert not listener.entered
-        assert len(listener.works) == len(listener.heard)
+        assert len(listener.works) == len(listener.calls)
         assert listener.threads == {threading.get_ident()}
-        told_by.unhook_group(group)
-        told_by.unhook_group(group)
+        hooks.unhook_group(group)
+        hooks.unhook_group(group)
         dist.barrier()
-        assert len(listener.works) == len(listener.heard)
-        return listener.heard
+        assert len(listener.works) == len(listener.calls)
+        return listener.calls
 
-    heard = run_ranks(rank_main, 2)
-    assert heard == [expected(0), expected(1)]
+    calls = run_ranks(rank_main, 2)
+    assert calls == [list_expected(0), list_expected(1)]
 
 
-def test_the_work_is_the_one_that_the_caller_gets() -> None:
+def test_hooks_receive_the_callers_work() -> None:
     def rank_main(_: int) -> bool:
         dist.init_process_group("gloo")
         listener = Listener(dispatcher, dist.group.WORLD)
@@ -146,22 +146,22 @@ def test_the_work_is_the_one_that_the_caller_gets() -> None:
     assert run_ranks(rank_main, 2) == [True, True]
 
 
-def test_only_the_groups_that_are_hooked_are_told_of() -> None:
+def test_only_hooked_groups_are_reported() -> None:
     def rank_main(rank: int) -> tuple[int, ...]:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
         world, columns = Listener(dispatcher, dist.group.WORLD), Listener(dispatcher, mesh.get_group("columns"))
-        alone: Any = dist.new_group([rank], use_local_synchronization=True)
+        single: Any = dist.new_group([rank], use_local_synchronization=True)
         total = torch.ones(1)
-        for group in (mesh.get_group("rows"), mesh.get_group("columns"), alone):
+        for group in (mesh.get_group("rows"), mesh.get_group("columns"), single):
             dist.all_reduce(total, group=group)
         dist.all_reduce(total)
-        return len(world.heard), len(columns.heard), int(total)
+        return len(world.calls), len(columns.calls), int(total)
 
     assert run_ranks(rank_main, 4) == [(1, 1, 16)] * 4
 
 
-def test_callers_in_c_and_compiled_ones_are_told_of() -> None:
+def test_callers_in_c_and_compiled_callers_are_reported() -> None:
     def rank_main(_: int) -> list[str]:
         dist.init_process_group("gloo")
         group: Any = dist.group.WORLD
@@ -175,35 +175,35 @@ def test_callers_in_c_and_compiled_ones_are_told_of() -> None:
             return total
 
         assert summed(torch.ones(3)).tolist() == [4.0] * 3
-        return [name for name, *_ in listener.heard]
+        return [name for name, *_ in listener.calls]
 
     assert run_ranks(rank_main, 2) == [["ALLREDUCE", "ALLREDUCE"]] * 2
 
 
-@pytest.mark.parametrize("told_by", [collective_hooks, dispatcher])
-def test_calls_that_only_ask_for_shapes_are_none(told_by: ModuleType) -> None:
-    def rank_main(_: int) -> list[Heard]:
+@pytest.mark.parametrize("hooks", [collective_hooks, dispatcher])
+def test_calls_on_fake_tensors_are_not_reported(hooks: ModuleType) -> None:
+    def rank_main(_: int) -> list[HookCall]:
         dist.init_process_group("gloo")
-        listener = Listener(told_by, dist.group.WORLD)
+        listener = Listener(hooks, dist.group.WORLD)
         with suppress(RuntimeError), FakeTensorMode():  # not every torch has an answer
             dist.all_reduce(torch.ones(3))
         with suppress(RuntimeError):
             dist.all_reduce(torch.ones(3, device="meta"))
-        return listener.heard
+        return listener.calls
 
     assert run_ranks(rank_main, 1) == [[]]
 
 
-def test_objects_coalesced_collectives_and_monitored_barriers_come_through() -> None:
+def test_objects_coalesced_collectives_and_monitored_barriers_work() -> None:
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
         Listener(dispatcher, dist.group.WORLD)
-        words: list[Any] = [None, None]
-        dist.all_gather_object(words, {"rank": rank})
-        assert words == [{"rank": 0}, {"rank": 1}]
-        said = ["word" if rank == 0 else None]
-        dist.broadcast_object_list(said, 0)
-        assert said == ["word"]
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, {"rank": rank})
+        assert gathered == [{"rank": 0}, {"rank": 1}]
+        result = ["word" if rank == 0 else None]
+        dist.broadcast_object_list(result, 0)
+        assert result == ["word"]
         dist.monitored_barrier()
         sent, received = torch.full((2,), float(rank)), torch.zeros(2)
         exchanges = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
@@ -223,7 +223,7 @@ def _wrong_shape() -> None:
 
 
 @pytest.mark.parametrize("call", [_wrong_type, _wrong_shape])
-def test_errors_are_the_backends(call: Callable[[], None]) -> None:
+def test_errors_of_the_backend_reach_the_caller(call: Callable[[], None]) -> None:
     def error() -> str:
         try:
             call()
@@ -241,14 +241,14 @@ def test_errors_are_the_backends(call: Callable[[], None]) -> None:
         assert plain == listened != "none"
 
 
-def test_a_time_out_is_the_callers() -> None:
+def test_a_timeout_of_the_caller_is_kept() -> None:
     def rank_main(rank: int) -> str:
         dist.init_process_group("gloo")
         Listener(dispatcher, dist.group.WORLD)
         store = get_default_store()
         if rank == 1:
             store.wait(["timed out"], timedelta(seconds=20))
-            store.set("heard", "")
+            store.set("calls", "")
             return "never came"
         work = dist.all_reduce(torch.ones(1), async_op=True)
         assert work is not None
@@ -258,8 +258,8 @@ def test_a_time_out_is_the_callers() -> None:
             return str(error)
         finally:
             store.set("timed out", "")
-            store.wait(["heard"], timedelta(seconds=20))  # the store is in this process
+            store.wait(["calls"], timedelta(seconds=20))  # the store is in this process
         return "waited"
 
-    said, _ = run_ranks(rank_main, 2)
-    assert said == "Operation timed out!"
+    result, _ = run_ranks(rank_main, 2)
+    assert result == "Operation timed out!"

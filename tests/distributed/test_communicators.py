@@ -25,13 +25,13 @@ from testing.training.ranks import run_ranks
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def collectives(folder: Path, rank: int) -> NDArray[np.void]:
+def read_collectives(folder: Path, rank: int) -> NDArray[np.void]:
     found = RingReader(RuntimeFolder(folder).ring(rank)).records()
     chosen: NDArray[np.void] = found[found["kind"] == RecordKind.COLLECTIVE]
     return chosen
 
 
-def known(folder: Path, rank: int) -> dict[int, Communicator]:
+def read_known_communicators(folder: Path, rank: int) -> dict[int, Communicator]:
     found = read_communicators(RuntimeFolder(folder).communicators_file(rank))
     return {communicator.identity: communicator for communicator in found}
 
@@ -47,15 +47,15 @@ def test_the_groups_of_a_mesh_are_known_by_name_and_ranks_alike_on_all_members(t
     run_ranks(rank_main, 8, runtime=tmp_path)
     members: dict[int, set[str]] = {}
     for rank in range(8):
-        groups = known(tmp_path, rank)
+        groups = read_known_communicators(tmp_path, rank)
         tensor, data = rank - rank % 2, rank % 4
         found = sorted((group.name, group.ranks) for group in groups.values())
         assert found == [("data", (data, data + 4)), ("tensor", (tensor, tensor + 1))], rank
         for group in groups.values():
             members.setdefault(group.identity, set()).add(group.members)
-            assert group.identity in collectives(tmp_path, rank)["group"]
+            assert group.identity in read_collectives(tmp_path, rank)["group"]
     assert len(members) == 8, "four of each, each with an identity of its own"
-    assert all(len(said) == 1 for said in members.values())
+    assert all(len(lines) == 1 for lines in members.values())
 
 
 def test_sends_and_receives_are_counted_by_channel_so_that_collectives_stay_in_step(tmp_path: Path) -> None:
@@ -80,17 +80,19 @@ def test_sends_and_receives_are_counted_by_channel_so_that_collectives_stay_in_s
 
     run_ranks(rank_main, 3, runtime=tmp_path)
     for rank in range(3):
-        (world,) = (record for record in collectives(tmp_path, rank) if record["collective"] == Collective.ALL_REDUCE)
-        assert (world["sequence"], world["peer"]) == (1, -1), "whatever its peers have sent each other"
-        assert known(tmp_path, rank)[int(world["group"])].ranks == (0, 1, 2)
-    of_one, of_two = (collectives(tmp_path, rank) for rank in (1, 2))
+        (world,) = (
+            record for record in read_collectives(tmp_path, rank) if record["collective"] == Collective.ALL_REDUCE
+        )
+        assert (world["sequence"], world["peer"]) == (1, -1), "sends among its peers do not count"
+        assert read_known_communicators(tmp_path, rank)[int(world["group"])].ranks == (0, 1, 2)
+    of_one, of_two = (read_collectives(tmp_path, rank) for rank in (1, 2))
     sends = of_one[of_one["collective"] == Collective.SEND]
     receives = of_two[of_two["collective"] == Collective.RECV]
     assert sends["peer"].tolist() == [2, 2, 2]
-    assert receives["peer"].tolist() == [1, -1, 1], "who sends what is taken from anybody, nobody knows"
+    assert receives["peer"].tolist() == [1, -1, 1], "the sender of what is received from any rank is unknown"
     for send, receive in ((0, 0), (2, 2)):
         assert (sends["group"][send], sends["sequence"][send]) == (receives["group"][receive], (1, 0, 1)[receive])
-    channel = known(tmp_path, 2)[int(receives["group"][0])]
+    channel = read_known_communicators(tmp_path, 2)[int(receives["group"][0])]
     assert (channel.ranks, channel.name) == ((1, 2), "stages")
     entered = RingReader(RuntimeFolder(tmp_path).ring(1)).state()["entered"]
     assert (int(sends["group"][0]), 2) in [tuple(place) for place in entered.tolist()]
@@ -101,8 +103,8 @@ def test_groups_made_in_flight_groups_of_one_and_destroyed_ones(tmp_path: Path) 
         import pacekeeper.auto  # noqa: F401
 
         dist.init_process_group("gloo")
-        alone: Any = dist.new_group([rank], use_local_synchronization=True, group_desc="alone")
-        dist.all_reduce(torch.ones(1), group=alone)
+        single: Any = dist.new_group([rank], use_local_synchronization=True, group_desc="single")
+        dist.all_reduce(torch.ones(1), group=single)
         ring = RingReader(RuntimeFolder(tmp_path).ring(rank))
         taken = []
         for number in range(5):
@@ -118,12 +120,12 @@ def test_groups_made_in_flight_groups_of_one_and_destroyed_ones(tmp_path: Path) 
     for taken in run_ranks(rank_main, 2, runtime=tmp_path):
         assert max(taken) <= 3, "those that are gone give their places back"
     for rank in range(2):
-        groups = known(tmp_path, rank)
-        assert [group.ranks for group in groups.values() if group.name == "alone"] == [(rank,)]
+        groups = read_known_communicators(tmp_path, rank)
+        assert [group.ranks for group in groups.values() if group.name == "single"] == [(rank,)]
         assert [group.ranks for group in groups.values() if group.name == "split"] == [(0, 1)]
         assert {group.name for group in groups.values()} >= {f"passing {number}" for number in range(5)}
-        assert {int(record["group"]) for record in collectives(tmp_path, rank)} == set(groups)
-    assert len({identity for rank in range(2) for identity in known(tmp_path, rank)}) == 2 + 5 + 1
+        assert {int(record["group"]) for record in read_collectives(tmp_path, rank)} == set(groups)
+    assert len({identity for rank in range(2) for identity in read_known_communicators(tmp_path, rank)}) == 2 + 5 + 1
 
 
 def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_each_held_the_rank_up(
@@ -152,16 +154,16 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
     assert rings.build_evidence("e", "w", 1).operations == ()
     evidence = rings.build_evidence("e", "w", 1, [EvidencePart.OPERATIONS])
     assert evidence.windows == ()
-    for told in evidence.operations:
-        found = decode_operations(told.operations)
+    for answer in evidence.operations:
+        found = decode_operations(answer.operations)
         assert sorted(set(found["step"])) == [2, 3, 4], "the first step of a round is no training yet"
         assert NO_GROUP not in found["group"]
         assert {evidence.communicators[group].ranks for group in found["group"]} == {(0, 1)}
         for step in (3, 4):  # DDP settles its buckets in the one before
             buckets, asynchronous, barrier = found[found["step"] == step]
             assert barrier["collective"] == Collective.BARRIER
-            assert asynchronous["wait"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it went on meanwhile"
-            if told.rank == 0:
+            assert asynchronous["wait"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it overlapped"
+            if answer.rank == 0:
                 assert 0.03 < buckets["wait"] <= buckets["end"] - buckets["start"]
             else:
                 assert buckets["wait"] < 0.03

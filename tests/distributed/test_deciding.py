@@ -36,14 +36,14 @@ def workers(tmp_path: Path) -> Iterator[LauncherTeam]:
         yield found
 
 
-def wanted() -> TrainingJob:
+def build_wanted_job() -> TrainingJob:
     return build_job(4, 0, detection=DetectionSpec(straggler_slowdown=1.25, window_steps=16))
 
 
-async def test_a_rank_that_becomes_slow_is_found_and_mended_in_seconds_and_a_healthy_job_is_let_be(
+async def test_a_slow_rank_is_found_and_remedied_in_seconds_and_a_healthy_job_is_not_touched(
     workers: LauncherTeam,
 ) -> None:
-    async with run_operator_harness(workers, wanted()) as operator:
+    async with run_operator_harness(workers, build_wanted_job()) as operator:
         await operator.wait_until(
             lambda: (operator.observation.progress.step or 0) >= HEALTHY_STEPS, "healthy steps", PATIENCE
         )

@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives as it was said, and nothing of it is unpickled."""
+"""What ranks send each other arrives unchanged, and nothing of it is unpickled."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.oldest_torch
 RANKS = 3
 
 
-def group() -> dist.ProcessGroup:
-    """Of all ranks; from here on whoever unpickles something fails."""
+def init_group() -> dist.ProcessGroup:
+    """Of all ranks; from here on a rank that unpickles something fails."""
     dist.init_process_group("gloo")
     forbid_unpickling()
     its = dist.distributed_c10d._get_default_group()
@@ -45,30 +45,30 @@ def group() -> dist.ProcessGroup:
     return its
 
 
-def said(rank: int) -> Any:
+def build_value(rank: int) -> Any:
     """Of another length on each rank."""
     return {"rank": rank, "words": "x" * 1000 * rank, "tensor": torch.full((rank,), rank), 7: (rank, None)}
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     return {**value, "tensor": value["tensor"].tolist()}
 
 
-def test_all_hear_everybody_or_what_is_meant_for_them() -> None:
+def test_all_ranks_receive_what_is_gathered_or_scattered() -> None:
     def rank_main(rank: int) -> bool:
-        everyone = group()
-        gathered = object_collectives.all_gather_objects(said(rank), everyone)
-        collected = object_collectives.gather_objects(said(rank), everyone)
+        everyone = init_group()
+        gathered = object_collectives.all_gather_objects(build_value(rank), everyone)
+        collected = object_collectives.gather_objects(build_value(rank), everyone)
         scattered = object_collectives.scatter_objects(
-            [said(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone
+            [build_value(2 - its) for its in range(RANKS)] if rank == 0 else None, everyone
         )
-        heard = object_collectives.broadcast_object(said(rank + 2), everyone)
-        expected = [plain(said(its)) for its in range(RANKS)]
-        assert [plain(its) for its in gathered] == expected
+        broadcast = object_collectives.broadcast_object(build_value(rank + 2), everyone)
+        expected = [to_plain(build_value(its)) for its in range(RANKS)]
+        assert [to_plain(its) for its in gathered] == expected
         assert (collected is None) == (rank > 0)
-        assert collected is None or [plain(its) for its in collected] == expected
-        assert plain(scattered) == plain(said(2 - rank))
-        assert plain(heard) == plain(said(2))
+        assert collected is None or [to_plain(its) for its in collected] == expected
+        assert to_plain(scattered) == to_plain(build_value(2 - rank))
+        assert to_plain(broadcast) == to_plain(build_value(2))
         return True
 
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
@@ -76,7 +76,7 @@ def test_all_hear_everybody_or_what_is_meant_for_them() -> None:
 
 def test_a_pickle_from_a_peer_is_refused_not_run() -> None:
     def rank_main(rank: int) -> bool:
-        everyone = group()
+        everyone = init_group()
         content = torch.frombuffer(bytearray(pickle.dumps({"rank": rank})), dtype=torch.uint8)
         if rank == 1:
             object_collectives._encode_object = lambda *_: content  # a hostile peer's own version
@@ -87,7 +87,7 @@ def test_a_pickle_from_a_peer_is_refused_not_run() -> None:
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
 
 
-def state(rank: int, value: float) -> dict[str, Any]:
+def build_state(rank: int, value: float) -> dict[str, Any]:
     return {
         "model": {"weight": torch.full((3, 4), value), "half": torch.full((5,), value, dtype=torch.bfloat16)},
         "optimizer": {"param_groups": {"lr": value, "betas": (value, 0.99), "names": [None, True, "a"]}},
@@ -96,32 +96,32 @@ def state(rank: int, value: float) -> dict[str, Any]:
     }
 
 
-def save(its: dict[str, Any], folder: Path, everyone: dist.ProcessGroup) -> None:
+def save_state(its: dict[str, Any], folder: Path, everyone: dist.ProcessGroup) -> None:
     saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
     saver.write(saver.stage(its), folder, everyone)
 
 
 def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_something(tmp_path: Path) -> None:
     def rank_main(rank: int) -> bool:
-        everyone = group()
-        save(state(rank, 0.5), tmp_path, everyone)
+        everyone = init_group()
+        save_state(build_state(rank, 0.5), tmp_path, everyone)
         dist.barrier()
         (tmp_path / TORCH_INDEX_FILE).unlink(missing_ok=True)
-        found = state((rank + 1) % RANKS, 0.0)
+        found = build_state((rank + 1) % RANKS, 0.0)
         load_checkpoint(found, tmp_path, {CHECKPOINT_INDEX_FILE: compute_checksum(tmp_path / CHECKPOINT_INDEX_FILE)})
-        wanted = state((rank + 1) % RANKS, 0.5)
-        for name, tensor in wanted.pop("model").items():
+        expected = build_state((rank + 1) % RANKS, 0.5)
+        for name, tensor in expected.pop("model").items():
             assert torch.equal(found["model"][name], tensor)
             assert found["model"][name].dtype == tensor.dtype
         found.pop("model")
-        assert found == wanted
+        assert found == expected
         return True
 
     assert run_ranks(rank_main, RANKS) == [True] * RANKS
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "hear"),
+    ("owner", "method", "receivers"),
     [
         (DefaultSavePlanner, "create_local_plan", range(RANKS)),
         (DefaultSavePlanner, "create_global_plan", range(RANKS)),
@@ -130,23 +130,21 @@ def test_a_checkpoint_is_written_and_read_without_a_pickle_that_could_run_someth
         (FileSystemWriter, "finish", [0]),
     ],
 )
-def test_nobody_waits_for_a_rank_on_which_something_fails(
-    owner: Any, method: str, hear: Sequence[int], tmp_path: Path
-) -> None:
-    """hear: who hears of it at once; the others do by `CheckpointWriter`, which asks all how it went."""
+def test_no_rank_waits_for_a_rank_that_fails(owner: Any, method: str, receivers: Sequence[int], tmp_path: Path) -> None:
+    """receivers: the ranks that receive it at once; the others do by `CheckpointWriter`, which gathers all results."""
     culprit = 0 if method in {"create_global_plan", "finish"} else 1
 
     def fail(*_: Any) -> NoReturn:
         raise OSError(errno.EIO, "Input/output error")
 
     def rank_main(rank: int) -> str:
-        everyone = group()
+        everyone = init_group()
         saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None)
         if rank == culprit:
             setattr(owner, method, fail)
         try:
             try:
-                staged: StagedCopy | str = saver.stage(state(rank, 0.5))
+                staged: StagedCopy | str = saver.stage(build_state(rank, 0.5))
             except CheckpointWriteError as failed:
                 staged = str(failed)
             saver.write(staged, tmp_path, everyone)
@@ -156,7 +154,7 @@ def test_nobody_waits_for_a_rank_on_which_something_fails(
 
     reason = f"rank {culprit}: OSError: [Errno 5] Input/output error"
     answers = run_ranks(rank_main, RANKS)
-    assert [rank for rank, answer in enumerate(answers) if answer] == list(hear)
+    assert [rank for rank, answer in enumerate(answers) if answer] == list(receivers)
     assert all(answer in reason for answer in answers)
 
 
@@ -166,11 +164,11 @@ def test_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
         load_checkpoint({}, tmp_path, {CHECKPOINT_INDEX_FILE: compute_checksum(tmp_path / CHECKPOINT_INDEX_FILE)})
 
 
-def test_ranks_of_a_worker_for_whose_copies_together_there_is_no_memory_take_none(tmp_path: Path) -> None:
-    """Each by itself would find room."""
+def test_ranks_take_no_copies_if_their_worker_lacks_memory_for_all(tmp_path: Path) -> None:
+    """Each by itself would have enough memory."""
 
     def rank_main(rank: int) -> tuple[str, dict[str, Any]]:
-        group()
+        init_group()
         saver = CheckpointSaver(CpuGroup(Recorder(NoRing())), lambda _: lambda: None, read_memory_left=lambda: 66 << 20)
         own = {f"own.{rank}": torch.ones(1 << 18)}
         with pytest.raises(CheckpointWriteError) as failed:
@@ -179,6 +177,6 @@ def test_ranks_of_a_worker_for_whose_copies_together_there_is_no_memory_take_non
         return str(failed.value), saver._planner.state_dict
 
     reason = "rank 0: its worker's 3 ranks need 3 MiB to copy the state, but their control group has 66 MiB left"
-    for told, live in run_ranks(rank_main, RANKS, runtime=tmp_path):
-        assert told.startswith(reason)
-        assert not live, "nobody keeps the live state until the next one"
+    for message, live in run_ranks(rank_main, RANKS, runtime=tmp_path):
+        assert message.startswith(reason)
+        assert not live, "the live state is not kept until the next one"

@@ -18,27 +18,27 @@ from testing.training.ranks import run_ranks
 RANKS = 2
 
 
-def test_a_checkpoint_that_the_plan_asks_for_is_written_once_by_all_in_the_same_step(tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_plan_requests_is_written_once_by_all_in_the_same_step(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[list[int], int]:
         dist.init_process_group("gloo")
         training = FrameworkTraining()
         training.begin(40)
-        asked: list[int] = []
+        requested: list[int] = []
         for step in range(41, 48):
             if step == 43 and rank == 0:
                 write_plan(RuntimeFolder(tmp_path).plan, WorkerPlan(version=2, checkpoint_request=3))
             if training.end_step().save:
-                asked.append(step)
+                requested.append(step)
                 training.publish_checkpoint(lambda: None)
         training.end()
-        return asked, int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["checkpoint_request"])
+        return requested, int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["checkpoint_request"])
 
     first, second = run_ranks(rank_main, RANKS, runtime=tmp_path)
     assert first == second == ([44], 3)
     assert RuntimeFolder(tmp_path).refusal.read_text() == ""
 
 
-def test_who_is_told_to_leave_takes_all_along_behind_a_checkpoint(tmp_path: Path) -> None:
+def test_all_ranks_leave_after_a_checkpoint_if_one_receives_sigterm(tmp_path: Path) -> None:
     published: list[int] = []
 
     def rank_main(rank: int) -> tuple[int, object, list[int]]:
@@ -53,12 +53,12 @@ def test_who_is_told_to_leave_takes_all_along_behind_a_checkpoint(tmp_path: Path
                     training.publish_checkpoint(lambda step=step: published.append(step))  # type: ignore[misc]
                 except SystemExit as left:
                     return step, left.code, published
-        raise AssertionError("nobody has left")
+        raise AssertionError("no rank has left")
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(7, 143, [7])] * RANKS
 
 
-def test_one_training_after_the_other_counts_on(tmp_path: Path) -> None:
+def test_a_second_training_continues_the_step_count(tmp_path: Path) -> None:
     def rank_main(_: int) -> None:
         training = FrameworkTraining()
         for loss in (0.5, float("nan")):
@@ -82,7 +82,7 @@ def test_one_training_after_the_other_counts_on(tmp_path: Path) -> None:
     assert (state["phase"], state["bad_loss_step"], state["restored_step"]) == (Phase.START, 8, 6)
 
 
-def test_without_a_launcher_sigterm_is_heeded_all_the_same() -> None:
+def test_sigterm_is_handled_without_a_launcher() -> None:
     def rank_main(_: int) -> object:
         training = FrameworkTraining()
         training.begin(0)

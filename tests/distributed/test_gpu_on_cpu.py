@@ -20,7 +20,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_module(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(ONLY_TORCH_AND_NUMPY)
     path = os.pathsep.join([str(folder), *(str(PROJECT / root) for root in ("analysis", "trainer"))])
     return subprocess.run(
@@ -36,7 +36,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 CAN_RUN = (
     "test_modes.Modes.test_live_switches",
-    "test_times.Times.test_own_work_of_a_rank_that_nobody_waits_for",
+    "test_times.Times.test_own_work_of_a_rank_that_no_rank_waits_for",
     "test_overlap",
     "test_faults.Faults.test_a_rank_that_waits_for_its_endless_kernel_is_named",
     "test_faults.Faults.test_a_rank_killed_within_a_kernel_trains_again",
@@ -44,15 +44,15 @@ CAN_RUN = (
 
 
 def test_tests_for_gpus_can_run(tmp_path: Path) -> None:
-    """All in one interpreter: it, and what asks the machine for its facts, would import torch again for each run."""
-    done = run(tmp_path, "tests.gpu", *(f"tests.gpu.{test}" for test in CAN_RUN), PACEKEEPER_TEST_DEVICE="cpu")
+    """All in one interpreter: it, and the query of the machine's facts, would import torch again for each run."""
+    done = run_module(tmp_path, "tests.gpu", *(f"tests.gpu.{test}" for test in CAN_RUN), PACEKEEPER_TEST_DEVICE="cpu")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1] == "OK"
     assert any(line.startswith(f"Ran {len(CAN_RUN)} tests in ") for line in lines)
 
 
-def test_without_a_gpu_nothing_is_run_and_nobody_can_take_it_for_a_success(tmp_path: Path) -> None:
-    done = run(tmp_path, "tests.gpu", CUDA_VISIBLE_DEVICES="")
+def test_without_a_gpu_no_test_runs_and_the_exit_status_is_no_success(tmp_path: Path) -> None:
+    done = run_module(tmp_path, "tests.gpu", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (77, "")
     assert "not run: no GPU here" in done.stderr

@@ -32,14 +32,14 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> TrainingOutcome:
     return trained
 
 
-def steps_of(records: NDArray[np.void]) -> list[int]:
+def list_steps(records: NDArray[np.void]) -> list[int]:
     return [int(step) for step in records[records["kind"] == RecordKind.STEP]["step"]]
 
 
-def test_its_steps_phases_checkpoints_and_losses_are_known(calm: TrainingOutcome) -> None:
+def test_its_steps_phases_checkpoints_and_losses_are_recorded(calm: TrainingOutcome) -> None:
     for rank in range(RANKS):
         records = calm.read_records(rank)
-        assert steps_of(records) == list(range(1, STEPS + 1))
+        assert list_steps(records) == list(range(1, STEPS + 1))
         phases = records[records["kind"] == RecordKind.PHASE]
         assert (phases["phase"] == Phase.EVALUATE).sum() == 3  # of steps 20, 40 and the last
         assert (phases["phase"] == Phase.CHECKPOINT).sum() == 5  # of each tenth and the last
@@ -53,24 +53,22 @@ def test_a_crashed_rank_goes_on_from_the_newest_checkpoint(calm: TrainingOutcome
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
     assert crashed.count_steps(0, 2) == STEPS - 20
-    assert steps_of(crashed.read_records(0)) == list(range(21, STEPS + 1))
+    assert list_steps(crashed.read_records(0)) == list(range(21, STEPS + 1))
     assert crashed.read_state(0)["restored_step"] == 20
     assert_same_weights(calm, crashed)
 
 
-def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoint(
-    calm: TrainingOutcome, tmp_path: Path
-) -> None:
+def test_all_ranks_leave_after_a_checkpoint_if_one_receives_sigterm(calm: TrainingOutcome, tmp_path: Path) -> None:
     left = run_example(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
     assert left.exit_code == 0, left.log
     leaving = left.count_steps(0, 1)
-    assert 25 < leaving < 30, "all have heard of it a step later, and nobody waits for the next regular checkpoint"
+    assert 25 < leaving < 30, "all have received it a step later, and no rank waits for the next regular checkpoint"
     assert left.count_steps(1, 1) == leaving
     assert left.count_steps(0, 2) == left.count_steps(1, 2) == STEPS - leaving
     assert_same_weights(calm, left)
 
 
-def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
+def test_it_is_monitored_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
     text = (EXAMPLES / TRAINER).read_text()
     for ours, theirs in {
         "from pacekeeper.integrations.huggingface import HuggingFaceCallback, find_newest_checkpoint": (
@@ -86,11 +84,11 @@ def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp
     assert crashed.exit_code == 0, crashed.log
     assert "rank 1 was killed by SIGKILL in round 1 after step 24" in crashed.log
     assert crashed.count_steps(0, 2) == STEPS - 20
-    assert steps_of(crashed.read_records(0)) == list(range(1, STEPS - 20 + 1)), "of its round"
+    assert list_steps(crashed.read_records(0)) == list(range(1, STEPS - 20 + 1)), "of its round"
     assert_same_weights(calm, crashed)
 
 
-def test_a_loop_of_accelerate_is_watched_and_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_a_loop_of_accelerate_is_monitored_and_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
     calm = run_example("accelerate_loop.py", tmp_path / "calm")
     assert calm.exit_code == 0, calm.log
     crashed = run_example("accelerate_loop.py", tmp_path / "crashed", crash="1 1 25")

@@ -24,7 +24,7 @@ from testing.training.ranks import PREIMPORTS
 
 
 @contextmanager
-def local_run(  # noqa: PLR0913  # options of a harness: each caller names what it varies
+def start_local_run(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     folder: Path,
     faults: Sequence[Mapping[str, object]] = (),
     restarts: int = 5,
@@ -33,17 +33,17 @@ def local_run(  # noqa: PLR0913  # options of a harness: each caller names what 
     script: Path = STEPS_SCRIPT,
     controller: Mapping[str, float] | None = None,
     fake_clock: bool = False,
-    way: str = "",
+    variant: str = "",
 ) -> Iterator[int]:
     """The process id of a run with two ranks; its output is in `folder`/log. controller: other constants for it.
 
-    fake_clock: by which nothing takes time but what the script says (where it knows how to). way: of ordinary.py.
+    fake_clock: by which only what the script declares takes time (where it supports that). variant: of ordinary.py.
     """
     import_modules(PREIMPORTS)
     environment = {
         **({"FAKE_CLOCK": "yes"} if fake_clock else {}),
         "FOLDER": str(folder),
-        "WAY": way,
+        "VARIANT": variant,
         "STEPS": str(steps),
         "UNTIL": str(steps),
         "STEP_SECONDS": str(step_seconds),
@@ -68,7 +68,7 @@ def local_run(  # noqa: PLR0913  # options of a harness: each caller names what 
 
 
 @contextmanager
-def interrupted(pid: int) -> Iterator[Callable[[], None]]:
+def interrupt_repeatedly(pid: int) -> Iterator[Callable[[], None]]:
     """Ctrl-C again and again, until what it gives is called, or the end."""
     stop = threading.Event()
 
@@ -79,14 +79,14 @@ def interrupted(pid: int) -> Iterator[Callable[[], None]]:
     thread = threading.Thread(target=interrupt)
     thread.start()
 
-    def leave_alone() -> None:
+    def stop_interrupting() -> None:
         stop.set()
         thread.join()
 
     try:
-        yield leave_alone
+        yield stop_interrupting
     finally:
-        leave_alone()
+        stop_interrupting()
 
 
 def exit_code(pid: int, folder: Path, before_reaped: Callable[[], object] = lambda: None) -> int:
@@ -103,48 +103,48 @@ def exit_code(pid: int, folder: Path, before_reaped: Callable[[], object] = lamb
     return os.waitstatus_to_exitcode(status)
 
 
-def diary(folder: Path, rank: int) -> list[str]:
+def read_diary(folder: Path, rank: int) -> list[str]:
     return [line.split(maxsplit=2)[2] for line in (folder / f"diary-{rank}").read_text().splitlines()]
 
 
-def test_a_crashed_rank_starts_again_and_the_run_says_so(tmp_path: Path) -> None:
-    with local_run(tmp_path, faults=[{"rank": 1, "round": 1, "step": 4, "kind": "sigkill"}]) as pid:
+def test_a_crashed_rank_starts_again_and_the_run_reports_it(tmp_path: Path) -> None:
+    with start_local_run(tmp_path, faults=[{"rank": 1, "round": 1, "step": 4, "kind": "sigkill"}]) as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
-    assert diary(tmp_path, 1)[-1] == "round 2 end"
+    assert read_diary(tmp_path, 1)[-1] == "round 2 end"
     assert "rank 1 was killed by SIGKILL in round 1 after step 3" in (tmp_path / "log").read_text()
 
 
-def children(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """Process ids."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_warm_process_that_dies_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with local_run(tmp_path, steps=20, step_seconds=0.05) as pid:
+    with start_local_run(tmp_path, steps=20, step_seconds=0.05) as pid:
         wait_until_true(
-            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps"
+            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in read_diary(tmp_path, 0), "three steps"
         )
-        (warm,) = children(pid)
+        (warm,) = list_children(pid)
         os.kill(warm, signal.SIGKILL)
         assert exit_code(pid, tmp_path) == 0, log.read_text()
     for rank in (0, 1):
-        steps = [line.split()[-1] for line in diary(tmp_path, rank) if " step " in line]
+        steps = [line.split()[-1] for line in read_diary(tmp_path, rank) if " step " in line]
         assert steps == [str(step) for step in range(1, 21)], "each once: they go on where they were"
-        assert diary(tmp_path, rank)[-1] == "round 2 end"
+        assert read_diary(tmp_path, rank)[-1] == "round 2 end"
     assert "exited (killed by SIGKILL), and the ranks with it; starting another one" in log.read_text()
     assert "the process that it was forked from has exited: killed by SIGKILL" in log.read_text()
 
 
 def test_a_warm_process_that_dies_while_it_starts_ends_the_run(tmp_path: Path) -> None:
-    with local_run(tmp_path, steps=10_000) as pid:
+    with start_local_run(tmp_path, steps=10_000) as pid:
         wait_until_true(
-            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps"
+            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in read_diary(tmp_path, 0), "three steps"
         )
-        (first,) = children(pid)
+        (first,) = list_children(pid)
         os.kill(first, signal.SIGKILL)
         (second,) = wait_until_true(
-            lambda: [child for child in children(pid) if is_python(child, first)], "another one"
+            lambda: [child for child in list_children(pid) if is_python(child, first)], "another one"
         )
         os.kill(second, signal.SIGKILL)
         assert exit_code(pid, tmp_path) == 1
@@ -161,19 +161,19 @@ def is_python(pid: int, other_than: int) -> bool:
 
 def test_a_hanging_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     faults = [{"rank": 1, "round": 1, "step": 8, "kind": "stop"}]
-    with local_run(tmp_path, faults, step_seconds=0.05) as pid:
+    with start_local_run(tmp_path, faults, step_seconds=0.05) as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
     assert "hang (Stopped): rank 1" in log
     assert "ends round 1 and starts round 2" in log
-    assert diary(tmp_path, 0)[-1] == "round 2 end"
+    assert read_diary(tmp_path, 0)[-1] == "round 2 end"
 
 
 def test_a_script_that_always_fails_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
     faults = [{"rank": 0, "round": number, "step": 1, "kind": "raise"} for number in (1, 2, 3)]
-    with local_run(tmp_path, faults) as pid:
+    with start_local_run(tmp_path, faults) as pid:
         assert exit_code(pid, tmp_path) == 1
-    assert [line for line in diary(tmp_path, 0) if "start" in line] == ["round 1 start", "round 2 start"]
+    assert [line for line in read_diary(tmp_path, 0) if "start" in line] == ["round 1 start", "round 2 start"]
     *_, last = (tmp_path / "log").read_text().strip().splitlines()
     assert "RuntimeError: scripted failure" in last
 
@@ -181,9 +181,9 @@ def test_a_script_that_always_fails_ends_the_run_with_its_last_lines(tmp_path: P
 ORDINARY = STEPS_SCRIPT.with_name("ordinary.py")
 
 
-def test_who_waits_for_others_or_has_finished_is_not_hung(tmp_path: Path) -> None:
+def test_ranks_that_wait_or_have_finished_are_not_hung(tmp_path: Path) -> None:
     """Child processes, idle and busy, and a FIFO; at the end, an export and an upload when the other rank has gone."""
-    with local_run(tmp_path, script=ORDINARY, way="waits") as pid:
+    with start_local_run(tmp_path, script=ORDINARY, variant="waits") as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
     assert (tmp_path / "uploaded").exists()
@@ -192,18 +192,18 @@ def test_who_waits_for_others_or_has_finished_is_not_hung(tmp_path: Path) -> Non
     assert "round 2" not in log
 
 
-def test_uneven_batches_are_told_and_not_repeated_for_ever(tmp_path: Path) -> None:
-    with local_run(tmp_path, script=ORDINARY, way="uneven") as pid:
+def test_uneven_batches_are_reported_and_not_repeated_indefinitely(tmp_path: Path) -> None:
+    with start_local_run(tmp_path, script=ORDINARY, variant="uneven") as pid:
         assert exit_code(pid, tmp_path) == 1
     log = (tmp_path / "log").read_text()
     *_, last = log.strip().splitlines()
     assert "3 rounds have ended after step 60, and none got further: rank 0 ended with code 1" in last
     assert "waiting for rank 1, which had exited with code 0" in last
-    assert "round 5" not in log, "the launcher may have begun the next one before it is told that it was the last"
+    assert "round 5" not in log, "the launcher may have begun the next one before it receives that it was the last"
 
 
-def test_a_rank_that_fails_without_a_word_ends_the_run(tmp_path: Path) -> None:
-    with local_run(tmp_path, restarts=0, script=ORDINARY, way="silent") as pid:
+def test_a_rank_that_fails_silently_ends_the_run(tmp_path: Path) -> None:
+    with start_local_run(tmp_path, restarts=0, script=ORDINARY, variant="silent") as pid:
         assert exit_code(pid, tmp_path) == 1
     *_, last = (tmp_path / "log").read_text().strip().splitlines()
     assert "rank 1 ended with code 3" in last
@@ -211,20 +211,20 @@ def test_a_rank_that_fails_without_a_word_ends_the_run(tmp_path: Path) -> None:
 
 def test_hangs_use_up_the_restarts(tmp_path: Path) -> None:
     faults = [{"rank": 1, "round": number, "step": 6 * number, "kind": "stop"} for number in (1, 2)]
-    with local_run(tmp_path, faults, restarts=1) as pid:
+    with start_local_run(tmp_path, faults, restarts=1) as pid:
         assert exit_code(pid, tmp_path) == 1
     assert "no restart is left" in (tmp_path / "log").read_text()
 
 
 def test_sigterm_ends_the_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").glob("pacekeeper-*"))
-    with local_run(tmp_path, steps=10_000) as pid:
+    with start_local_run(tmp_path, steps=10_000) as pid:
         wait_until_true(
-            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps"
+            lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in read_diary(tmp_path, 0), "three steps"
         )
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
-    assert diary(tmp_path, 1)[-1] == "round 1 leave"
+    assert read_diary(tmp_path, 1)[-1] == "round 1 leave"
     assert set(Path("/dev/shm").glob("pacekeeper-*")) - before == set()
 
 
@@ -254,17 +254,17 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
         "time.sleep(600)\n"
     )
     before = set(Path("/dev/shm").glob("pacekeeper-*"))
-    with local_run(tmp_path, script=script) as pid:
+    with start_local_run(tmp_path, script=script) as pid:
         wait_until_true(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), "both ranks stay")
         log, again = tmp_path / "log", "received SIGINT again"
 
-        def is_told() -> bool:
+        def is_second_received() -> bool:
             os.kill(pid, signal.SIGINT)
             return again in log.read_text()
 
-        wait_until_true(is_told, "a second one is heard")
-        with interrupted(pid) as leave_alone:  # also while the launcher's process ends
-            assert exit_code(pid, tmp_path, leave_alone) == 130
+        wait_until_true(is_second_received, "a second one is received")
+        with interrupt_repeatedly(pid) as stop_interrupting:  # also while the launcher's process ends
+            assert exit_code(pid, tmp_path, stop_interrupting) == 130
     server = int((tmp_path / "server").read_text())
     assert f"processes outlive round 1: {server} (sleep 77)" in log.read_text()
     os.kill(server, signal.SIGKILL)
@@ -272,15 +272,15 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
     assert set(Path("/dev/shm").glob("pacekeeper-*")) - before == set()
 
 
-def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Path) -> None:
-    with local_run(tmp_path, steps=10_000) as pid:
+def test_the_next_run_removes_what_a_killed_run_has_left(tmp_path: Path) -> None:
+    with start_local_run(tmp_path, steps=10_000) as pid:
         wait_until_true(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
         (left,) = Path("/dev/shm").glob(f"pacekeeper-run-{pid}-*")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     wait_until_true(lambda: not is_held(left), "its ranks have ended, too")
     (tmp_path / "next").mkdir()
-    with local_run(tmp_path / "next", steps=0) as pid:
+    with start_local_run(tmp_path / "next", steps=0) as pid:
         assert exit_code(pid, tmp_path / "next") == 0
     assert not left.exists()
 
@@ -294,7 +294,7 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
         return [(int(one), int(other)) for one, other in zip(*of_ranks, strict=False)]
 
     script, hurried = STEPS_SCRIPT.with_name("uneven.py"), {"ADAPTATION_INTERVAL_SECONDS": 0.5}
-    with local_run(tmp_path, steps=100_000, script=script, controller=hurried, fake_clock=True) as pid:
+    with start_local_run(tmp_path, steps=100_000, script=script, controller=hurried, fake_clock=True) as pid:
         log = tmp_path / "log"
         wait_until_true(
             lambda: "in most steps, at equal shares over their peers: rank 1" in log.read_text(), "a judgment"
@@ -307,7 +307,7 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
     assert "round 2" not in log.read_text(), "a restart would have repeated or lost steps"
 
 
-def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: Path) -> None:
+def test_sequences_are_balanced_by_their_cost_once_it_is_measured(tmp_path: Path) -> None:
     log, script = tmp_path / "log", STEPS_SCRIPT.with_name("lengths.py")
 
     def uneven() -> NDArray[np.float64]:
@@ -318,13 +318,13 @@ def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: 
         found: NDArray[np.float64] = 2 * both.max(axis=0) / both.sum(axis=0)
         return found
 
-    with local_run(
+    with start_local_run(
         tmp_path, steps=100_000, script=script, controller={"ADAPTATION_INTERVAL_SECONDS": 0.5}, fake_clock=True
     ) as pid:
         wait_until_true(lambda: "BalanceLengths" in log.read_text(), "a judgment")
         wait_until_true(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
-        judged = len(uneven())
-        wait_until_true(lambda: len(uneven()) > judged + 200, "further judgments")
+        decided = len(uneven())
+        wait_until_true(lambda: len(uneven()) > decided + 200, "further decisions")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert log.read_text().count("BalanceLengths: samples distributed for equal costs of all ranks") == 1
@@ -341,11 +341,11 @@ def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_p
     }
     erratic = STEPS_SCRIPT.with_name("erratic.py")
     log = tmp_path / "log"
-    with local_run(tmp_path, steps=100_000, script=erratic, controller=hurried) as pid:
+    with start_local_run(tmp_path, steps=100_000, script=erratic, controller=hurried) as pid:
         wait_until_true(lambda: "LocalSGD: AsyncEDiT, synchronizing every" in log.read_text(), "a judgment")
         wait_until_true(lambda: "AsyncEDiT from step" in log.read_text(), "the ranks follow")
         (tmp_path / "calm").touch()
-        wait_until_true(lambda: "Sync: a synchronous step would take" in log.read_text(), "the way back")
+        wait_until_true(lambda: "Sync: a synchronous step would take" in log.read_text(), "the return to Sync")
         wait_until_true(lambda: re.search(r"\bSync from step", log.read_text()), "the ranks follow back")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143

@@ -42,8 +42,13 @@ def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
             "round 1 end",
         ]
         assert one.workers["a"].read_faults() == []
-        beat = one.workers["a"].read_heartbeat()
-        assert (beat.state, beat.round, beat.step, beat.restarts) == (LauncherState.FINISHED, 1, 3, 0)
+        heartbeat = one.workers["a"].read_heartbeat()
+        assert (heartbeat.state, heartbeat.round, heartbeat.step, heartbeat.restarts) == (
+            LauncherState.FINISHED,
+            1,
+            3,
+            0,
+        )
 
 
 def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
@@ -60,7 +65,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         one.environment |= double.environment
         one_worker(one)
         one.wait_for_step(2)
-        one.wait_for(lambda: double.state.gpus[1].registered, "events are asked for")
+        one.wait_for(lambda: double.state.gpus[1].registered, "events are registered")
         double.state.gpus[0].rows_pending = 1
         one.wait_for(
             lambda: "RowsPending" in str(one.workers["a"].read_heartbeat().gpus), "its health in the heartbeat"
@@ -79,26 +84,26 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         assert sorted(fault.xid for fault in worker.read_faults(FaultKind.GPU_ERROR)) == [13, 31, 62, 79]
 
 
-def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) -> None:
+def test_the_checkpoint_status_of_rank_0_is_in_the_heartbeat(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=10_000) as one:
         one_worker(one)
         one.wait_for_step(2)
         worker = one.workers["a"]
-        news = CheckpointStatusFile(worker.runtime.checkpoints)
-        news.report_published(1)
+        status_file = CheckpointStatusFile(worker.runtime.checkpoints)
+        status_file.report_published(1)
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_age_seconds >= 0, "a checkpoint is kept")
-        news.report_failure("/checkpoints: no room", 1)
+        status_file.report_failure("/checkpoints: no space", 1)
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_error, "the failure")
         assert worker.read_heartbeat().checkpoint_failed_rank == 1
         before = worker.read_heartbeat().checkpoint_age_seconds
         one.wait_for(lambda: worker.read_heartbeat().checkpoint_age_seconds > before, "it grows older")
-        news.report_published(5)
+        status_file.report_published(5)
         one.wait_for(lambda: not worker.read_heartbeat().checkpoint_error, "the next one is kept")
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
 def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path) -> None:
-    """What is not written in between is written when there is room. Records have had their room from the beginning."""
+    """What is not written in between is written when there is space. Records have their space from the beginning."""
 
     def main(_: int) -> None:
         unshare_mounts()
@@ -108,22 +113,22 @@ def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path
             one.wait_for_step(2)
             worker = one.workers["a"]
             fill_volume(worker.runtime.root / "filler")
-            words = "cannot be written for the operator: the heartbeat: [Errno 28] No space left on device"
-            one.wait_for(lambda: words in worker.log.read_text(), "it says so")
+            message = "cannot be written for the operator: the heartbeat: [Errno 28] No space left on device"
+            one.wait_for(lambda: message in worker.log.read_text(), "it is logged")
             step = len(one.read_diary(0))
             one.wait_for(
                 lambda: len(one.read_diary(0)) > step + 300, "the ranks train on, through more than a page of records"
             )
             assert worker.poll() is None
             written = worker.read_heartbeat().step
-            assert worker.log.read_text().count(words) == 1
+            assert worker.log.read_text().count(message) == 1
             (worker.runtime.root / "filler").unlink()
             one.wait_for(lambda: worker.read_heartbeat().step > written + 100, "it is written again")
 
     run_ranks(main, 1)
 
 
-def test_a_launcher_gives_signs_of_life_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:
+def test_a_launcher_sends_heartbeats_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:
     def sign() -> int:
         return worker.runtime.liveness.stat().st_mtime_ns if worker.runtime.liveness.exists() else 0
 
@@ -177,7 +182,7 @@ def test_two_rounds_without_a_step_are_not_followed_by_a_third(tmp_path: Path) -
         one_worker(one)
         one.wait_for_state("a", LauncherState.FAILED)
         assert [fault.round for fault in one.workers["a"].read_faults()] == [1, 2]
-        # A new membership is the operator's word that it shall be tried again.
+        # A new membership is the operator's request to try again.
         one.give_plan(
             Plan(version=2, membership=2, round=7, members=one.build_members(a=[0, 1]), store_port=29411, restarts=5)
         )
@@ -193,7 +198,7 @@ def test_restarts_end_with_the_plans_budget(tmp_path: Path) -> None:
         assert one.workers["a"].read_heartbeat().round == 2
 
 
-def test_sigterm_lets_the_ranks_leave_and_does_not_look_finished(tmp_path: Path) -> None:
+def test_sigterm_lets_the_ranks_leave_and_is_not_reported_as_finished(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=10_000) as one:
         one_worker(one)
         one.wait_for_step(3)

@@ -1,4 +1,4 @@
-"""Several launchers on loopback addresses: they agree on rounds whatever happens to one of them."""
+"""Several launchers on loopback addresses: they agree on rounds, also when one of them fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from testing.training.launchers import LauncherTeam, create_team
 PORT = 29412
 
 
-def three(one: LauncherTeam, restarts: int = 5, version: int = 1, membership: int = 1) -> None:
+def start_three_workers(one: LauncherTeam, restarts: int = 5, version: int = 1, membership: int = 1) -> None:
     """Workers a, b and c with a rank each."""
     for name in "abc":
         if name not in one.workers:
@@ -35,7 +35,7 @@ def assert_finished(one: LauncherTeam, *names: str) -> None:
 
 def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_named(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=6, faults=[{"rank": 1, "round": 1, "step": 3, "kind": "sigkill"}]) as one:
-        three(one)
+        start_three_workers(one)
         assert_finished(one, "a", "b", "c")
         assert [len(one.workers[name].read_faults()) for name in "abc"] == [0, 1, 0], one.read_logs()
         assert one.workers["b"].read_faults()[0].rank == 1
@@ -44,7 +44,7 @@ def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_nam
             assert one.read_diary(rank)[-1] == "round 2 end"
 
 
-def test_the_meeting_is_where_its_hosts_heartbeat_says_and_nowhere_else_is_needed(tmp_path: Path) -> None:
+def test_the_address_of_the_rendezvous_comes_from_its_servers_heartbeat(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=2) as one:
         for name in "abc":
             one.start(name)
@@ -57,22 +57,22 @@ def test_the_meeting_is_where_its_hosts_heartbeat_says_and_nowhere_else_is_neede
         assert_finished(one, "a", "b", "c")
 
 
-def test_launchers_measure_their_links_while_their_ranks_train_and_tell_whose_sockets_are_whose(tmp_path: Path) -> None:
+def test_launchers_measure_their_links_during_training_and_report_the_owners_of_sockets(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=100_000) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(5)
         address = {
             name: f"{one.workers[name].address}:{one.workers[name].read_heartbeat().probe_port}" for name in "abc"
         }
         parties = [ProbeParty(name, address[name]) for name in "abc"]
-        asked = plan_probe("probe-2", parties[0], parties[1], parties[2:])
-        one.give_plan(replace(one.plan, version=2, probe=asked))
+        request = plan_probe("probe-2", parties[0], parties[1], parties[2:])
+        one.give_plan(replace(one.plan, version=2, probe=request))
         found = {}
         for name, worker in one.workers.items():
             one.wait_for(worker.runtime.probes.exists, f"what {name} has measured")
             found[name] = read_json(worker.runtime.probes) or {}
-        answers = {name: [LinkProbe(**probe) for probe in told["probes"]] for name, told in found.items()}
-        assert {told["name"] for told in found.values()} == {"probe-2"}
+        answers = {name: [LinkProbe(**probe) for probe in answer["probes"]] for name, answer in found.items()}
+        assert {answer["name"] for answer in found.values()} == {"probe-2"}
         assert [probe.target for probe in answers["a"]] == ["b", "c"]
         assert all(probe.failed == "" for probes in answers.values() for probe in probes), answers
         assert evaluate_probe(answers, "a", "b").verdict is not LinkProbeVerdict.INCONCLUSIVE
@@ -90,7 +90,7 @@ def test_a_launcher_with_another_secret_takes_no_part(tmp_path: Path) -> None:
         good = Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5, secret="5ec2e7")
         one.give_plan(replace(good, secret="0a0a0a"), to="c")
         one.give_plan(good, to="ab")
-        one.wait_for(lambda: one.workers["a"].read_faults(FaultKind.ROUND_FAILED), "a says that not all have come")
+        one.wait_for(lambda: one.workers["a"].read_faults(FaultKind.ROUND_FAILED), "a reports that not all have come")
         assert one.read_diary(0) == one.read_diary(2) == []
         assert "were rejected" in one.workers["a"].log.read_text()
         one.give_plan(replace(good, version=2), to="c")
@@ -100,7 +100,7 @@ def test_a_launcher_with_another_secret_takes_no_part(tmp_path: Path) -> None:
 def test_ranks_that_fail_at_once_cost_one_round(tmp_path: Path) -> None:
     faults = [{"rank": rank, "round": 1, "step": 3, "kind": "sigkill"} for rank in range(3)]
     with create_team(tmp_path, steps=5, faults=faults) as one:
-        three(one)
+        start_three_workers(one)
         assert_finished(one, "a", "b", "c")
         assert {one.workers[name].read_heartbeat().round for name in "abc"} == {2}
 
@@ -123,11 +123,11 @@ def test_a_late_launcher_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_launcher_that_sees_the_new_plan_first_waits_for_its_peers(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=400) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(2)
         second = Plan(version=2, membership=2, round=2, members=one.plan.members, store_port=PORT, restarts=5)
         one.give_plan(second, to=["b"])
-        # b has ended its rank; the others stay in the old membership, where b is missing, until they are told.
+        # b has ended its rank; the others stay in the old membership, where b is missing, until they get the plan.
         one.wait_for_state("b", LauncherState.GATHERING)
         assert not any("round 2" in line for line in one.read_diary(1))
         one.give_plan(second)
@@ -174,7 +174,7 @@ def test_a_member_that_becomes_a_spare_ends_its_rank_and_stays_warm(tmp_path: Pa
 
 def test_the_stores_host_may_be_another_worker_in_the_next_membership(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=60) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(3)
         one.workers["a"].kill()
         one.start("d")
@@ -189,7 +189,7 @@ def test_a_launcher_that_is_started_again_in_its_pod_joins_its_peers_in_the_next
 ) -> None:
     """As after a crash of the trainer container; a serves the store, and what it knew is lost with it."""
     with create_team(tmp_path, steps=80) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(3)
         one.workers[name].kill()
         one.workers[name].wait()
@@ -203,14 +203,14 @@ def test_a_launcher_that_is_started_again_in_its_pod_joins_its_peers_in_the_next
 def test_a_worker_that_finished_helps_when_a_peer_fails_at_the_very_end(tmp_path: Path) -> None:
     """Rank 2 fails in the last step of round 1 after the others are through: all must come back for it."""
     with create_team(tmp_path, steps=4, faults=[{"rank": 2, "round": 1, "step": "end", "kind": "exit"}]) as one:
-        three(one)
+        start_three_workers(one)
         assert_finished(one, "a", "b", "c")
         assert [one.read_diary(rank)[-1] for rank in range(3)] == ["round 2 end"] * 3
 
 
 def test_a_preempted_worker_names_no_peer(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=10_000) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(3)
         one.workers["b"].kill(signal.SIGTERM)
         assert one.workers["b"].wait() == 143
@@ -222,19 +222,19 @@ def test_a_preempted_worker_names_no_peer(tmp_path: Path) -> None:
 def test_without_operator_and_peers_the_ranks_end(tmp_path: Path) -> None:
     """c's node is cut off: its peers and its sidecar fall silent at once, as the launcher sees it."""
     with create_team(tmp_path, steps=10_000, contact_timeout=1.5) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(3)
         later = time.time() + 3600.0  # c's clock is then set back by an hour
         os.utime(one.workers["c"].runtime.operator_contact, (later, later))
         one.workers["a"].kill(signal.SIGSTOP)
 
-        def c_is_lost() -> bool:
+        def has_c_ended() -> bool:
             one.workers[
                 "b"
-            ].runtime.operator_contact.touch()  # or b ended its rank first, now and then, which c would hear of
+            ].runtime.operator_contact.touch()  # or b ended its rank first, sometimes, which c would receive
             return one.workers["c"].read_heartbeat().state is LauncherState.LOST
 
-        one.wait_for(c_is_lost, "c ends its rank")
+        one.wait_for(has_c_ended, "c ends its rank")
         one.wait_for(lambda: not Path(f"/proc/{one.read_pids(2)[-1]}").exists(), "rank 2 is gone")
         one.workers["a"].runtime.operator_contact.touch()
         one.workers["a"].kill(signal.SIGCONT)
@@ -246,7 +246,7 @@ def test_without_operator_and_peers_the_ranks_end(tmp_path: Path) -> None:
 
 def test_while_the_operator_answers_a_silent_peer_ends_nothing(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=10_000, contact_timeout=3.0) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(3)
         one.workers["a"].kill(signal.SIGSTOP)
         for _ in range(80):
@@ -258,12 +258,12 @@ def test_while_the_operator_answers_a_silent_peer_ends_nothing(tmp_path: Path) -
 
 def test_suspension_leaves_the_launchers_warm_and_resuming_goes_on(tmp_path: Path) -> None:
     with create_team(tmp_path, steps=60) as one:
-        three(one)
+        start_three_workers(one)
         one.wait_for_step(3)
         one.give_plan(Plan(version=2, membership=1, members=one.plan.members, store_port=PORT, stop=Stop.SUSPEND))
         for name in "abc":
             one.wait_for_state(name, LauncherState.WARM)
         assert [one.read_diary(rank)[-1] for rank in range(3)] == ["round 1 leave"] * 3
-        three(one, version=3, membership=2)
+        start_three_workers(one, version=3, membership=2)
         assert_finished(one, "a", "b", "c")
         assert [fault.kind for name in "abc" for fault in one.workers[name].read_faults()] == []

@@ -1,4 +1,4 @@
-"""The network of leaves and spines itself, by the kernel's routing: what breaks, who knows it, and that it heals."""
+"""The network of leaves and spines itself, by the kernel's routing: failures, their propagation, and recovery."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fabric(shared: HostedLeafSpine) -> HostedLeafSpine:
 
 
 @contextmanager
-def listening(host: FabricHost) -> Iterator[None]:
+def start_listener(host: FabricHost) -> Iterator[None]:
     server = host.start(*build_python_command(LISTEN), host.address, str(PORT))
     assert server.stdout is not None
     assert server.stdout.readline(), server.communicate()[1]
@@ -68,17 +68,17 @@ def listening(host: FabricHost) -> Iterator[None]:
     server.communicate("\n", timeout=300)
 
 
-def connected(host: FabricHost, peer: FabricHost) -> int:
-    """How many of the connections to it are made that take other ways, as hashing has it."""
-    with listening(peer):
+def count_connections(host: FabricHost, peer: FabricHost) -> int:
+    """How many of the connections to it are made that take other routes, as hashing has it."""
+    with start_listener(peer):
         return len(host.run(*build_python_command(CONNECT), peer.address, str(PORT), *map(str, SOURCES)).split())
 
 
-def used(fabric: HostedLeafSpine, host: FabricHost, peer: FabricHost) -> set[int]:
+def list_used_spines(fabric: HostedLeafSpine, host: FabricHost, peer: FabricHost) -> set[int]:
     """The spines by which a host's connections to another one go; all are made."""
     before = fabric.read_sent_bytes(host.leaf)
-    assert connected(host, peer) == len(SOURCES)
-    # Neighbors are asked for now and then, by a few bytes.
+    assert count_connections(host, peer) == len(SOURCES)
+    # Neighbors are resolved from time to time, by a few bytes.
     return {
         spine
         for spine, (now, was) in enumerate(zip(fabric.read_sent_bytes(host.leaf), before, strict=True))
@@ -86,54 +86,54 @@ def used(fabric: HostedLeafSpine, host: FabricHost, peer: FabricHost) -> set[int
     }
 
 
-def test_a_cut_that_everybody_knows_loses_nothing_and_heals(fabric: HostedLeafSpine) -> None:
+def test_a_cut_that_all_switches_know_loses_nothing_and_heals(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
-    assert used(fabric, near, far) == {0, 1, 2}
+    assert list_used_spines(fabric, near, far) == {0, 1, 2}
     for _ in range(2):  # the second time changes nothing
         fabric.cut_link(0, 1)
         assert fabric.find_broken() == BrokenLinks(frozenset({(0, 1)}), frozenset({(0, 1)}))
-        assert used(fabric, near, far) == {0, 2}
-        assert used(fabric, far, near) == {0, 2}
+        assert list_used_spines(fabric, near, far) == {0, 2}
+        assert list_used_spines(fabric, far, near) == {0, 2}
     fabric.heal_link(0, 1)
-    assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
+    assert list_used_spines(fabric, near, far) == list_used_spines(fabric, far, near) == {0, 1, 2}
 
 
-def test_a_cut_of_which_the_others_are_not_told_swallows_what_they_send_that_way(fabric: HostedLeafSpine) -> None:
+def test_packets_are_lost_on_a_link_whose_cut_is_not_announced(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
     fabric.cut_link(0, 1, propagate=False)
     assert fabric.find_broken() == BrokenLinks(frozenset({(0, 1)}), frozenset())
-    assert 0 < connected(far, near) < len(SOURCES)
+    assert 0 < count_connections(far, near) < len(SOURCES)
     fabric.cut_link(0, 1)
-    assert used(fabric, far, near) == {0, 2}, "now they are told"
+    assert list_used_spines(fabric, far, near) == {0, 2}, "now the cut is announced"
 
 
-def test_after_another_draw_the_same_connections_go_elsewhere(fabric: HostedLeafSpine) -> None:
+def test_another_hash_seed_sends_the_same_connections_over_other_links(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
 
     def carried() -> list[int]:
         """Bytes by each spine, as the leaf at the other end has got them."""
         before = fabric.read_received_bytes(far.leaf)
-        used(fabric, near, far)
+        list_used_spines(fabric, near, far)
         return [now - was for now, was in zip(fabric.read_received_bytes(far.leaf), before, strict=True)]
 
     first = carried()
-    assert carried() == pytest.approx(first, abs=200), "neighbors are asked for now and then"
+    assert carried() == pytest.approx(first, abs=200), "neighbors are resolved from time to time"
     fabric.reseed_hashes(1)
     assert carried() != pytest.approx(first, abs=200)
 
 
-def test_without_any_spine_everybody_knows_that_there_is_no_way(fabric: HostedLeafSpine) -> None:
+def test_without_any_spine_all_switches_report_no_route(fabric: HostedLeafSpine) -> None:
     near, far, other = fabric.hosts
     for spine in range(3):
         fabric.cut_link(0, spine)
-    assert connected(near, far) == connected(far, near) == 0
-    assert used(fabric, far, other) == {0, 1, 2}
+    assert count_connections(near, far) == count_connections(far, near) == 0
+    assert list_used_spines(fabric, far, other) == {0, 1, 2}
     for spine in range(3):
         fabric.heal_link(0, spine)
-    assert used(fabric, near, far) == {0, 1, 2}
+    assert list_used_spines(fabric, near, far) == {0, 1, 2}
 
 
-def test_a_link_is_slowed_and_is_as_the_others_again(fabric: HostedLeafSpine) -> None:
+def test_a_slowed_link_is_as_fast_as_the_others_after_its_repair(fabric: HostedLeafSpine) -> None:
     fabric.set_all_rates("50mbit")
     fabric.slow_link(2, 0, "10mbit")
     assert fabric.list_rates() == {link: 10e6 if link == (2, 0) else 50e6 for link in fabric.links}
@@ -143,7 +143,7 @@ def test_a_link_is_slowed_and_is_as_the_others_again(fabric: HostedLeafSpine) ->
     assert fabric.list_rates() == {}
 
 
-def test_the_fabric_that_is_printed_tells_what_everybody_knows(
+def test_the_printed_fabric_shows_the_known_links(
     fabric: HostedLeafSpine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "fabric.json"
@@ -163,7 +163,7 @@ def test_the_fabric_that_is_printed_tells_what_everybody_knows(
     ]
 
 
-def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: HostedLeafSpine) -> None:
+def test_a_half_removed_fabric_is_created_again(fabric: HostedLeafSpine) -> None:
     near, far, _ = fabric.hosts
     fabric.cut_link(0, 1)
     fabric.slow_link(1, 1, "1mbit")
@@ -172,21 +172,21 @@ def test_what_was_broken_and_half_of_it_torn_down_is_whole_again(fabric: HostedL
     Path("/run/netns", fabric.get_spine_namespace(0)).touch()  # as an `ip netns add` leaves it that is killed half-way
     fabric.ensure()
     assert (fabric.find_broken(), fabric.list_rates()) == (BrokenLinks(), {})
-    assert used(fabric, near, far) == used(fabric, far, near) == {0, 1, 2}
+    assert list_used_spines(fabric, near, far) == list_used_spines(fabric, far, near) == {0, 1, 2}
 
 
 def test_pods_of_a_node_with_two_ports_outlive_one_of_them() -> None:
     with create_leaf_spine(leaves=2, spines=2, pods=True, planes=2) as fabric:
         near, far = fabric.hosts
-        assert used(fabric, near, far) == {0, 1, 2, 3}
+        assert list_used_spines(fabric, near, far) == {0, 1, 2, 3}
         first, second = fabric.list_cables(fabric.machines[0])
         first.far.set_plugged(False)
         fabric.update_routes()
-        assert used(fabric, near, far) == {2, 3}
-        assert used(fabric, far, near) == {2, 3}
+        assert list_used_spines(fabric, near, far) == {2, 3}
+        assert list_used_spines(fabric, far, near) == {2, 3}
         second.far.set_plugged(False)
         fabric.update_routes()
-        assert connected(far, near) == 0
+        assert count_connections(far, near) == 0
         first.far.set_plugged(True)
         fabric.update_routes()
-        assert used(fabric, near, far) == {0, 1}
+        assert list_used_spines(fabric, near, far) == {0, 1}

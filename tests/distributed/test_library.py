@@ -1,4 +1,4 @@
-"""A steered job: shares change on one step, requests are answered, it leaves when told, and says what is wrong."""
+"""A managed job: shares change on one step, requests are answered, it leaves on SIGTERM, and reports errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Features(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
         return index, torch.full((4,), float(index))
 
 
-def train(step: pk.Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+def train_step(step: pk.Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     """One step; returns the samples that it used."""
     used = []
     for indices, x in step.microbatches():
@@ -67,7 +67,7 @@ def train(step: pk.Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return used
 
 
-def state(runtime: Path, rank: int) -> NDArray[np.void]:
+def read_state(runtime: Path, rank: int) -> NDArray[np.void]:
     return RingReader(RuntimeFolder(runtime).ring(rank)).state()  # type: ignore[return-value]
 
 
@@ -81,7 +81,7 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
         job, model, optimizer = make_job()
         sizes, used = [], []
         for step in job.steps(make_loader(job, num_workers=workers), until=16):
-            mine = train(step, model, optimizer)
+            mine = train_step(step, model, optimizer)
             sizes.append(len(mine))
             used += mine
             if rank == 0 and step.number in shares:
@@ -100,12 +100,12 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
     assert by_step == expected
     everything = Counter(index for _, used in results for index in used)
     assert everything == Counter(dict.fromkeys(range(64), 4))  # 16 steps of 16: four epochs
-    assert [int(state(tmp_path, rank)["samples"]) for rank in range(RANKS)] == [sum(sizes) for sizes, _ in results]
-    assert {int(state(tmp_path, rank)["plan_version"]) for rank in range(RANKS)} == {10}
-    assert {int(state(tmp_path, rank)["global_batch"]) for rank in range(RANKS)} == {BATCH}
-    assert {int(state(tmp_path, rank)["share_granularity"]) for rank in range(RANKS)} == {1}
-    assert {int(state(tmp_path, rank)["total_steps"]) for rank in range(RANKS)} == {16}
-    assert {int(state(tmp_path, rank)["replica_ranks"]) for rank in range(RANKS)} == {1}
+    assert [int(read_state(tmp_path, rank)["samples"]) for rank in range(RANKS)] == [sum(sizes) for sizes, _ in results]
+    assert {int(read_state(tmp_path, rank)["plan_version"]) for rank in range(RANKS)} == {10}
+    assert {int(read_state(tmp_path, rank)["global_batch"]) for rank in range(RANKS)} == {BATCH}
+    assert {int(read_state(tmp_path, rank)["share_granularity"]) for rank in range(RANKS)} == {1}
+    assert {int(read_state(tmp_path, rank)["total_steps"]) for rank in range(RANKS)} == {16}
+    assert {int(read_state(tmp_path, rank)["replica_ranks"]) for rank in range(RANKS)} == {1}
 
 
 @pytest.mark.parametrize("bad", [(5, 5, 5, 5), (4, 4, 8), (16, 0, 0, 0), "not a plan"])
@@ -121,7 +121,7 @@ def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
         job, model, optimizer = make_job()
         sizes = []
         for step in job.steps(make_loader(job), until=8):
-            sizes.append(len(train(step, model, optimizer)))
+            sizes.append(len(train_step(step, model, optimizer)))
             if rank == 0 and step.number == 2:
                 path = RuntimeFolder(tmp_path).plan
                 if isinstance(bad, str):
@@ -134,14 +134,14 @@ def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
     assert "the last valid" in capfd.readouterr().err
 
 
-def test_plans_of_the_next_membership_leave_this_rounds_shares_alone(tmp_path: Path) -> None:
+def test_plans_of_the_next_membership_do_not_change_this_rounds_shares(tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[int]:
         if rank == 0:
             write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, shares=(7, 4, 3, 2)).to_json())
         job, model, optimizer = make_job()
         sizes = []
         for step in job.steps(make_loader(job), until=6):
-            sizes.append(len(train(step, model, optimizer)))
+            sizes.append(len(train_step(step, model, optimizer)))
             if rank == 0 and step.number == 2:
                 write_json(
                     RuntimeFolder(tmp_path).plan, replace(PLAN, version=2, membership=2, shares=(8, 8)).to_json()
@@ -160,17 +160,17 @@ def test_a_requested_checkpoint_is_published_and_answered(tmp_path: Path) -> Non
         job.register(model=model, optimizer=optimizer, loader=loader)
         job.restore()
         for step in job.steps(loader):
-            train(step, model, optimizer)
+            train_step(step, model, optimizer)
             if rank == 0 and step.number == 3:
                 write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, version=2, checkpoint_request=1).to_json())
-            # All ranks see it alike only where they agree; the ring of rank 0 is what the launcher looks at.
-            answered = torch.tensor(int(state(tmp_path, 0)["checkpoint_request"]))
+            # All ranks see it alike only where they agree; the launcher reads the ring of rank 0.
+            answered = torch.tensor(int(read_state(tmp_path, 0)["checkpoint_request"]))
             torch.distributed.all_reduce(answered, torch.distributed.ReduceOp.MIN)
             if answered.item() == 1:
                 break
             assert step.number < 2000
             time.sleep(0.01)
-        mine = state(tmp_path, rank)
+        mine = read_state(tmp_path, rank)
         return int(mine["checkpoint_request"]), int(mine["checkpoint_step"])
 
     results = run_ranks(rank_main, 2, runtime=tmp_path)
@@ -185,7 +185,7 @@ def test_sigterm_to_one_rank_checkpoints_and_all_leave_with_143(tmp_path: Path) 
         job.register(model=model, optimizer=optimizer, loader=loader)
         try:
             for step in job.steps(loader):
-                train(step, model, optimizer)
+                train_step(step, model, optimizer)
                 if rank == 1 and step.number == 3:
                     os.kill(os.getpid(), signal.SIGTERM)
                 assert step.number < 10
@@ -216,7 +216,7 @@ def save_then(change: Callable[[Path], None], tmp_path: Path, make: Callable[[],
                 unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
                 return str(error) if unchanged else "changed in spite of the error"
             for step in job.steps(loader, until=until):
-                train(step, model, optimizer)
+                train_step(step, model, optimizer)
             return restored, job.samples, loader.cursor
 
         return rank_main
@@ -231,7 +231,7 @@ def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
     assert results == [(6, 6 * BATCH, 6 * BATCH)] * 2
 
 
-def test_a_torn_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_the_previous_checkpoint_is_loaded_if_the_newest_is_torn(tmp_path: Path) -> None:
     def tear(volume: Path) -> None:
         victim = max((volume / "step-00000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
         content = bytearray(victim.read_bytes())
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_pa
         assert "spec.checkpoint.path" in error
 
 
-def test_a_folder_that_cannot_be_written_is_said_at_init(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_at_init(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def rank_main(_: int) -> str:
@@ -277,9 +277,9 @@ def test_a_state_that_cannot_be_kept_is_named_before_the_first_step(tmp_path: Pa
             job.restore()
         return str(caught.value)
 
-    (words,) = run_ranks(rank_main, 1)
-    assert words.startswith("tracker.where.0: a pathlib.")
-    assert "let state_dict() return tensors" in words
+    (message,) = run_ranks(rank_main, 1)
+    assert message.startswith("tracker.where.0: a pathlib.")
+    assert "let state_dict() return tensors" in message
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -299,7 +299,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_the_schedules_of_torch_go_on_as_if_nothing_had_been(make: Callable[[torch.optim.Optimizer], Any]) -> None:
+def test_the_schedules_of_torch_continue_after_a_restart(make: Callable[[torch.optim.Optimizer], Any]) -> None:
     def schedule() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         return optimizer, make(optimizer)
@@ -343,7 +343,7 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
             restored = job.restore()
             random = torch.rand(1).item()
             for step in job.steps(loader, until=until):
-                train(step, model, optimizer)
+                train_step(step, model, optimizer)
                 if until == 100 and step.number == 7:
                     break  # as a crash would have it: without a last checkpoint
             return restored, random
@@ -354,7 +354,7 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
     assert [restored for restored, _ in first] == [0, 0]
     with_spare = run_ranks(run(0, ["a", "spare"]), 2)
     with_both = run_ranks(run(0, ["a", "b"]), 2)
-    # The snapshot of step 6 was still under way.
+    # The snapshot of step 6 was still in progress.
     assert [restored for restored, _ in with_both] == [5, 5]
     assert [restored for restored, _ in with_spare] == ([4, 4] if sharded else [5, 5])
     if not sharded:
@@ -400,7 +400,7 @@ def test_garbage_is_collected_at_the_planned_steps_on_all_ranks(tmp_path: Path) 
         for step in job.steps(make_loader(job), until=10):
             if step.number == 1:
                 gc.callbacks.append(collecting)
-            train(step, model, optimizer)
+            train_step(step, model, optimizer)
         return collected
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [[4, 8]] * 2
@@ -409,10 +409,10 @@ def test_garbage_is_collected_at_the_planned_steps_on_all_ranks(tmp_path: Path) 
 def test_the_mesh_has_both_dimensions() -> None:
     def rank_main(rank: int) -> tuple[Any, ...]:
         mesh = pk.init(mesh={"sync": -1, "shard": 2}).mesh
-        told = torch.tensor([rank])
-        torch.distributed.all_reduce(told, group=mesh.get_group("shard"))
+        found = torch.tensor([rank])
+        torch.distributed.all_reduce(found, group=mesh.get_group("shard"))
         torch.distributed.barrier()  # rank 0 has the store, which the other shards' groups may still need
-        return mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate(), told.item()
+        return mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate(), found.item()
 
     for rank, (names, ranks, place, summed) in enumerate(run_ranks(rank_main, RANKS)):
         assert (names, ranks) == (("sync", "shard"), [[0, 1], [2, 3]])
@@ -467,16 +467,16 @@ def test_leaving_microbatches_out_is_an_error() -> None:
 
 
 def test_one_call_registers_and_restores_and_steps_do_so_themselves(tmp_path: Path) -> None:
-    """A checkpoint that is there is never passed over, whichever way a script is written."""
+    """An existing checkpoint is never skipped, however a script is written."""
 
-    def steps_to(until: int, restore: Callable[..., None]) -> list[int]:
+    def train_to(until: int, restore: Callable[..., None]) -> list[int]:
         def rank_main(_: int) -> list[int]:
             job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path, every=100))
             loader = make_loader(job)
             restore(job, model=model, optimizer=optimizer, loader=loader)
             done = []
             for step in job.steps(loader, until):
-                train(step, model, optimizer)
+                train_step(step, model, optimizer)
                 done.append(step.number)
             assert loader.cursor == until * BATCH
             return done
@@ -484,17 +484,17 @@ def test_one_call_registers_and_restores_and_steps_do_so_themselves(tmp_path: Pa
         (done,) = run_ranks(rank_main, 1)
         return done
 
-    def in_two_calls(job: pk.Job, **objects: Any) -> None:
+    def register_in_two_calls(job: pk.Job, **objects: Any) -> None:
         job.register(**objects)
         job.restore()
 
-    assert steps_to(2, lambda job, **objects: job.restore(**objects)) == [1, 2]
-    assert steps_to(4, lambda job, **objects: job.restore(**objects)) == [3, 4]
-    assert steps_to(6, lambda job, **objects: job.register(**objects)) == [5, 6]
-    assert steps_to(8, in_two_calls) == [7, 8]
+    assert train_to(2, lambda job, **objects: job.restore(**objects)) == [1, 2]
+    assert train_to(4, lambda job, **objects: job.restore(**objects)) == [3, 4]
+    assert train_to(6, lambda job, **objects: job.register(**objects)) == [5, 6]
+    assert train_to(8, register_in_two_calls) == [7, 8]
 
 
-def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: Path) -> None:
+def test_state_that_no_checkpoint_holds_is_reported_before_the_first_step(tmp_path: Path) -> None:
     def rank_main(_: int) -> list[str]:
         job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path))
         loader = make_loader(job)
@@ -523,7 +523,7 @@ def test_what_would_be_in_no_checkpoint_is_said_before_the_first_step(tmp_path: 
     assert "call it once" in twice
 
 
-def test_a_state_of_the_scripts_own_may_have_them_all(tmp_path: Path) -> None:
+def test_a_custom_state_may_hold_all_objects(tmp_path: Path) -> None:
     class Everything:
         def __init__(self, *items: Any) -> None:
             self.items = items
@@ -540,7 +540,7 @@ def test_a_state_of_the_scripts_own_may_have_them_all(tmp_path: Path) -> None:
         loader = make_loader(job)
         restored = job.restore(everything=Everything(model, optimizer, loader))
         for step in job.steps(loader, until=3):
-            train(step, model, optimizer)
+            train_step(step, model, optimizer)
         return restored
 
     assert [run_ranks(rank_main, 1) for _ in range(2)] == [[0], [3]]
@@ -574,7 +574,7 @@ def test_the_diary_of_a_plain_script(tmp_path: Path) -> None:
         loader = make_loader(job)
         job.register(model=model, optimizer=optimizer, loader=loader)
         for step in job.steps(loader, until=3):
-            train(step, model, optimizer)
+            train_step(step, model, optimizer)
         return job.step, sorted(path.name for path in tmp_path.iterdir())
 
     assert run_ranks(rank_main, 1) == [(3, [".owner-00000001", "owner.json", "step-00000002", "step-00000003"])]

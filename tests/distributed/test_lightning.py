@@ -30,7 +30,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> TrainingOutcome:
     return trained
 
 
-def test_its_steps_phases_checkpoints_and_losses_are_known(calm: TrainingOutcome) -> None:
+def test_its_steps_phases_checkpoints_and_losses_are_recorded(calm: TrainingOutcome) -> None:
     for rank in range(RANKS):
         records = calm.read_records(rank)
         assert records[records["kind"] == RecordKind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
@@ -51,8 +51,8 @@ def test_a_crashed_rank_goes_on_from_the_last_checkpoint(calm: TrainingOutcome, 
     assert_same_weights(calm, crashed)
 
 
-def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoint(tmp_path: Path) -> None:
-    """In the middle of an epoch, whose samples Lightning deals out anew: the steps are right, not the weights."""
+def test_all_ranks_leave_after_a_checkpoint_if_one_receives_sigterm(tmp_path: Path) -> None:
+    """In the middle of an epoch, whose samples Lightning distributes again: the steps are right, not the weights."""
     left = run_example(TRAINER, tmp_path, crash="1 1 25", SIGNAL="SIGTERM")
     assert left.exit_code == 0, left.log
     leaving = left.count_steps(0, 1)
@@ -62,7 +62,7 @@ def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoin
     assert left.read_state(1)["restored_step"] == leaving
 
 
-def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
+def test_it_is_monitored_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
     text = (EXAMPLES / TRAINER).read_text().replace("LightningCallback(), ", "")
     text = text.replace("from pacekeeper.integrations.lightning import LightningCallback", "import pacekeeper.auto")
     assert "LightningCallback()" not in text
@@ -73,7 +73,7 @@ def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp
     assert_same_weights(calm, crashed)
 
 
-def test_without_a_last_checkpoint_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_last_checkpoint_it_names_what_is_missing(tmp_path: Path) -> None:
     text = (EXAMPLES / TRAINER).read_text().replace(", save_last=True", "")
     (tmp_path / "script.py").write_text(text)
     refused = run_example(str(tmp_path / "script.py"), tmp_path)

@@ -7,11 +7,11 @@ To add a case, add three lines to `CASES`:
     '''),
 
 Both launchers run it with `RANKS` ranks (`ranks=1` for one) in an empty folder. The test compares what the ranks print
-on stdout, line by line whatever the order of the ranks, the files of the folder, and the exit code. A script that
+on stdout, line by line in any order of the ranks, the files of the folder, and the exit code. A script that
 imports torch costs seconds of processor time, any other next to nothing.
 Options of a case: `arguments` of the script, `options` of the launcher, `stdin`, `environment`, and `signals` that the
 launcher gets one after the other, each when the script has made a file `ready-N` (N: 0, 1, …). `expect` is what both
-print, where that is to be stated. `ours` says what differs here, and why: the named things are not compared.
+print, where that is to be stated. `ours` names what differs here, and why: the named things are not compared.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ CASES = [
     open("ready-0", "w").close()
     time.sleep(60)
     ''', ranks=1, signals=[signal.SIGTERM],
-         ours={"code": "a run that was told to end exits with 143 (130 after Ctrl-C), torchrun with 1"}),
+         ours={"code": "a run that received SIGTERM exits with 143 (130 after Ctrl-C), torchrun with 1"}),
     *(Case(f"{signum.name} is as SIGTERM", '''
     import os, signal, sys, time
     def leave(number, _):
@@ -198,14 +198,16 @@ CASES = [
     ''', ranks=1, signals=[signum], options="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         ours={"code": "the same; torchrun gives ranks the signal itself, we SIGTERM"})
       for signum in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGUSR1)),
-    Case("children that nobody waits for end their work", '''
+    Case("children that the script does not wait for end their work", '''
     import os, subprocess
     subprocess.Popen(["sh", "-c", "sleep 0.5; echo uploaded > upload-$RANK"])
     '''),
 ]  # fmt: skip
 
 
-def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options: list[str]) -> Callable[[], Outcome]:
+def _start_case(
+    case: Case, folder: Path, main: Callable[[list[str]], object], options: list[str]
+) -> Callable[[], Outcome]:
     """Start the case in a fork of this process, which has imported torch; wait for its end where it is called."""
     folder.mkdir()
     name = "module_of_case" if case.module else "script.py"
@@ -231,7 +233,7 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
             for number, signum in enumerate(case.signals):
                 wait_until_true((folder / "work" / f"ready-{number}").exists, f"ready-{number}")
                 os.kill(pid, signum)
-            code = wait_until_true(lambda: _code(pid), "the run ends")[0]
+            code = wait_until_true(lambda: _poll_exit_code(pid), "the run ends")[0]
         except AssertionError as error:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -250,7 +252,7 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
     return outcome
 
 
-def _code(pid: int) -> tuple[int] | None:
+def _poll_exit_code(pid: int) -> tuple[int] | None:
     ended, status = os.waitpid(pid, os.WNOHANG)
     return (os.waitstatus_to_exitcode(status),) if ended else None
 
@@ -271,9 +273,9 @@ def _wait_for_children(folder: Path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_script_does_what_it_does_under_torchrun(case: Case, tmp_path: Path) -> None:
     ranks = f"--nproc-per-node={case.ranks}"
-    apart = ["--redirects=1", f"--log-dir={tmp_path / 'theirs' / 'logs'}"]  # or else one's words run into another's
-    under_torchrun = _run(case, tmp_path / "theirs", torch.distributed.run.main, ["--standalone", ranks, *apart])
-    under_ours = _run(case, tmp_path / "ours", command.main, ["--standalone", ranks])
+    apart = ["--redirects=1", f"--log-dir={tmp_path / 'theirs' / 'logs'}"]  # or else one's lines run into another's
+    under_torchrun = _start_case(case, tmp_path / "theirs", torch.distributed.run.main, ["--standalone", ranks, *apart])
+    under_ours = _start_case(case, tmp_path / "ours", command.main, ["--standalone", ranks])
     theirs, ours = under_torchrun(), under_ours()
     for what in ("code", "output", "files"):
         if what not in case.ours:

@@ -1,5 +1,5 @@
 """Links between real hosts (namespaces with cables between them), slowed by the kernel: what connections show of them,
-and what a probe between launchers tells."""
+and what a probe between launchers measures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def four() -> Iterator[NamespaceNetwork]:
 
 
 class TestConnections:
-    """What the sidecars' looks at the ranks' connections come to. Rank i is worker wi."""
+    """The diagnosis of the sidecars' samples of the ranks' connections. Rank i is worker wi."""
 
     @contextmanager
     def hosts(self, made: NamespaceNetwork, folder: Path, shape: str) -> Iterator[list[subprocess.Popen[str]]]:
@@ -53,12 +53,10 @@ class TestConnections:
 
     def shown(self, made: NamespaceNetwork, folder: Path, shape: str) -> tuple[LinkDiagnosis, list[Evidence]]:
         with self.hosts(made, folder, shape) as ranks:
-            evidence = [Evidence.from_json(json.loads(_line(rank))) for rank in ranks]
+            evidence = [Evidence.from_json(json.loads(_read_line(rank))) for rank in ranks]
         return delay_matrix.diagnose_links(*delay_matrix.join_link_ends(evidence)), evidence
 
-    def test_a_slow_link_among_all_pairs_is_told_from_its_two_ends(
-        self, four: NamespaceNetwork, tmp_path: Path
-    ) -> None:
+    def test_a_slow_link_among_all_pairs_is_found_by_its_two_ends(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW, quick_acknowledgements=True)
         shown, _ = self.shown(four, tmp_path, "all")
         (hot,) = shown.hot_spots
@@ -69,78 +67,78 @@ class TestConnections:
     def test_where_acknowledgements_wait_in_the_slow_queue_the_direction_is_right(
         self, four: NamespaceNetwork, tmp_path: Path
     ) -> None:
-        """How long the way back takes is luck of which connection has filled the queue: told as a pair or as a link."""
+        """The return time depends on which connection has filled the queue: the finding is a pair or a link."""
         four.slow_pair(four.hosts[1], four.hosts[2], SLOW)
         (hot,) = self.shown(four, tmp_path, "all")[0].hot_spots
         assert hot.kind in (SpotKind.LINK, SpotKind.PAIR)
         assert (hot.source, hot.destination) == (1, 2)
 
-    def test_what_is_lost_on_the_way_blocks_the_ends_of_that_way_alone(
+    def test_packets_lost_on_a_route_block_only_the_ends_of_that_route(
         self, four: NamespaceNetwork, tmp_path: Path
     ) -> None:
-        """What is slow, and who does not read, moves or has no room: that is no lost packet."""
+        """A slow peer, and one that does not read, move, or have memory: those are no lost packets."""
         four.slow_pair(four.hosts[2], four.hosts[3], "8mbit")
         with self.hosts(four, tmp_path, "all") as ranks:
             for rank in ranks:
-                _line(rank)
+                _read_line(rank)
             four.drop_packets(four.hosts[0], four.hosts[1])
             for _ in range(ATTEMPTS):  # until both ends have waited for long enough
                 for rank in ranks:
-                    _ask(rank, "blocked")
-                blocked = [[BlockedConnection(**end) for end in json.loads(_line(rank))] for rank in ranks]
+                    _send_request(rank, "blocked")
+                blocked = [[BlockedConnection(**end) for end in json.loads(_read_line(rank))] for rank in ranks]
                 if blocked[0] and blocked[1]:
                     break
         assert [[end.remote.rpartition(":")[0] for end in of] for of in blocked[2:]] == [[], []]
         (there,) = blocked[0]
         assert (there.rank, there.remote) == (0, f"{four.hosts[1].address}:5000")
         assert there.seconds >= 1.5
-        assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "nobody says: received"
+        assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "no bytes received"
 
-    @pytest.mark.parametrize("way", ["egress", "ingress"])
-    def test_a_slow_side_is_a_row_or_column(self, four: NamespaceNetwork, tmp_path: Path, way: str) -> None:
-        """Which of the two is the probe's to tell: the acknowledgements of one side stand in the queue of the other."""
-        slow = four.slow_egress if way == "egress" else four.slow_ingress
+    @pytest.mark.parametrize("direction", ["egress", "ingress"])
+    def test_a_slow_side_is_a_row_or_column(self, four: NamespaceNetwork, tmp_path: Path, direction: str) -> None:
+        """A probe distinguishes the two: the acknowledgements of one side wait in the queue of the other."""
+        slow = four.slow_egress if direction == "egress" else four.slow_ingress
         slow(four.hosts[1], "160mbit")
         (hot,) = self.shown(four, tmp_path, "all")[0].hot_spots
         assert hot.kind in (SpotKind.SENDER, SpotKind.RECEIVER)
         assert {hot.source, hot.destination} == {1, -1}
 
-    def test_in_a_ring_the_pair_is_all_that_can_be_told(self, four: NamespaceNetwork, tmp_path: Path) -> None:
+    def test_in_a_ring_only_the_pair_can_be_named(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         four.slow_egress(four.hosts[1], SLOW)
         shown, evidence = self.shown(four, tmp_path, "next")
         (hot,) = shown.hot_spots
         assert (hot.kind, hot.pairs) == (SpotKind.PAIR, ((1, 2),))
-        renamed = [_translated(answer, "10.217.0.2", "192.0.2.9") for answer in evidence]
+        renamed = [_translate_address(answer, "10.217.0.2", "192.0.2.9") for answer in evidence]
         through_nat = delay_matrix.diagnose_links(*delay_matrix.join_link_ends([renamed[0], evidence[1], *renamed[2:]]))
         assert through_nat.unknown_ends == 4, "both ends of both of its connections"
         assert all(1 not in pair for spot in through_nat.hot_spots for pair in spot.pairs), "unknown, and not wrong"
 
 
-def _line(rank: subprocess.Popen[str]) -> str:
+def _read_line(rank: subprocess.Popen[str]) -> str:
     assert rank.stdout is not None
     return rank.stdout.readline()
 
 
-def _ask(rank: subprocess.Popen[str], what: str) -> None:
+def _send_request(rank: subprocess.Popen[str], what: str) -> None:
     assert rank.stdin is not None
     rank.stdin.write(f"{what}\n")
     rank.stdin.flush()
 
 
-def _translated(answer: Evidence, address: str, seen: str) -> Evidence:
+def _translate_address(answer: Evidence, address: str, seen: str) -> Evidence:
     """As the peers of a host behind address translation see it."""
     return replace(answer, links=tuple(replace(end, remote=end.remote.replace(address, seen)) for end in answer.links))
 
 
 @dataclass(frozen=True)
 class Launchers:
-    """Launchers' ends of a probe, one a host."""
+    """Launchers' ends of a probe, one per host."""
 
     parties: Sequence[ProbeParty]
-    _ask: Callable[[Sequence[ProbeParty], str], link_probe.LinkProbeResult]
+    _measure: Callable[[Sequence[ProbeParty], str], link_probe.LinkProbeResult]
 
-    def ask(self, name: str, others: int = 2) -> link_probe.LinkProbeResult:
-        return self._ask(self.parties[2 : 2 + others], name)
+    def probe(self, name: str, others: int = 2) -> link_probe.LinkProbeResult:
+        return self._measure(self.parties[2 : 2 + others], name)
 
 
 class TestProbe:
@@ -158,60 +156,60 @@ class TestProbe:
             ]
 
             def measure(others: Sequence[ProbeParty], name: str) -> dict[str, list[LinkProbe]]:
-                asked = link_probe.plan_probe(name, parties[0], parties[1], others)
+                request = link_probe.plan_probe(name, parties[0], parties[1], others)
                 for party, one in zip(parties, running, strict=True):
-                    targets = dict(zip(asked.sources, asked.targets, strict=True)).get(party.worker, ())
+                    targets = dict(zip(request.sources, request.targets, strict=True)).get(party.worker, ())
                     task = {"name": name, "targets": [asdict(target) for target in targets]}
                     assert one.stdin is not None
                     one.stdin.write((json.dumps(task) if targets else "") + "\n")
                     one.stdin.flush()
                 answers = {}
                 for party, one in zip(parties, running, strict=True):
-                    if party.worker in asked.sources:
+                    if party.worker in request.sources:
                         assert one.stdout is not None
                         found = json.loads(one.stdout.readline())["probes"]
                         answers[party.worker] = [LinkProbe(**probe) for probe in found]
                 return answers
 
-            def ask(others: Sequence[ProbeParty], name: str) -> link_probe.LinkProbeResult:
-                """Measure again where a host was too busy for what a probe may take: no way here is cut."""
+            def measure_completely(others: Sequence[ProbeParty], name: str) -> link_probe.LinkProbeResult:
+                """Measure again where a host was too busy for a probe's time limit: no route here is cut."""
                 for attempt in range(ATTEMPTS):
                     answers = measure(others, f"{name}-{attempt}")
                     if not any(probe.failed for probes in answers.values() for probe in probes):
                         break
                 return link_probe.evaluate_probe(answers, "w0", "w1")
 
-            yield Launchers(parties, ask)
+            yield Launchers(parties, measure_completely)
         finally:
             for one in running:
                 one.communicate(timeout=300)
 
-    def test_link_sender_receiver_and_nothing_are_told_apart(self, four: NamespaceNetwork, tmp_path: Path) -> None:
+    def test_link_sender_receiver_and_no_fault_are_distinguished(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         s, d, *_ = four.hosts
         for host in four.hosts:
             four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
-            assert made.ask("well").verdict is LinkProbeVerdict.NOTHING
+            assert made.probe("well").verdict is LinkProbeVerdict.NOTHING
             four.slow_pair(s, d, SLOW)
-            assert made.ask("pair").verdict is LinkProbeVerdict.LINK
+            assert made.probe("pair").verdict is LinkProbeVerdict.LINK
             four.restore_speed(s)
             four.slow_pair(d, s, SLOW)
-            assert made.ask("back").verdict is LinkProbeVerdict.REVERSED
+            assert made.probe("back").verdict is LinkProbeVerdict.REVERSED
             four.restore_speed(d)
             four.slow_egress(s, SLOW)
-            told = made.ask("egress")
-            assert told.verdict is LinkProbeVerdict.SENDER, told.message
+            result = made.probe("egress")
+            assert result.verdict is LinkProbeVerdict.SENDER, result.message
             four.restore_speed(s)
             four.slow_ingress(d, SLOW)
-            told = made.ask("ingress")
-            assert told.verdict is LinkProbeVerdict.RECEIVER, told.message
+            result = made.probe("ingress")
+            assert result.verdict is LinkProbeVerdict.RECEIVER, result.message
 
     def test_three_launchers_are_enough(self, four: NamespaceNetwork, tmp_path: Path) -> None:
         for host in four.hosts:
             four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
             four.slow_egress(four.hosts[0], SLOW)
-            assert made.ask("egress", others=1).verdict is LinkProbeVerdict.SENDER
+            assert made.probe("egress", others=1).verdict is LinkProbeVerdict.SENDER
             four.restore_speed(four.hosts[0])
             four.slow_ingress(four.hosts[1], SLOW)
-            assert made.ask("ingress", others=1).verdict is LinkProbeVerdict.RECEIVER
+            assert made.probe("ingress", others=1).verdict is LinkProbeVerdict.RECEIVER

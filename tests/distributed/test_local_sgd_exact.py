@@ -1,4 +1,4 @@
-"""Local-SGD does what it says to the last bit, or to 1e-10 in float64 where sums come in another order."""
+"""Local-SGD is exact to the last bit, or to 1e-10 in float64 where sums come in another order."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PLAIN = OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty(enabled=False))
 MESHES = [(4, 1), (2, 2)]
 
 
-def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-10) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
 @pytest.mark.parametrize("batches", [(8,), (12, 4)], ids=["even", "uneven"])
-def test_one_step_a_synchronisation_is_synchronous_sgd(replicas: int, shards: int, batches: tuple[int, ...]) -> None:
+def test_one_step_per_synchronization_is_synchronous_sgd(replicas: int, shards: int, batches: tuple[int, ...]) -> None:
     """Uneven: replicas are weighed by their samples."""
     count, run = 5, ReplicaRun(PLAIN, create_sgd, steps=(1,), batches=batches)
 
@@ -67,7 +67,7 @@ def test_one_step_a_synchronisation_is_synchronous_sgd(replicas: int, shards: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_replicas_are_bit_equal_after_each_synchronisation(dtype: torch.dtype) -> None:
+def test_replicas_are_bit_equal_after_each_synchronization(dtype: torch.dtype) -> None:
     """With unequal numbers of steps, momentum and penalty; and so are sums that the backend cuts into chunks."""
     run = ReplicaRun(dtype=dtype, steps=(4, 3, 1, 2))
 
@@ -121,7 +121,7 @@ def test_sharded_equals_unsharded() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
-def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
+def test_equivalent_settings_are_bit_equal(replicas: int, shards: int) -> None:
     """Overlap, activation checkpointing, torch.compile, CPU off-load, an evaluation that leaves parameters gathered."""
     plain = ReplicaRun(OuterSGD(prefetch=0), eager=True, steps=(2,))
     overlapped = replace(plain, settings=OuterSGD(), eager=False)

@@ -18,14 +18,14 @@ SHARES = [(6, 6, 6, 6), (9, 7, 5, 3), (2, 2, 14, 6)]
 BATCH = 24
 
 
-def gradient_of_one_process(indices: list[int], weight: float) -> list[Tensor]:
+def compute_reference_gradient(indices: list[int], weight: float) -> list[Tensor]:
     net = make_net()
     x, y = draw_samples(1, 0, 0, BATCH)
     (loss_sum(net, x[indices], y[indices]) / weight).backward()
     return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
 
 
-def gradients(net: nn.Module) -> list[Tensor]:
+def collect_gradients(net: nn.Module) -> list[Tensor]:
     found = [parameter.grad for parameter in net.parameters()]
     assert all(gradient is not None for gradient in found), "optimizers skip what has no gradient, silently"
     return [g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in found if g is not None]
@@ -48,20 +48,20 @@ def test_two_replicas_of_two_shards(shares: tuple[int, ...]) -> None:
             for number, part in enumerate(parts):
                 parallel.synchronize_gradients(net, number == 1, local)
                 (loss_sum(net, x[part], y[part]) / weight).backward()
-            found.append(gradients(net))
+            found.append(collect_gradients(net))
             net.zero_grad()
         return found
 
     results = run_ranks(rank_main, 4)
-    whole = gradient_of_one_process(list(range(BATCH)), BATCH)
+    whole = compute_reference_gradient(list(range(BATCH)), BATCH)
     middle = sum(shares[:2])
     own = [
-        gradient_of_one_process(list(range(middle)), middle),
-        gradient_of_one_process(list(range(middle, BATCH)), BATCH - middle),
+        compute_reference_gradient(list(range(middle)), middle),
+        compute_reference_gradient(list(range(middle, BATCH)), BATCH - middle),
     ]
     for rank, found in enumerate(results):
-        for its, wanted in zip(found, (whole, own[rank // 2], whole), strict=True):
-            for one, other in zip(its, wanted, strict=True):
+        for its, expected in zip(found, (whole, own[rank // 2], whole), strict=True):
+            for one, other in zip(its, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -74,7 +74,7 @@ def test_small_buckets_sum_the_same_one_after_the_other() -> None:
             x, y = draw_samples(1, rank, 0)
             with patch.object(parallel, "_sum_bucket", side_effect=parallel._sum_bucket) as summed:
                 (loss_sum(model, x, y) / 16).backward()
-            found.append((summed.call_count, gradients(model)))
+            found.append((summed.call_count, collect_gradients(model)))
         return found
 
     for (in_one, whole), (one_by_one, parts) in run_ranks(rank_main, 2):
@@ -105,7 +105,7 @@ def test_whole_replicas_neither_exchange_gradients_nor_buffers_in_local_modes() 
             model.zero_grad()
             parallel.synchronize_gradients(model, True, local)
             (loss_sum(model, x, y) / 16).backward()
-            return gradients(model)
+            return collect_gradients(model)
 
         step(local=False)
         if rank == 1:

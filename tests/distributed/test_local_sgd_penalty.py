@@ -24,15 +24,17 @@ OFF = OuterSGD(penalty=replace(PENALTY, enabled=False))
 GOOD = ReplicaRun(OuterSGD(penalty=PENALTY), steps=(4,))
 
 
-def garbage(factor: float, replica: int, number: int) -> float:
+def compute_garbage_factor(factor: float, replica: int, number: int) -> float:
     return factor if replica == BAD and number in WHEN else 1.0
 
 
-NAN = replace(GOOD, poison=lambda *of: garbage(math.nan, *of))
-HUGE = replace(GOOD, corrupt_input=lambda *of: garbage(1000.0, *of))
+NAN = replace(GOOD, poison=lambda *of: compute_garbage_factor(math.nan, *of))
+HUGE = replace(GOOD, corrupt_input=lambda *of: compute_garbage_factor(1000.0, *of))
 
 
-def train(mesh: torch.distributed.device_mesh.DeviceMesh, run: ReplicaRun) -> tuple[list[float], list[Synchronization]]:
+def train_replica(
+    mesh: torch.distributed.device_mesh.DeviceMesh, run: ReplicaRun
+) -> tuple[list[float], list[Synchronization]]:
     """Held-out loss of the common parameters after each synchronization, and what it was like."""
     training = ReplicaTraining(mesh, run)
     curve, seen = [], []
@@ -43,7 +45,7 @@ def train(mesh: torch.distributed.device_mesh.DeviceMesh, run: ReplicaRun) -> tu
     return curve, seen
 
 
-def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
+def test_the_penalty_keeps_garbage_within_noise() -> None:
     runs = {f"seed {seed}": replace(GOOD, seed=seed) for seed in range(1, 6)}
     runs |= {"NaN": NAN, "x1000": HUGE}
     runs |= {"NaN, off": replace(NAN, settings=OFF), "x1000, off": replace(HUGE, settings=OFF)}
@@ -51,7 +53,7 @@ def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
     def rank_main(_rank: int) -> dict[str, tuple[list[float], list[Synchronization]]]:
         init_process_group()
         mesh = make_mesh(REPLICAS, 1)
-        return {name: train(mesh, run) for name, run in runs.items()}
+        return {name: train_replica(mesh, run) for name, run in runs.items()}
 
     found = run_ranks(rank_main, REPLICAS)[0]
     clean = np.array([found[f"seed {seed}"][0] for seed in range(1, 6)])
@@ -70,7 +72,7 @@ def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (2, 2)], ids=str)
-def test_without_one_good_replica_all_go_back(replicas: int, shards: int) -> None:
+def test_all_replicas_roll_back_if_none_is_good(replicas: int, shards: int) -> None:
     """To the last common parameters; the outer momentum stays, and the next synchronization is a good one."""
     run = replace(GOOD, poison=lambda _, number: math.nan if number == 3 else 1.0)
 

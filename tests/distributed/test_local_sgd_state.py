@@ -1,4 +1,4 @@
-"""The outer optimizer's state in checkpoints, and the way back from replicas to one state."""
+"""The outer optimizer's state in checkpoints, and the return from replicas to one state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUTS = {torch.float64: [(1, 4), (2, 1)], torch.bfloat16: [(2, 2)]}
 """(replicas, shards) that read what two replicas of two shards have written; the last one off-loads."""
 
 
-def outer_momentum(training: ReplicaTraining) -> list[Tensor]:
+def collect_outer_momentum(training: ReplicaTraining) -> list[Tensor]:
     """[parameters], gathered."""
     momenta = [training.replicas.outer.state[p]["momentum_buffer"] for p in training.net.parameters()]
     return [m.full_tensor() if isinstance(m, DTensor) else m.clone() for m in momenta]
@@ -56,7 +56,7 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
             pass
         net, outer = training.net, training.replicas.outer
         save({"net": get_model_state_dict(net), "outer": get_optimizer_state_dict(net, outer)}, checkpoint_id=tmp_path)
-        return gather_parameters(net), outer_momentum(training)
+        return gather_parameters(net), collect_outer_momentum(training)
 
     def read(replicas: int, shards: int, settings: OuterSGD) -> Callable[[int], tuple[list[Tensor], list[Tensor]]]:
         def main(_rank: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -72,7 +72,7 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
             set_optimizer_state_dict(net, outer, state["outer"])
             for _ in training.run_steps_and_syncs(0):
                 pass
-            found = gather_parameters(net), outer_momentum(training)
+            found = gather_parameters(net), collect_outer_momentum(training)
             training.replicas.start()
             for _ in training.run_steps_and_syncs(1):  # what was loaded is of the kind that it works with
                 pass
@@ -87,12 +87,12 @@ def test_the_outer_state_comes_back_for_any_number_of_replicas_and_shards(dtype:
         for its_parameters, its_momenta in run_ranks(
             read(replicas, shards, OuterSGD(offload=shards == 2)), replicas * shards
         ):
-            for found, wanted in zip(its_parameters + its_momenta, parameters + momenta, strict=True):
-                torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            for found, expected in zip(its_parameters + its_momenta, parameters + momenta, strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(4, 1), (2, 2)], ids=str)
-def test_equalise_makes_one_state_of_the_replicas(replicas: int, shards: int) -> None:
+def test_equalize_makes_one_state_of_the_replicas(replicas: int, shards: int) -> None:
     """Means of the moments that are finite, the largest step, buffers too; a state that only some have is shared."""
 
     def rank_main(_rank: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
@@ -114,9 +114,9 @@ def test_equalise_makes_one_state_of_the_replicas(replicas: int, shards: int) ->
             first = optimizer.state[next(training.net.parameters())]["exp_avg"]
             part = first.to_local() if isinstance(first, DTensor) else first
             part[0] = torch.nan
-        before = _state_of(training, late, norm)
+        before = _copy_state(training, late, norm)
         equalize_replicas(optimizer, [training.net, norm], mesh.get_group("sync"))
-        after = _state_of(training, late, norm)
+        after = _copy_state(training, late, norm)
         return replica, mesh.get_local_rank("shard"), before, after
 
     results = run_ranks(rank_main, 4)
@@ -127,16 +127,16 @@ def test_equalise_makes_one_state_of_the_replicas(replicas: int, shards: int) ->
             assert having == ([1] if key.startswith("late") else sorted(peers))
             values = [peers[replica][key].double() for replica in having]
             if key.endswith("step"):
-                wanted = torch.stack(values).max()
+                expected = torch.stack(values).max()
             elif key == "buffer 2":
-                wanted = values[0]
+                expected = values[0]
             else:
-                wanted = torch.stack([value for value in values if value.isfinite().all()]).mean(dim=0)
-            torch.testing.assert_close(found.double(), wanted, rtol=1e-12, atol=1e-15, msg=key)
+                expected = torch.stack([value for value in values if value.isfinite().all()]).mean(dim=0)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-12, atol=1e-15, msg=key)
     assert float(results[-1][3]["0 step"]) == 1 + replicas
 
 
-def _state_of(training: ReplicaTraining, late: nn.Parameter, norm: nn.Module) -> dict[str, Tensor]:
+def _copy_state(training: ReplicaTraining, late: nn.Parameter, norm: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each moment and buffer."""
     named = {str(index): parameter for index, parameter in enumerate(training.net.parameters())} | {"late": late}
     found = {f"{name} {key}": value for name, p in named.items() for key, value in training.optimizer.state[p].items()}
@@ -148,7 +148,7 @@ def _state_of(training: ReplicaTraining, late: nn.Parameter, norm: nn.Module) ->
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_reset_moments_lets_the_optimizer_begin_anew(kind: type[torch.optim.Optimizer]) -> None:
+def test_reset_moments_restarts_the_optimizer(kind: type[torch.optim.Optimizer]) -> None:
     nets = [make_net(), make_net()]
     fresh, reset = (kind(net.parameters(), lr=0.01) for net in nets)  # type: ignore[call-arg]
     before = [parameter.detach().clone() for parameter in nets[1].parameters()]
@@ -156,8 +156,8 @@ def test_reset_moments_lets_the_optimizer_begin_anew(kind: type[torch.optim.Opti
     reset.step()
     reset_moments(reset)
     with torch.no_grad():
-        for parameter, wanted in zip(nets[1].parameters(), before, strict=True):
-            parameter.copy_(wanted)
+        for parameter, expected in zip(nets[1].parameters(), before, strict=True):
+            parameter.copy_(expected)
     for net, optimizer in zip(nets, (fresh, reset), strict=True):
         optimizer.zero_grad()
         loss_sum(net, *draw_samples(1, 0, 1)).backward()
@@ -189,7 +189,7 @@ def test_an_outer_step_is_that_of_torch(nesterov: bool) -> None:
     run_ranks(rank_main, 1)
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_use_is_reported() -> None:
     def rank_main(_rank: int) -> None:
         init_process_group()
         group = make_mesh(1, 1).get_group("sync")

@@ -88,7 +88,7 @@ class Net(nn.Module):
         return out
 
 
-def loss_sum(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def compute_loss_sum(net: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return (net(x) - x.sum(1, keepdim=True)).square().sum()
 
 
@@ -162,7 +162,7 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
             stepped.clear()
             bad = case.scaled and rank == 1 and step.number % 4 == 2
             for indices, x in step.microbatches():
-                loss = loss_sum(net, x) * (float("inf") if bad else 1.0)
+                loss = compute_loss_sum(net, x) * (float("inf") if bad else 1.0)
                 scaler.scale(loss / step.total_weight).backward()
                 seen.used[-1] += indices.tolist()
             scaler.step(optimizer)
@@ -185,7 +185,7 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
     return run
 
 
-def reference(run: list[Seen], shard: int) -> dict[str, Tensor]:
+def compute_reference(run: list[Seen], shard: int) -> dict[str, Tensor]:
     """SGD in one process, with what the ranks that stepped have used, as parts of the whole batch."""
     net = Net().double()
     x = Points().x
@@ -197,7 +197,7 @@ def reference(run: list[Seen], shard: int) -> dict[str, Tensor]:
             if not replica[0].skipped[number]:
                 indices = [index for seen in replica for index in seen.used[number]]
                 assert len(indices) == BATCH // len(replicas)
-                (loss_sum(net, x[indices]) / BATCH).backward()
+                (compute_loss_sum(net, x[indices]) / BATCH).backward()
         with torch.no_grad():
             for parameter in net.parameters():
                 if parameter.grad is not None:
@@ -205,8 +205,8 @@ def reference(run: list[Seen], shard: int) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in net.named_parameters()}
 
 
-def check(run: list[Seen], shard: int = 1, tolerance: float = 1e-10) -> None:
-    wanted = reference(run, shard)
+def check_run(run: list[Seen], shard: int = 1, tolerance: float = 1e-10) -> None:
+    wanted = compute_reference(run, shard)
     for seen in run:
         for name, parameter in wanted.items():
             its = seen.parameters[name].double()
@@ -217,9 +217,9 @@ CASES = {
     "replicas, with a parameter that no loss needs": Case(
         options={"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}, unused=True
     ),
-    "replicas, activations computed anew": Case(checkpointing=True),
+    "replicas, activations recomputed": Case(checkpointing=True),
     "shards that stay gathered": Case(2, {"reshard_after_forward": False, "shard_placement_fn": lambda _: Shard(0)}),
-    "shards in the CPU's memory, activations computed anew": Case(
+    "shards in the CPU's memory, activations recomputed": Case(
         2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, checkpointing=True
     ),
 }
@@ -227,14 +227,14 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_every_mode_trains_as_one_process_does(case: Case, tmp_path: Path) -> None:
-    check(run_case(case, tmp_path), case.shard)
+    check_run(run_case(case, tmp_path), case.shard)
 
 
-def test_in_mixed_precision(tmp_path: Path) -> None:
+def test_modes_train_in_mixed_precision(tmp_path: Path) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     run = run_case(Case(2, {"mp_policy": policy}, dtype=torch.float32), tmp_path)
     assert {parameter.dtype for parameter in run[0].parameters.values()} == {torch.float32}
-    check(run, 2, tolerance=0.01)
+    check_run(run, 2, tolerance=0.01)
 
 
 COMPILED = {
@@ -242,7 +242,7 @@ COMPILED = {
     "replicas, the model after": Case(compiled="after"),
     "replicas, blocks": Case(compiled="blocks"),
     "replicas, blocks, fullgraph": Case(compiled="blocks", fullgraph=True),
-    "replicas, the model in place, activations computed anew": Case(compiled="in place", checkpointing=True),
+    "replicas, the model in place, activations recomputed": Case(compiled="in place", checkpointing=True),
     "shards, blocks": Case(2, compiled="blocks"),
     "shards, blocks, fullgraph": Case(2, compiled="wrapped", fullgraph=True),
     "shards, the model after": Case(2, compiled="after"),
@@ -250,10 +250,10 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
-def test_a_compiled_model_trains_the_same_and_is_never_compiled_anew(case: Case, tmp_path: Path) -> None:
+def test_a_compiled_model_trains_the_same_and_is_compiled_once(case: Case, tmp_path: Path) -> None:
     """Neither by a synchronization nor by a switch; and a model that has no graph break of its own has none of ours."""
     run = run_case(case, tmp_path)
-    check(run, case.shard)
+    check_run(run, case.shard)
     for seen in run:
         assert seen.graphs[0] > 0
         assert len(set(seen.graphs)) == 1, seen.graphs
@@ -265,7 +265,7 @@ def test_a_compiled_model_trains_the_same_and_is_never_compiled_anew(case: Case,
 def test_a_grad_scaler_leaves_steps_out_on_one_replica(shard: int, tmp_path: Path) -> None:
     """In Sync on all. Its scale is one again when Sync is back."""
     run = run_case(Case(shard, scaled=True), tmp_path)
-    check(run, shard)
+    check_run(run, shard)
     skipped = [[number for number, was in enumerate(seen.skipped, 1) if was] for seen in run]
     assert skipped[0] == skipped[shard - 1] != skipped[-1]
     assert {2, 14} <= set(skipped[0])
@@ -273,7 +273,7 @@ def test_a_grad_scaler_leaves_steps_out_on_one_replica(shard: int, tmp_path: Pat
 
 
 def test_options_that_are_not_the_scripts_are_refused_by_name() -> None:
-    frozen = Net().requires_grad_(False)
+    without_gradients = Net().requires_grad_(False)
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("replicate", {"device_ids": [0]}, "device_ids is set to the job's device"),
         ("replicate", {"process_group": None}, "process_group is the group of all ranks; see pk.init"),
@@ -291,7 +291,9 @@ def test_options_that_are_not_the_scripts_are_refused_by_name() -> None:
             with pytest.raises(InputError) as caught:
                 getattr(job, call)(Net(), **options)
             errors.append(str(caught.value))
-        job.fully_shard(frozen, units=lambda net: net.blocks, ignored_params=set(frozen.parameters()))
+        job.fully_shard(
+            without_gradients, units=lambda net: net.blocks, ignored_params=set(without_gradients.parameters())
+        )
         return errors
 
     (errors,) = run_ranks(rank_main, 1)

@@ -20,7 +20,7 @@ SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("bad", "message"),
     [
         ({"sync_mode": "DiLoCo"}, "sync_mode: 'DiLoCo' is unknown; take one of Sync, EDiT, AsyncEDiT"),
         ({"sync_mode": "Sync", "shares": [9, 8]}, "shares: [9, 8] sum to 17; they must sum to the global batch, 16"),
@@ -35,9 +35,9 @@ SYNC, EDIT, ASYNC_EDIT = SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT
     ids=["unknown mode", "too many samples", "nothing for a rank", "a cost below 0", "unknown lengths", "unreadable"],
 )
 def test_a_plan_that_cannot_be_followed_is_refused_and_the_last_good_one_goes_on(
-    bad: Any, words: str, tmp_path: Path
+    bad: Any, message: str, tmp_path: Path
 ) -> None:
-    said: list[str] = []
+    refusals: list[str] = []
 
     def rank_main(rank: int) -> list[str]:
         runtime = RuntimeFolder(tmp_path)
@@ -59,17 +59,17 @@ def test_a_plan_that_cannot_be_followed_is_refused_and_the_last_good_one_goes_on
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
-                said.append(runtime.refusal.read_text())
+                refusals.append(runtime.refusal.read_text())
                 if step.number == 4:
                     give(2, bad)
                 if step.number == 9:  # the ranks meet in the next one
                     give(3, {"sync_mode": "Sync"})
-        return said
+        return refusals
 
-    said, _ = run_ranks(rank_main, 2, runtime=tmp_path)
-    assert said[:4] == [""] * 4
-    assert words in said[8]
-    assert said[-1] == ""
+    refusals, _ = run_ranks(rank_main, 2, runtime=tmp_path)
+    assert refusals[:4] == [""] * 4
+    assert message in refusals[8]
+    assert refusals[-1] == ""
     assert list_mode_starts(tmp_path, 1) == [(EDIT, 1), (SYNC, 11)]
 
 
@@ -93,7 +93,7 @@ def test_a_local_mode_needs_the_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
-def test_a_rank_whose_loss_is_not_finite_is_told_and_does_not_count(mode: SyncMode, tmp_path: Path) -> None:
+def test_a_rank_whose_loss_is_not_finite_is_reported_and_does_not_count(mode: SyncMode, tmp_path: Path) -> None:
     spoilt: list[int] = []
 
     def bad(rank: int, step: pk.Step, loss: Tensor) -> Tensor:
@@ -107,11 +107,11 @@ def test_a_rank_whose_loss_is_not_finite_is_told_and_does_not_count(mode: SyncMo
     run = run_job(tmp_path, until=24, plans={0: {"sync_mode": mode}}, ranks=3, sabotage=bad)
     assert len({seen.sync_points[-1].parameters for seen in run}) == 1
     assert all(torch.tensor(seen.losses[-1]).isfinite() for seen in run)
-    told = [int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["bad_loss_step"]) for rank in range(3)]
-    assert told == [-1, -1, int((tmp_path / "spoilt").read_text())]
+    bad_steps = [int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["bad_loss_step"]) for rank in range(3)]
+    assert bad_steps == [-1, -1, int((tmp_path / "spoilt").read_text())]
 
 
-def test_what_is_asked_on_one_rank_only_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_query_on_one_rank_only_holds_no_rank_up(tmp_path: Path) -> None:
     """`if job.rank == 0 and step.due("print", …)`, as examples do."""
 
     def rank_main(rank: int) -> list[int]:

@@ -21,8 +21,10 @@ STEPS, EVERY = 16, 4
 """Of the job; between two synchronizations, at each of which a snapshot is due."""
 
 
-@pytest.mark.parametrize(("delivered", "waited_for"), [(True, STEPS // EVERY), (False, 1)], ids=["there", "under way"])
-def test_no_synchronisation_is_waited_for_where_the_last_snapshot_is_on_its_way_to_a_neighbour(
+@pytest.mark.parametrize(
+    ("delivered", "waited_for"), [(True, STEPS // EVERY), (False, 1)], ids=["delivered", "in progress"]
+)
+def test_no_synchronization_waits_while_the_last_snapshot_is_being_replicated(
     delivered: bool, waited_for: int, tmp_path: Path
 ) -> None:
     """But for the last one: the job is done."""

@@ -32,7 +32,7 @@ def sigterm_to_rank_1(rank: int, job: pk.Job) -> bool:
     ],
     ids=["4 with loader workers → 3", "2 × 2 → 4 × 1"],
 )
-def test_told_to_leave_in_a_local_mode_and_on_in_others(
+def test_ranks_leave_in_a_local_mode_and_go_on_in_others(
     before: dict[str, Any], after: dict[str, Any], tmp_path: Path
 ) -> None:
     """AsyncEDiT, from which a SIGTERM comes long before the clock is up; Sync with other ranks; and AsyncEDiT again."""
@@ -60,7 +60,7 @@ def test_told_to_leave_in_a_local_mode_and_on_in_others(
     assert is_each_used_once_per_epoch(count_used_samples(left, sync, again), (stopped + 20) * BATCH)
 
 
-def test_the_outer_momentum_goes_through_sync_and_to_other_ranks(tmp_path: Path) -> None:
+def test_the_outer_momentum_survives_sync_and_a_change_of_ranks(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     written = run_job(tmp_path, until=16, plans={0: {"sync_mode": EDIT}}, shard=2, volume=volume)
     (momentum,) = {seen.moments for seen in written}

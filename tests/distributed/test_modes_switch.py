@@ -41,7 +41,7 @@ def check_ordinals(run: list[JobRankTrace], shard: int = 1) -> None:
 
 @pytest.mark.oldest_torch
 @pytest.mark.parametrize("shard", [1, 2], ids=["replicas", "sharded replicas"])
-def test_through_all_modes_and_back(shard: int, tmp_path: Path) -> None:
+def test_a_job_passes_through_all_modes_and_back(shard: int, tmp_path: Path) -> None:
     run = run_job(tmp_path, until=60, plans=THROUGH_ALL, shard=shard, weighs=shard > 1, pauses=(0.004, 0.012))
     check_ordinals(run, shard)
     assert {(seen.step, seen.samples) for seen in run} == {(60, 60 * BATCH)}
@@ -66,7 +66,7 @@ def test_through_all_modes_and_back(shard: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shard", "workers"), [(1, 1), (2, 0)], ids=["replicas with loader workers", "sharded replicas"]
 )
-def test_orders_are_followed_long_before_the_clock_is_up(shard: int, workers: int, tmp_path: Path) -> None:
+def test_requests_are_followed_before_the_synchronization_is_due(shard: int, workers: int, tmp_path: Path) -> None:
     """A checkpoint, behind which the mode goes on; and Sync."""
     by_the_clock: dict[str, Any] = {"sync_mode": ASYNC_EDIT, "sync_seconds": 1000.0}
     plans: dict[int, dict[str, Any]] = {
@@ -87,7 +87,7 @@ def test_orders_are_followed_long_before_the_clock_is_up(shard: int, workers: in
     assert 2 < kept[0] < 16
 
 
-def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_it_in_a_step(tmp_path: Path) -> None:
+def test_a_slow_rank_makes_fewer_steps_and_no_rank_waits_for_it_in_a_step(tmp_path: Path) -> None:
     run = run_job(
         tmp_path, until=60, plans={0: {"sync_mode": ASYNC_EDIT, "sync_seconds": 0.6}}, pauses=(0.01, 0.3, 0.01)
     )
@@ -98,7 +98,7 @@ def test_a_slow_rank_makes_fewer_steps_and_nobody_waits_for_it_in_a_step(tmp_pat
     assert [len(seen.used) for seen in run] == [4 * seen.own_steps for seen in run]
 
 
-def test_the_job_ends_in_a_step_of_all_ranks_whatever_the_mode(tmp_path: Path) -> None:
+def test_the_job_ends_in_a_step_of_all_ranks_in_every_mode(tmp_path: Path) -> None:
     """So that an evaluation which is due then happens, on all of them."""
     run = run_job(tmp_path, until=20, plans={0: {"sync_mode": ASYNC_EDIT}}, pauses=(0.002, 0.03))
     check_ordinals(run)
@@ -106,26 +106,26 @@ def test_the_job_ends_in_a_step_of_all_ranks_whatever_the_mode(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
-def test_one_rank_alone(mode: SyncMode, tmp_path: Path) -> None:
+def test_a_single_rank_trains(mode: SyncMode, tmp_path: Path) -> None:
     (seen,) = run_job(tmp_path, until=12, plans={0: {"sync_mode": mode}, 8: {"sync_mode": SYNC}}, ranks=1)
     assert (seen.step, seen.samples) == (12, 12 * BATCH)
     assert is_each_used_once_per_epoch(count_used_samples([seen]), 12 * BATCH)
 
 
-def test_without_an_operator_the_script_says_how_to_train() -> None:
+def test_without_an_operator_the_script_chooses_the_mode() -> None:
     """As under torchrun."""
 
     def rank_main(_: int) -> tuple[int, int, int]:
         job = pk.init(sync_mode="EDiT", sync_every=3)
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=2)
-        asked = 0
+        due_count = 0
         for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=10):
             for _, x in step.microbatches():
                 (net(x).sum() / step.total_weight).backward()
             optimizer.step()
             optimizer.zero_grad()
-            asked += step.due("look", every=1)
-        return job.step, job.samples, asked
+            due_count += step.due("poll", every=1)
+        return job.step, job.samples, due_count
 
     assert run_ranks(rank_main, 2) == [(10, 10 * BATCH, 2 + 3)] * 2  # 1, 2 in Sync; then 5, 8, 10

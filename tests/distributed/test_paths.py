@@ -23,7 +23,7 @@ from testing.network.fabric import FabricHost, HostedLeafSpine, create_leaf_spin
 from testing.network.paths import PathShim, build_python_command
 from testing.training.launchers import wait_until_true
 
-NOBODY = 65534
+UNPRIVILEGED_ID = 65534
 BULK = 1_000_000
 RANK = Path(paths.__file__).parents[1] / "scripts" / "fabric_rank.py"
 
@@ -45,8 +45,8 @@ listener.listen(64)
 print(listener.getsockname()[1], flush=True)
 while True:
     peer, (address, port) = listener.accept()
-    asked = peer.recv(16, socket.MSG_WAITALL)
-    count, answer = int.from_bytes(asked[:8], "big"), int.from_bytes(asked[8:], "big")
+    header = peer.recv(16, socket.MSG_WAITALL)
+    count, answer = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     received = 0
     while received < count:
         received += len(peer.recv(1 << 16))
@@ -54,7 +54,7 @@ while True:
     print(address, port, received, flush=True)
     kept = peer
 """
-"""Takes what a client sends, then sends one byte more back than it asked for first; keeps the connection open."""
+"""Takes what a client sends, then sends one byte more back than it requested first; keeps the connection open."""
 SEND = """
 import socket, sys
 address, port, count, answer = sys.argv[1], *map(int, sys.argv[2:5])
@@ -80,7 +80,7 @@ def fabric() -> Iterator[HostedLeafSpine]:
 
 @contextmanager
 def open_folder() -> Iterator[Path]:
-    """That anybody may enter: pytest's own are shut for others, again with each session that starts."""
+    """Accessible to all users: pytest closes its own folders for others with each session."""
     with TemporaryDirectory(prefix="pacekeeper-test-") as name:
         os.chmod(name, 0o777)
         yield Path(name)
@@ -98,18 +98,25 @@ def shim() -> Iterator[PathShim]:
         yield paths.build_shim(folder)
 
 
-def trace(
+def trace_hops(
     host: FabricHost, peer: str, hops: int, sources: range, kind: str = "tcp"
 ) -> tuple[dict[int, str], list[int]]:
-    said = host.run(
-        *build_python_command(TRACE), host.address, peer, "20001", str(hops), kind, *map(str, sources), user=NOBODY
+    output = host.run(
+        *build_python_command(TRACE),
+        host.address,
+        peer,
+        "20001",
+        str(hops),
+        kind,
+        *map(str, sources),
+        user=UNPRIVILEGED_ID,
     )
-    ends, taken = json.loads(said)
+    ends, taken = json.loads(output)
     return {int(port): end for port, end in ends.items()}, taken
 
 
-def sent_again(host: FabricHost) -> int:
-    """How often anybody on it had to ask again for a connection."""
+def count_retransmits(host: FabricHost) -> int:
+    """How often processes on it had to repeat a connection request."""
     names, values = (line.split() for line in host.run("cat", "/proc/net/netstat").splitlines()[:2])
     return int(values[names.index("TCPSynRetrans")])
 
@@ -120,19 +127,19 @@ class TestTrace:
     def test_packets_end_at_the_leaf_a_spine_the_far_leaf_and_the_peer(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         sources = range(25000, 25024)
-        ends = [set(trace(near, far.address, hops, sources)[0].values()) for hops in (1, 2, 3, 4)]
+        ends = [set(trace_hops(near, far.address, hops, sources)[0].values()) for hops in (1, 2, 3, 4)]
         assert ends[0] == {"10.97.0.1"}
         assert ends[1] == {address for address in fabric.hops if address.startswith("10.98.0.")}
         assert ends[2] == {"10.98.1.0", "10.98.1.2", "10.98.1.4"}
         assert ends[3] == {far.address}
 
-    def test_what_is_told_is_where_a_connections_bytes_go(self, fabric: HostedLeafSpine) -> None:
+    def test_the_reported_path_is_the_one_of_the_connection(self, fabric: HostedLeafSpine) -> None:
         """All 24 of them: spine s carries what the ports that lead there have sent."""
         near, far, _ = fabric.hosts
         server = far.start(*build_python_command(SERVE.replace(", 0))", ", 20001))")), far.address)
         assert server.stdout is not None
         server.stdout.readline()
-        ends, taken = trace(near, far.address, 2, range(25000, 25024))
+        ends, taken = trace_hops(near, far.address, 2, range(25000, 25024))
         assert (len(ends), taken) == (24, [])
         before = fabric.read_sent_bytes(0)
         expected = [0, 0, 0]
@@ -150,24 +157,24 @@ class TestTrace:
 
     def test_datagrams_are_traced_too(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
-        ends, _ = trace(near, far.address, 2, range(49200, 49212), "udp")
+        ends, _ = trace_hops(near, far.address, 2, range(49200, 49212), "udp")
         assert len(ends) == 12
         assert len(set(ends.values())) == 3
 
-    def test_ports_that_somebody_listens_at_are_told(self, fabric: HostedLeafSpine) -> None:
+    def test_ports_with_a_listener_are_reported(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         server = near.start(*build_python_command(SERVE.replace(", 0))", ", 25001))")), near.address)
         assert server.stdout is not None
         server.stdout.readline()
-        ends, taken = trace(near, far.address, 2, range(25000, 25003))
+        ends, taken = trace_hops(near, far.address, 2, range(25000, 25003))
         server.kill()
         server.communicate()
         assert (set(ends), taken) == ({25000, 25002}, [25001])
 
-    def test_silence_ends_the_search(self, fabric: HostedLeafSpine) -> None:
+    def test_missing_answers_end_the_search(self, fabric: HostedLeafSpine) -> None:
         near, far, _ = fabric.hosts
         fabric.filter_icmp()
-        assert trace(near, far.address, 2, range(25000, 25012)) == ({}, [])
+        assert trace_hops(near, far.address, 2, range(25000, 25012)) == ({}, [])
 
 
 class Host:
@@ -178,55 +185,55 @@ class Host:
         folder.chmod(0o777)
         self.at, self.folder, self.worker = at, folder, worker
         self._process = at.start(
-            sys.executable, "-m", "testing.network.path_finder_host", at.address, str(folder), user=NOBODY
+            sys.executable, "-m", "testing.network.path_finder_host", at.address, str(folder), user=UNPRIVILEGED_ID
         )
-        self._say(plan.build_worker_plan(worker).to_json())
+        self._send(plan.build_worker_plan(worker).to_json())
 
     def wait_until_ready(self) -> None:
-        assert self._hear() == "ready"
+        assert self._receive() == "ready"
 
     def begin(self) -> None:
-        self._say("begin")
-        assert self._hear() == "begun"
+        self._send("begin")
+        assert self._receive() == "begun"
 
-    def told(self, now: float = 0.0) -> list[str]:
-        """What the shim of its rank is told."""
-        self._say(now)
-        return list(self._hear()["told"][0])
+    def read_shim_lines(self, now: float = 0.0) -> list[str]:
+        """The lines that the shim of its rank reads."""
+        self._send(now)
+        return list(self._receive()["lines"][0])
 
     def found(self) -> list[list[int]]:
         """Ports for each of its paths."""
-        self._say(0.0)
-        return list(self._hear()["found"])
+        self._send(0.0)
+        return list(self._receive()["found"])
 
-    def look(self, now: float) -> list[tuple[bool, str]]:
+    def read_reports(self, now: float) -> list[tuple[bool, str]]:
         """Of its paths: whether each is in force, and why not."""
-        self._say(now)
-        return [(report["in_force"], report["fault"]) for report in self._hear()["reports"]]
+        self._send(now)
+        return [(report["in_force"], report["fault"]) for report in self._receive()["reports"]]
 
     def end(self) -> None:
         self._process.communicate(timeout=300)
 
-    def _say(self, content: object) -> None:
+    def _send(self, content: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(content) + "\n")
         self._process.stdin.flush()
 
-    def _hear(self) -> Any:
+    def _receive(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, self._process.stderr.read() if self._process.stderr is not None else ""
         return json.loads(line)
 
 
-def half_open(host: FabricHost) -> int:
+def count_half_open(host: FabricHost) -> int:
     """Connections to it whose other side has not answered its answer."""
     return len(host.run("ss", "-Htn", "state", "syn-recv").splitlines())
 
 
-def plan_of(fabric: HostedLeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
+def build_plan(fabric: HostedLeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
     """Rank i is worker wi on host i. s9 is a spine that is not there. Of the ports that are tried one in three goes by
-    each of the others; of those of the first membership none goes by s1 one way."""
+    each of the others; of those of the first membership none goes by s1 in one direction."""
     members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(fabric.hosts[:ranks]))
     hops = {**fabric.hops, "10.98.77.1": "s9"}
     named = tuple(Hop(address, spine) for address, spine in hops.items())
@@ -247,7 +254,7 @@ class Team:
     ) -> None:
         self.fabric, self.shim = fabric, shim
         folder.chmod(0o777)
-        plan = plan_of(fabric, *wanted, ranks=ranks, membership=membership)
+        plan = build_plan(fabric, *wanted, ranks=ranks, membership=membership)
         self.hosts = [
             Host(host, folder / f"{membership}-w{rank}", plan, f"w{rank}")
             for rank, host in enumerate(fabric.hosts[:ranks])
@@ -259,14 +266,14 @@ class Team:
             host.begin()
 
     def wait_for_ports(self, rank: int, count: int = 1) -> list[int]:
-        """From which it is to connect to the other, so many at least."""
+        """From which it is to connect to the other, this many at least."""
 
-        def look() -> list[int]:
-            (line, *_) = (*(line for line in self.hosts[rank].told() if line.startswith("connect")), "")
+        def find_ports() -> list[int]:
+            (line, *_) = (*(line for line in self.hosts[rank].read_shim_lines() if line.startswith("connect")), "")
             ports = [int(port) for port in line.split()[3:]]
             return ports if len(ports) >= count else []
 
-        return wait_until_true(look, f"ports of rank {rank}")
+        return wait_until_true(find_ports, f"ports of rank {rank}")
 
     def transfer(self, connecting: int, listening: int, there: int, back: int) -> dict[tuple[int, int], int]:
         """Ranks with the shim: one connects to the other, sends `there` bytes and gets `back` bytes. Answers bytes by
@@ -287,7 +294,10 @@ class Team:
         host = self.hosts[rank]
         environment = self.shim.build_environment(RuntimeFolder(host.folder).paths_file(0))
         process = host.at.start(
-            *build_python_command(program), *(arguments or (host.at.address,)), user=NOBODY, environment=environment
+            *build_python_command(program),
+            *(arguments or (host.at.address,)),
+            user=UNPRIVILEGED_ID,
+            environment=environment,
         )
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -311,7 +321,7 @@ class TestPlannedPaths:
         team.wait_for_ports(1)
         moved = team.transfer(1, 0, there=BULK, back=0)
         assert list(moved) == [(1, spine)]
-        assert team.hosts[1].look(100.0) == [(True, "")]
+        assert team.hosts[1].read_reports(100.0) == [(True, "")]
         team.end()
 
     @pytest.mark.parametrize("spine", [0, 1, 2])
@@ -322,7 +332,7 @@ class TestPlannedPaths:
         team.wait_for_ports(1)
         moved = team.transfer(1, 0, there=0, back=BULK)
         assert list(moved) == [(0, spine)]
-        assert team.hosts[0].look(100.0) == [(True, "")]
+        assert team.hosts[0].read_reports(100.0) == [(True, "")]
         team.end()
 
     def test_both_directions_of_one_connection_take_their_spines(
@@ -331,36 +341,34 @@ class TestPlannedPaths:
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
         assert all(team.hosts[1].found())
         assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
-        assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
+        assert [host.read_reports(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
         team.end()
 
-    def test_pods_are_one_hop_further_and_their_nodes_let_what_was_tried_pass(
+    def test_pods_are_one_hop_further_and_their_nodes_admit_probed_connections(
         self, shim: PathShim, folder: Path
     ) -> None:
-        """Nodes follow connections and drop what belongs to none, as kube-proxy has it: a packet that was tried the
-        other way must not have spoiled the ports for it."""
+        """Nodes follow connections and drop what belongs to none, as kube-proxy has it: a probe in the
+        other direction must not have spoiled the ports for it."""
         with create_leaf_spine(pods=True) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s1"))
             assert all(team.hosts[1].found())
-            before = sent_again(fabric.hosts[1])
+            before = count_retransmits(fabric.hosts[1])
             assert sorted(team.transfer(1, 0, there=BULK, back=BULK)) == [(0, 2), (1, 1)]
-            assert sent_again(fabric.hosts[1]) == before
-            assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
+            assert count_retransmits(fabric.hosts[1]) == before
+            assert [host.read_reports(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
             team.end()
 
-    def test_rounds_that_follow_each_other_find_ways_that_nodes_have_not_seen_tried(
-        self, shim: PathShim, folder: Path
-    ) -> None:
+    def test_successive_rounds_probe_ports_that_nodes_do_not_track_yet(self, shim: PathShim, folder: Path) -> None:
         """A port that was tried towards a knock is shut for two minutes: what would come back from there is dropped."""
         with create_leaf_spine(pods=True) as fabric:
             for membership in (1, 2):
-                ways = PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s2")
-                team = Team(fabric, shim, folder, *ways, membership=membership)
+                planned = PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s2")
+                team = Team(fabric, shim, folder, *planned, membership=membership)
                 assert all(team.hosts[1].found())
-                assert half_open(fabric.hosts[1]) == 0
+                assert count_half_open(fabric.hosts[1]) == 0
                 team.end()
 
-    def test_a_port_that_is_taken_meanwhile_is_the_next_one(
+    def test_the_next_port_is_used_if_the_planned_one_is_taken(
         self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
     ) -> None:
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
@@ -385,13 +393,13 @@ class TestPlannedPaths:
     def test_labels_for_roce_are_found_by_datagrams(
         self, fabric: HostedLeafSpine, shim: PathShim, folder: Path
     ) -> None:
-        """Unproven beyond this: no network card was asked."""
+        """Unproven beyond this: no network card was used."""
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
-        (line,) = (line for line in team.hosts[0].told() if line.startswith("label"))
+        (line,) = (line for line in team.hosts[0].read_shim_lines() if line.startswith("label"))
         _, address, label = line.split()
         near, far, _ = fabric.hosts
         assert address == far.address
-        said = near.run(
+        output = near.run(
             *build_python_command(TRACE),
             near.address,
             far.address,
@@ -399,42 +407,42 @@ class TestPlannedPaths:
             "2",
             "udp",
             str(0xC000 + int(label)),
-            user=NOBODY,
+            user=UNPRIVILEGED_ID,
         )
-        assert list(json.loads(said)[0].values()) == ["10.98.0.3"]
+        assert list(json.loads(output)[0].values()) == ["10.98.0.3"]
         team.end()
 
 
 class TestFallback:
-    """Whatever is wrong with a path, its connection comes about; and the launcher says what is wrong."""
+    """A connection is established despite any fault of its path; and the launcher reports the fault."""
 
     def test_where_icmp_is_filtered(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         fabric.filter_icmp()
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s0"))
         assert sum(team.transfer(1, 0, there=BULK, back=0).values()) >= BULK
-        assert team.hosts[1].look(100.0) == [(False, PathFault.FILTERED)]
+        assert team.hosts[1].read_reports(100.0) == [(False, PathFault.FILTERED)]
         team.end()
 
-    def test_where_a_spine_swallows_what_it_gets(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
+    def test_where_a_spine_drops_all_packets(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         fabric.cut_link(0, 2, propagate=False)
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))
-        assert team.hosts[1].look(100.0) == [(False, PathFault.BLACK_HOLE)]
-        assert [line.split()[0] for line in team.hosts[1].told()] == ["listen"]
+        assert team.hosts[1].read_reports(100.0) == [(False, PathFault.BLACK_HOLE)]
+        assert [line.split()[0] for line in team.hosts[1].read_shim_lines()] == ["listen"]
         team.end()
 
     def test_where_the_spine_is_not_there(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
         """As when a Fabric names another network's switches."""
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s9"))
         assert sum(team.transfer(1, 0, there=BULK, back=0).values()) >= BULK
-        assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
+        assert team.hosts[1].read_reports(100.0) == [(False, PathFault.NOT_FOUND)]
         team.end()
 
-    def test_where_a_label_puts_a_neighbour_below_another_leaf(self, shim: PathShim, folder: Path) -> None:
+    def test_where_a_label_puts_a_peer_below_another_leaf(self, shim: PathShim, folder: Path) -> None:
         """What is planned between the two passes no spine at all."""
         with create_leaf_spine(hosts=2) as fabric:
             team = Team(fabric, shim, folder, PlannedPath(1, 0, "s1"))
             assert team.transfer(1, 0, there=BULK, back=0) == {}, "they are below one leaf"
-            assert team.hosts[1].look(100.0) == [(False, PathFault.NOT_FOUND)]
+            assert team.hosts[1].read_reports(100.0) == [(False, PathFault.NOT_FOUND)]
             team.end()
 
     def test_where_addresses_are_rewritten_on_the_way(
@@ -443,19 +451,19 @@ class TestFallback:
         fabric.translate_addresses(1)
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
         team.transfer(1, 0, there=0, back=BULK)
-        assert team.hosts[0].look(100.0) == [(False, "")]
-        assert team.hosts[0].look(110.0) == [(False, PathFault.TRANSLATED)]
+        assert team.hosts[0].read_reports(100.0) == [(False, "")]
+        assert team.hosts[0].read_reports(110.0) == [(False, PathFault.TRANSLATED)]
         team.end()
 
     def test_where_all_ports_are_taken(self, fabric: HostedLeafSpine, shim: PathShim, folder: Path) -> None:
-        """The listener's: whoever has it was there first."""
+        """The listener's: its owner was there first."""
         thief = fabric.hosts[0].start(
             *build_python_command(SERVE.replace(", 0))", ", 20000))")), fabric.hosts[0].address
         )
         assert thief.stdout is not None
         thief.stdout.readline()
         team = Team(fabric, shim, folder, PlannedPath(0, 1, "s1"))
-        assert team.hosts[0].look(100.0) == [(False, PathFault.PORTS_TAKEN)]
+        assert team.hosts[0].read_reports(100.0) == [(False, PathFault.PORTS_TAKEN)]
         assert sum(team.transfer(1, 0, there=0, back=BULK).values()) >= BULK
         thief.kill()
         thief.communicate()
@@ -463,8 +471,8 @@ class TestFallback:
 
 
 @contextmanager
-def as_nobody() -> Iterator[None]:
-    os.seteuid(NOBODY)
+def drop_privileges() -> Iterator[None]:
+    os.seteuid(UNPRIVILEGED_ID)
     try:
         yield
     finally:
@@ -505,13 +513,15 @@ class Job:
             for worker, (host, log) in enumerate(zip(self.hosts, self.logs, strict=True))
         ]
 
-    def beat(self, worker: int) -> Heartbeat:
+    def read_heartbeat(self, worker: int) -> Heartbeat:
         return Heartbeat.from_json(json.loads(self.runtimes[worker].heartbeat.read_text()))
 
     def begin(self, spine: str) -> None:
-        """The next membership, whose traffic goes by this spine both ways."""
+        """The next membership, whose traffic goes by this spine in both directions."""
         self._wait(lambda: all(runtime.liveness.exists() for runtime in self.runtimes), "launchers")
-        self._wait(lambda: self.beat(0).rendezvous_port, "where launchers meet")  # not yet in the first heartbeat
+        self._wait(
+            lambda: self.read_heartbeat(0).rendezvous_port, "the rendezvous port"
+        )  # not yet in the first heartbeat
         self._membership += 1
         (self.folder / "go").unlink(missing_ok=True)
         members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts))
@@ -522,11 +532,11 @@ class Job:
             membership=self._membership,
             round=self._membership,
             members=members,
-            store_port=self.beat(0).rendezvous_port,
+            store_port=self.read_heartbeat(0).rendezvous_port,
             paths=Paths(wanted, hops, self.first_port, self.first_port + 999),
         ).with_membership_secret(Plan(), "5ec2e7" * 8)
         for worker, runtime in enumerate(self.runtimes):
-            with as_nobody():  # a plan may be read by its own user only, from its first moment
+            with drop_privileges():  # a plan may be read by its own user only, from its first moment
                 write_plan(runtime.plan, plan.build_worker_plan(f"w{worker}"))
             runtime.operator_contact.touch()
 
@@ -538,9 +548,9 @@ class Job:
         """The launchers have seen their ranks' connections on the paths."""
 
         def in_force() -> bool:
-            beats = [self.beat(worker) for worker in (0, 1)]
-            running = all(beat.state is LauncherState.RUNNING and beat.paths for beat in beats)
-            return running and all(path.in_force for beat in beats for path in beat.paths)
+            heartbeats = [self.read_heartbeat(worker) for worker in (0, 1)]
+            running = all(heartbeat.state is LauncherState.RUNNING and heartbeat.paths for heartbeat in heartbeats)
+            return running and all(path.in_force for heartbeat in heartbeats for path in heartbeat.paths)
 
         self._wait(in_force, "paths in force")
 
@@ -553,14 +563,14 @@ class Job:
         self._wait(lambda: file.exists() and file.read_text(), "a rate")
         return float(file.read_text())
 
-    def _wait(self, look: Any, what: str) -> None:
+    def _wait(self, condition: Any, what: str) -> None:
         try:
-            wait_until_true(look, what, seconds=300.0)
+            wait_until_true(condition, what, seconds=300.0)
         except AssertionError as error:
             raise AssertionError(f"{error}\n" + "\n".join(log.read_text() for log in self.logs)) from None
 
 
-def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: PathShim, folder: Path) -> None:
+def test_two_jobs_that_collide_are_faster_on_separate_paths(shim: PathShim, folder: Path) -> None:
     """gloo's all-reduces in pods, by ranks of real launchers without privileges. The next round takes the new paths."""
     with create_leaf_spine(hosts=2, pods=True) as fabric:
         fabric.set_all_rates("50mbit")
@@ -581,11 +591,14 @@ def test_two_jobs_that_collide_are_faster_on_paths_of_their_own(shim: PathShim, 
                 for job in jobs:
                     job.go()
                 rates[spines] = [job.rate() for job in jobs]
-                told = [job.beat(worker).paths for job in jobs for worker in (0, 1)]
+                reported = [job.read_heartbeat(worker).paths for job in jobs for worker in (0, 1)]
                 for leaf in (0, 1):
                     moved = [after - was for after, was in zip(fabric.read_sent_bytes(leaf), before[leaf], strict=True)]
                     used = {int(spine[1:]) for spine in spines}
-                    assert all((count > BULK) == (spine in used) for spine, count in enumerate(moved)), (moved, told)
+                    assert all((count > BULK) == (spine in used) for spine, count in enumerate(moved)), (
+                        moved,
+                        reported,
+                    )
                 for job in jobs:
                     job.wait_until_in_force()
             print(f"Mbit/s: {rates}")

@@ -69,12 +69,12 @@ def run(shim: PathShim, server: socket.socket, entries: Path) -> Run:
     return run
 
 
-def port_of(listener: socket.socket) -> int:
+def get_port(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has; outside of the range from which the kernel takes them."""
+def find_free_ports(count: int) -> list[int]:
+    """Unused ports, outside of the range from which the kernel takes them."""
     found = []
     for port in range(20011, 29999, 7):
         with socket.socket() as probe:
@@ -92,45 +92,45 @@ class TestConnect:
     def test_a_connection_to_a_known_peer_comes_from_its_port(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        (wanted,) = free_ports(1)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        (wanted,) = find_free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {wanted}\n")
         assert run("print(port(connect()))").split() == [str(wanted)]
 
     def test_the_file_is_read_at_each_connection(self, run: Run, server: socket.socket, entries: Path) -> None:
-        first, second = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first}\n")
-        again = f"connect {LOOPBACK} {port_of(server)} {second}\\n"
+        first, second = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {first}\n")
+        again = f"connect {LOOPBACK} {get_port(server)} {second}\\n"
         program = f"a = connect(); open({str(entries)!r}, 'w').write('{again}'); b = connect(); print(port(a), port(b))"
         assert run(program).split() == [str(first), str(second)]
 
-    def test_of_a_connection_that_is_there_already_the_next_port_is_taken(
+    def test_the_next_port_is_used_if_the_connection_exists(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        first, second = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first} {second}\n")
+        first, second = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {first} {second}\n")
         assert run("a, b = connect(), connect(); print(port(a), port(b))").split() == [str(first), str(second)]
 
-    def test_of_a_port_at_which_somebody_listens_the_next_is_taken(
+    def test_the_next_port_is_used_if_the_port_has_a_listener(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        first, second = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {first} {second}\n")
+        first, second = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {first} {second}\n")
         with socket.create_server(("", first)):
             assert run("print(port(connect()))").split() == [str(second)]
 
     def test_one_port_serves_connections_to_two_peers(self, run: Run, server: socket.socket, entries: Path) -> None:
-        (wanted,) = free_ports(1)
+        (wanted,) = find_free_ports(1)
         with socket.create_server((LOOPBACK, 0)) as other:
-            lines = [f"connect {LOOPBACK} {port_of(each)} {wanted}\n" for each in (server, other)]
+            lines = [f"connect {LOOPBACK} {get_port(each)} {wanted}\n" for each in (server, other)]
             entries.write_text("".join(lines))
             program = "a = connect(); sys.argv[2] = sys.argv[3]; b = connect(); print(port(a), port(b))"
-            assert run(program, str(port_of(other))).split() == [str(wanted)] * 2
+            assert run(program, str(get_port(other))).split() == [str(wanted)] * 2
 
-    def test_all_taken_is_a_plain_connection_whose_socket_is_as_it_was(
+    def test_a_connection_is_plain_and_its_socket_unchanged_if_all_ports_are_taken(
         self, run: Run, server: socket.socket, entries: Path
     ) -> None:
-        (taken,) = free_ports(1)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {taken}\n")
+        (taken,) = find_free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {taken}\n")
         program = "a = connect(); print(port(a), a.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR), a.send(b'x'))"
         with socket.create_server(("", taken)):
             port, reuse, sent = map(int, run(program).split())
@@ -156,41 +156,41 @@ class TestConnect:
         ],
         ids=lambda content: "missing" if content is None else ascii(content[:44]),
     )
-    def test_a_file_that_says_nothing_is_a_plain_connection(
+    def test_an_invalid_file_is_a_plain_connection(
         self, run: Run, server: socket.socket, entries: Path, content: bytes | None
     ) -> None:
         if content is not None:
-            entries.write_bytes(content.replace(b"PORT", str(port_of(server)).encode()))
+            entries.write_bytes(content.replace(b"PORT", str(get_port(server)).encode()))
         assert int(run("print(port(connect()))")) not in (0, 20001)
 
-    def test_a_folder_in_its_place_is_a_plain_connection(self, run: Run, entries: Path) -> None:
+    def test_a_folder_instead_of_the_file_is_a_plain_connection(self, run: Run, entries: Path) -> None:
         entries.mkdir()
         assert int(run("print(port(connect()))")) > 0
 
     def test_a_socket_that_is_bound_keeps_its_port(self, run: Run, server: socket.socket, entries: Path) -> None:
-        wanted, own = free_ports(2)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        wanted, own = find_free_ports(2)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {wanted}\n")
         program = f"""
 a = socket.socket(); a.bind(("", {own})); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))"""
         assert run(program).split() == [str(own)]
 
-    def test_datagrams_and_local_sockets_are_left_alone(
+    def test_datagrams_and_local_sockets_are_not_changed(
         self, run: Run, server: socket.socket, entries: Path, tmp_path: Path
     ) -> None:
-        (wanted,) = free_ports(1)
-        entries.write_text(f"connect {LOOPBACK} {port_of(server)} {wanted}\n")
+        (wanted,) = find_free_ports(1)
+        entries.write_text(f"connect {LOOPBACK} {get_port(server)} {wanted}\n")
         program = f"""
 a = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); a.connect((sys.argv[1], int(sys.argv[2]))); print(port(a))
 b = socket.socket(socket.AF_UNIX)
 try:
-    b.connect({str(tmp_path / "nobody")!r})
+    b.connect({str(tmp_path / "missing")!r})
 except FileNotFoundError:
-    print("nobody")"""
-        port, said = run(program).split()
-        assert (port != str(wanted), said) == (True, "nobody")
+    print("missing")"""
+        port, output = run(program).split()
+        assert (port != str(wanted), output) == (True, "missing")
 
-    def test_a_refusal_and_a_connection_under_way_are_told_as_ever(self, run: Run, entries: Path) -> None:
-        wanted, closed = free_ports(2)
+    def test_a_refusal_and_a_pending_connection_are_reported_as_before(self, run: Run, entries: Path) -> None:
+        wanted, closed = find_free_ports(2)
         entries.write_text(f"connect {LOOPBACK} {closed} {wanted}\n")
         program = f"""
 import errno
@@ -198,20 +198,20 @@ a = socket.socket(); print(errno.errorcode[a.connect_ex((sys.argv[1], {closed}))
 b = socket.socket(); b.setblocking(False); print(errno.errorcode[b.connect_ex((sys.argv[1], {closed}))], port(b))"""
         assert run(program).split() == ["ECONNREFUSED", "EINPROGRESS", str(wanted)]
 
-    def test_it_knows_ipv6(self, shim: PathShim, entries: Path) -> None:
-        (wanted,) = free_ports(1)
+    def test_ipv6_is_supported(self, shim: PathShim, entries: Path) -> None:
+        (wanted,) = find_free_ports(1)
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
-            entries.write_text(f"connect ::1 {port_of(listener)} {wanted}\n")
-            command = [*build_python_command(CONNECT + "print(port(connect()))"), "::1", str(port_of(listener))]
+            entries.write_text(f"connect ::1 {get_port(listener)} {wanted}\n")
+            command = [*build_python_command(CONNECT + "print(port(connect()))"), "::1", str(get_port(listener))]
             environment = {**os.environ, **shim.build_environment(entries)}
-            said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-        assert said.stdout.split() == [str(wanted)]
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert output.stdout.split() == [str(wanted)]
 
-    def test_who_is_told_of_no_file_is_left_alone(self, shim: PathShim, server: socket.socket) -> None:
-        command = [*build_python_command(CONNECT + "print(port(connect()))"), LOOPBACK, str(port_of(server))]
+    def test_a_process_without_a_file_is_not_changed(self, shim: PathShim, server: socket.socket) -> None:
+        command = [*build_python_command(CONNECT + "print(port(connect()))"), LOOPBACK, str(get_port(server))]
         environment = {**os.environ, **shim.build_environment(None)}
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-        assert int(said.stdout) > 0
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        assert int(output.stdout) > 0
 
 
 class TestListen:
@@ -225,31 +225,31 @@ def listen(address="127.0.0.1", number=0, kind=socket.SOCK_STREAM):
 """
 
     def test_the_first_listener_gets_the_port_and_the_next_another(self, run: Run, entries: Path) -> None:
-        (wanted,) = free_ports(1)
+        (wanted,) = find_free_ports(1)
         entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
         first, second = map(int, run(f"{self.LISTEN}\na, b = listen(), listen(); print(port(a), port(b))").split())
         assert (first, second != wanted) == (wanted, True)
 
     def test_a_taken_port_is_the_next_one_or_any(self, run: Run, entries: Path) -> None:
-        taken, free = free_ports(2)
+        taken, free = find_free_ports(2)
         with socket.create_server((LOOPBACK, taken)):
             entries.write_text(f"listen {LOOPBACK} 0 {taken} {free}\n")
             assert run(f"{self.LISTEN}\nprint(port(listen()))").split() == [str(free)]
             entries.write_text(f"listen {LOOPBACK} 0 {taken}\n")
             assert int(run(f"{self.LISTEN}\nprint(port(listen()))")) not in (0, taken)
 
-    def test_other_addresses_asked_for_ports_and_datagrams_are_left_alone(self, run: Run, entries: Path) -> None:
-        wanted, asked = free_ports(2)
+    def test_other_addresses_requested_ports_and_datagrams_are_not_changed(self, run: Run, entries: Path) -> None:
+        wanted, requested = find_free_ports(2)
         entries.write_text(f"listen {LOOPBACK} 0 {wanted}\n")
         program = f"""{self.LISTEN}
-print(port(listen("0.0.0.0")), port(listen(number={asked})), port(listen(kind=socket.SOCK_DGRAM)))"""
+print(port(listen("0.0.0.0")), port(listen(number={requested})), port(listen(kind=socket.SOCK_DGRAM)))"""
         everywhere, given, datagrams = map(int, run(program).split())
         assert wanted not in (everywhere, datagrams)
-        assert given == asked
+        assert given == requested
 
 
 class TestRoce:
-    """Unproven: a stand-in plays libibverbs, by the layout that its header has. No network card was asked."""
+    """Unproven: a stand-in replaces libibverbs, by the layout of its header. No network card was used."""
 
     @pytest.fixture
     def driver(self, shim: PathShim, tmp_path: Path) -> Path:
@@ -272,22 +272,22 @@ class TestRoce:
 
     def test_queue_pairs_to_a_known_peer_get_its_label(self, shim: PathShim, driver: Path) -> None:
         content = "label 10.0.0.7 1234\nlabel fd00::7 99\n"
-        told = self.labels(shim, driver, content, "::ffff:10.0.0.7", "fd00::7", "::ffff:10.0.0.8")
-        assert told == ["1234:0", "99:0", "0:0"], "the label that the card sees, and the caller's own afterwards"
+        labels = self.labels(shim, driver, content, "::ffff:10.0.0.7", "fd00::7", "::ffff:10.0.0.8")
+        assert labels == ["1234:0", "99:0", "0:0"], "the label that the card sees, and the caller's own afterwards"
 
-    def test_a_card_that_refuses_it_is_asked_again_without(self, shim: PathShim, driver: Path) -> None:
+    def test_a_refused_label_is_followed_by_a_call_without_it(self, shim: PathShim, driver: Path) -> None:
         assert self.labels(shim, driver, "label 10.0.0.7 4095\n", "::ffff:10.0.0.7") == ["0:0"]
 
 
-SAY = "from pacekeeper.launcher.network.path_shim import explain_missing_shim; print(not explain_missing_shim())"
+EXPLAIN = "from pacekeeper.launcher.network.path_shim import explain_missing_shim; print(not explain_missing_shim())"
 """Whether a process has the shim."""
 
 
 class TestPreload:
-    def test_this_machine_can_have_it(self, plain: Path) -> None:
+    def test_the_shim_is_usable_on_this_machine(self, plain: Path) -> None:
         assert explain_unusable_shim(plain) == ""
 
-    def test_what_cannot_be_loaded_is_left_out_with_a_reason(self, tmp_path: Path) -> None:
+    def test_a_library_that_cannot_be_loaded_is_left_out_with_a_reason(self, tmp_path: Path) -> None:
         """As a shim for another architecture, or another libc, is: the process would not start with some of them."""
         broken = tmp_path / "paths.so"
         assert "no shim" in explain_unusable_shim(broken)
@@ -313,21 +313,21 @@ if os.fork() == 0:
     print("fork", not explain_missing_shim(), flush=True)
     os._exit(0)
 os.wait()
-subprocess.run([sys.executable, "-c", {SAY!r}])
+subprocess.run([sys.executable, "-c", {EXPLAIN!r}])
 """)
         done = subprocess.run([sys.executable, script, "a", "b"], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines() == [
             "start False", "start True", "True None ['a', 'b']", "fork True", "False",
         ], done.stderr  # fmt: skip
 
-    def test_ranks_of_pacekeeper_run_have_it_and_what_they_start_has_not(self, plain: Path, tmp_path: Path) -> None:
-        """As installed: the library lies beside its source."""
+    def test_ranks_of_pacekeeper_run_load_the_shim_and_their_children_do_not(self, plain: Path, tmp_path: Path) -> None:
+        """As installed: the library lies next to its source."""
         package = SHIM_PATH.parents[1]
         installed = tmp_path / package.name
         shutil.copytree(package, installed, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         shutil.copy(plain, installed / SHIM_PATH.relative_to(package))
         script = tmp_path / "script.py"
-        script.write_text(f"import subprocess, sys\n{SAY}\nsubprocess.run([sys.executable, '-c', {SAY!r}])\n")
+        script.write_text(f"import subprocess, sys\n{EXPLAIN}\nsubprocess.run([sys.executable, '-c', {EXPLAIN!r}])\n")
         command = [sys.executable, "-m", "pacekeeper.cli", "run", "--local", "1", str(script)]
         environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

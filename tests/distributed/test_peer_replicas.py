@@ -74,7 +74,7 @@ class Rank:
         self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, checkpoints)
 
     def step(self, number: int) -> list[torch.Tensor]:
-        """One step, its snapshot, and the neighbour's copy of it; the shards after it."""
+        """One step, its snapshot, and its peer replica; the shards after it."""
         self.model(torch.randn(3, 64)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -98,14 +98,14 @@ class Rank:
         return [its for its in [*self.model.parameters(), *moments] if isinstance(its, DTensor)]
 
 
-def lose(folder: Path, worker: str, ranks: Collection[int] = range(RANKS)) -> None:
+def delete_replicas(folder: Path, worker: str, ranks: Collection[int] = range(RANKS)) -> None:
     """All that lies in this worker's memory of these ranks."""
     for rank in ranks:
         for path in (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*"):
             path.unlink()
 
 
-def flip(folder: Path, workers: str, rank: int, step: int) -> None:
+def flip_bit(folder: Path, workers: str, rank: int, step: int) -> None:
     """A bit of the last tensor, with each of these workers."""
     for worker in workers:
         slots = (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*")
@@ -125,14 +125,14 @@ class Loss:
 
 
 LOSSES = {
-    "a lost worker": Loss(lambda folder: lose(folder, "b"), "ac", 4),
-    "the first worker": Loss(lambda folder: lose(folder, "a"), "cb", 4),
+    "a lost worker": Loss(lambda folder: delete_replicas(folder, "b"), "ac", 4),
+    "the first worker": Loss(lambda folder: delete_replicas(folder, "a"), "cb", 4),
     "ranks that were moved": Loss(lambda _: None, "ba", 4),
-    "a torn copy: the one before": Loss(lambda folder: flip(folder, "a", rank=3, step=4), "ac", 3),
-    "a torn shard of the worker that stays": Loss(lambda folder: flip(folder, "a", rank=0, step=4), "ac", 3),
-    "a torn shard that its neighbor has whole": Loss(lambda folder: flip(folder, "a", rank=0, step=4), "ab", 4),
-    "a torn copy of a rank that was moved there": Loss(lambda folder: flip(folder, "a", rank=3, step=4), "ba", 4),
-    "a shard that is torn wherever it is": Loss(lambda folder: flip(folder, "ab", rank=0, step=4), "ab", 3),
+    "a torn copy: the one before": Loss(lambda folder: flip_bit(folder, "a", rank=3, step=4), "ac", 3),
+    "a torn shard of the worker that stays": Loss(lambda folder: flip_bit(folder, "a", rank=0, step=4), "ac", 3),
+    "a torn shard whose peer replica is whole": Loss(lambda folder: flip_bit(folder, "a", rank=0, step=4), "ab", 4),
+    "a torn copy of a rank that was moved there": Loss(lambda folder: flip_bit(folder, "a", rank=3, step=4), "ba", 4),
+    "a shard that is torn wherever it is": Loss(lambda folder: flip_bit(folder, "ab", rank=0, step=4), "ab", 3),
     "a copy that is not there: the one before": Loss(
         lambda folder: next(
             path for path in (folder / "a/snapshots").glob("shard-2-of-4.*") if path.read_bytes()[8] == 4
@@ -176,16 +176,16 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[i
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(
+def test_a_lost_shard_is_restored_bit_for_bit_from_its_peer_replica(
     name: str, restored: dict[str, list[tuple[int | None, bool]]]
 ) -> None:
     assert restored[name] == [(LOSSES[name].restored, True)] * RANKS
 
 
-def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(
+def test_a_replica_that_changes_in_transfer_is_refused_and_not_requested_indefinitely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its sender has it whole, nobody knows a torn copy that could be left out."""
+    """Where its sender has it whole, no torn copy is known that could be left out."""
 
     def send(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> list[dist.Work]:
         if slot[8] == 4 and receiver == 3:
@@ -208,7 +208,7 @@ def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(3, True)] * RANKS
 
 
-def test_what_came_back_is_where_it_was_and_nothing_of_it_stays_in_the_slot(tmp_path: Path) -> None:
+def test_a_restored_replica_is_in_its_place_and_its_slot_is_empty(tmp_path: Path) -> None:
     """The slot's memory would be kept with it; a captured graph has the tensors that were there."""
 
     def rank_main(rank: int) -> tuple[bool, bool, bool]:
@@ -229,7 +229,7 @@ def test_what_came_back_is_where_it_was_and_nothing_of_it_stays_in_the_slot(tmp_
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(False, True, True)] * RANKS
 
 
-def test_each_shard_is_held_against_its_checksum_by_who_goes_on_from_it(
+def test_each_rank_verifies_the_checksum_of_the_shard_that_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is received, as it comes; who sends it does not read it twice."""
@@ -251,7 +251,7 @@ def test_each_shard_is_held_against_its_checksum_by_who_goes_on_from_it(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [1, 1, 0, 0]
 
 
-def test_the_ranks_of_a_worker_share_what_it_has_of_a_lost_one(tmp_path: Path) -> None:
+def test_the_ranks_of_a_worker_share_the_replicas_of_a_lost_worker(tmp_path: Path) -> None:
     """One of them would send all shards of it one after the other."""
 
     def rank_main(rank: int) -> list[int]:
@@ -278,8 +278,8 @@ def test_the_first_snapshot_of_a_round_is_on_another_node_too(tmp_path: Path) ->
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(1, True)] * RANKS
 
 
-def test_what_copies_take_from_the_training_is_part_of_what_a_snapshot_costs(tmp_path: Path) -> None:
-    """On the rank where it is highest: rank 0 says how often snapshots are taken."""
+def test_the_cost_of_replication_is_part_of_the_cost_of_a_snapshot(tmp_path: Path) -> None:
+    """On the rank where it is highest: rank 0 decides how often snapshots are taken."""
 
     def rank_main(rank: int) -> tuple[bool, bool]:
         dist.init_process_group("gloo")
@@ -291,7 +291,7 @@ def test_what_copies_take_from_the_training_is_part_of_what_a_snapshot_costs(tmp
         counted = cost.seconds > 0
         if rank == 3:
             cost._costs.append(100.0)
-        writer.step(3)  # says what the copies before have cost
+        writer.step(3)  # measures what the copies before have cost
         dist.barrier()  # or this rank would be gone before it has taken another one's
         return counted, writer.store.snapshot_seconds > 100.0 / 3
 
@@ -315,7 +315,7 @@ def test_with_both_lost_the_state_comes_from_the_volume(tmp_path: Path) -> None:
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(2, True)] * RANKS
 
 
-def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
+def test_with_a_peer_replica_the_volume_is_not_read(tmp_path: Path) -> None:
     def rank_main(rank: int) -> int:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path, volume=True)
@@ -325,7 +325,7 @@ def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
         writer.store.wait_for_checkpoint()
         dist.barrier()
         if rank == 0:
-            lose(tmp_path, "b")
+            delete_replicas(tmp_path, "b")
         dist.barrier()
         CheckpointSource.load = None  # type: ignore[method-assign,assignment]  # of a process that ends with the test
         found = Rank(rank, tmp_path, "ac", volume=True).store.restore()
@@ -335,14 +335,14 @@ def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS
 
 
-def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
-    """Otherwise the others would soon have nothing that is as old as what the neighbors have."""
+def test_no_snapshot_is_taken_during_a_replication(tmp_path: Path) -> None:
+    """Otherwise the others would soon have no snapshot as old as the peer replicas."""
 
     def rank_main(rank: int) -> tuple[list[int | None], bool, list[str]]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path)
-        heard = Heard()
-        logging.getLogger(peer_replication.__name__).addHandler(heard)
+        collector = WarningCollector()
+        logging.getLogger(peer_replication.__name__).addHandler(collector)
         courier = writer.store._peer_replication._sender
         assert courier is not None
         for step in (1, 2):
@@ -357,7 +357,7 @@ def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
         courier._idle_event.set()
         dist.barrier()
         writer.store.snapshot(60, samples=60)
-        return taken, writer.store.settle() == 60, heard.warnings
+        return taken, writer.store.settle() == 60, collector.warnings
 
     found = run_ranks(rank_main, RANKS, runtime=tmp_path)
     assert [its[:2] for its in found] == [([None] * (2 * peer_replication.SKIPPED_SNAPSHOTS_WARNING), True)] * RANKS
@@ -369,7 +369,7 @@ def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
     assert "PACEKEEPER_PEER_REPLICA_MEGABYTES" in warning
 
 
-class Heard(logging.Handler):
+class WarningCollector(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.warnings: list[str] = []
@@ -382,7 +382,7 @@ class Heard(logging.Handler):
 def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
     arrives: bool, restored: int, tmp_path: Path
 ) -> None:
-    """A last snapshot would be written over the one that the neighbors have, while the next is on its way."""
+    """A last snapshot would be written over the replicated one, while the next is in transfer."""
 
     def rank_main(rank: int) -> tuple[int | None, int | None]:
         dist.init_process_group("gloo")
@@ -408,7 +408,7 @@ def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
         last = writer.store.settle()
         dist.barrier()
         if rank == 0:
-            lose(tmp_path, "b")
+            delete_replicas(tmp_path, "b")
         dist.barrier()
         found = Rank(rank, tmp_path, "ac").store.restore()
         return last, None if found is None else found.step
@@ -418,7 +418,7 @@ def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
 
 
 @pytest.mark.parametrize(("workers", "megabytes"), [("aa", 200), ("ab", 0)], ids=["one node", "no budget"])
-def test_without_another_node_or_a_budget_all_is_as_without_neighbours(
+def test_without_another_node_or_a_budget_there_are_no_peer_replicas(
     workers: str, megabytes: int, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[int, list[str]]:
@@ -435,8 +435,8 @@ def test_without_another_node_or_a_budget_all_is_as_without_neighbours(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(-1, its) for its in own]
 
 
-def test_what_an_earlier_ring_has_left_goes(tmp_path: Path) -> None:
-    """Ranks were moved: neither they nor their neighbours' copies are this worker's any longer."""
+def test_replicas_of_an_earlier_ring_are_deleted(tmp_path: Path) -> None:
+    """Ranks were moved: neither they nor their peer replicas are this worker's any longer."""
 
     def rank_main(rank: int) -> list[str]:
         dist.init_process_group("gloo")
@@ -454,7 +454,7 @@ def test_what_an_earlier_ring_has_left_goes(tmp_path: Path) -> None:
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[f"shard-{rank}-of-{RANKS}" for rank in range(RANKS)]] * 4
 
 
-def test_the_shard_of_a_rank_that_was_moved_goes_when_there_is_no_ring_either(tmp_path: Path) -> None:
+def test_the_replica_of_a_moved_rank_is_deleted_without_a_ring(tmp_path: Path) -> None:
     """Until the round's second snapshot it may be needed: it is of the version from which the round began."""
 
     def rank_main(rank: int) -> list[bool]:
@@ -474,7 +474,7 @@ def test_the_shard_of_a_rank_that_was_moved_goes_when_there_is_no_ring_either(tm
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[True, False, False]] * RANKS
 
 
-def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Path) -> None:
+def test_replicas_for_peers_are_deleted_if_the_workers_own_state_needs_the_memory(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[list[bool], WriteOutcome]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path, volume=True)

@@ -59,31 +59,31 @@ class Samples(torch.utils.data.Dataset[Tensor]):
         return torch.ones(16) * index
 
 
-def augment(seconds: float) -> None:
+def augment_sample(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def compute(seconds: float) -> None:
+def compute_step(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def never(_rank: int, _step: int) -> float:
+def return_zero(_rank: int, _step: int) -> float:
     return 0.0
 
 
-def on(slow: int, seconds: float, usual: float = 0.0) -> ByStep:
+def delay_rank(slow: int, seconds: float, usual: float = 0.0) -> ByStep:
     """A rank that takes longer once all are settled."""
     return lambda rank, step: seconds if rank == slow and step > HEALTHY_STEPS else usual
 
 
-def everywhere(seconds: float) -> ByStep:
+def delay_all_ranks(seconds: float) -> ByStep:
     return lambda _rank, step: seconds if step > HEALTHY_STEPS else 0.0
 
 
-def script(
-    steps: int, augments: ByStep = never, loads: ByStep = never, at_step: ByStep = never
+def build_monitored_main(
+    steps: int, augments: ByStep = return_zero, loads: ByStep = return_zero, at_step: ByStep = return_zero
 ) -> Callable[[int], None]:
-    """One that knows nothing of Pacekeeper but one line."""
+    """One with only one line of Pacekeeper."""
 
     def rank_main(rank: int) -> None:
         rank_profiler.EARLY_PROFILE_MIN_SECONDS = 0.2
@@ -99,8 +99,8 @@ def script(
             if step > steps:
                 break
             at_step(rank, step)
-            compute(0.01)
-            augment(augments(rank, step))
+            compute_step(0.01)
+            augment_sample(augments(rank, step))
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -111,7 +111,7 @@ def script(
     return rank_main
 
 
-def steered(folder: Path, steps: int) -> Callable[[int], None]:
+def build_managed_main(folder: Path, steps: int) -> Callable[[int], None]:
     """One with a job, whose rank 1 is slow once all are settled. In the window a checkpoint is due, something is
     compiled, and at last its mode is switched: each but the last takes as long as 20 steps."""
 
@@ -128,15 +128,15 @@ def steered(folder: Path, steps: int) -> Callable[[int], None]:
         job.restore()
         for step in job.steps(loader, until=steps):
             for x in step.microbatches():
-                compute(0.01)
-                augment(on(1, 0.02)(rank, step.number))
+                compute_step(0.01)
+                augment_sample(delay_rank(1, 0.02)(rank, step.number))
                 if step.number == COMPILE_STEP:
                     x = torch.compile(torch.sin, backend=slow_to_compile)(x)
                 (net(x).square().mean() / step.total_weight).backward()
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0 and step.number == SWITCH_STEP:
-                write_plan(RuntimeFolder(folder).plan, replace(plan(), version=8, sync_mode=SyncMode.EDIT))
+                write_plan(RuntimeFolder(folder).plan, replace(build_plan(), version=8, sync_mode=SyncMode.EDIT))
         for thread in threading.enumerate():
             if thread.name == "pacekeeper-profile":
                 thread.join()
@@ -157,15 +157,15 @@ def slow_to_compile(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Calla
     return graph.forward
 
 
-def plan(profile: ProfileRequest = WINDOW) -> WorkerPlan:
+def build_plan(profile: ProfileRequest = WINDOW) -> WorkerPlan:
     return WorkerPlan(version=7, membership=1, role=WorkerRole.MEMBER, profile=profile)
 
 
-def run(
+def run_profile(
     folder: Path, main: Callable[[int], Any], profile: ProfileRequest = WINDOW
 ) -> tuple[Localization, dict[int, ProfileAnswer]]:
     runtime = RuntimeFolder(folder).create()
-    write_plan(runtime.plan, plan(profile))
+    write_plan(runtime.plan, build_plan(profile))
     run_ranks(main, RANKS, folder)
     paths = {rank: runtime.pattern(profile.name, rank) for rank in range(RANKS)}
     raw = {rank: path.read_bytes() for rank, path in paths.items() if path.exists()}
@@ -178,9 +178,9 @@ def run(
 
 
 def test_a_slow_function_of_one_rank_is_found_by_name(tmp_path: Path) -> None:
-    slow = script(210, augments=on(1, 0.02))
-    found, answers = run(tmp_path, slow)
-    assert (found.finding.fault, found.finding.culprit) == (FaultClass.CODE, f"{FILE}:augment on rank 1")
+    slow = build_monitored_main(210, augments=delay_rank(1, 0.02))
+    found, answers = run_profile(tmp_path, slow)
+    assert (found.finding.fault, found.finding.culprit) == (FaultClass.CODE, f"{FILE}:augment_sample on rank 1")
     assert found.explained > 0.5
     assert {answer.pattern.first_step for answer in answers.values()} == {FIRST_STEP}
     assert {answer.pattern.steps for answer in answers.values()} == {WINDOW.steps}
@@ -188,52 +188,54 @@ def test_a_slow_function_of_one_rank_is_found_by_name(tmp_path: Path) -> None:
     waiting = next(f for f in answers[0].pattern.function_patterns if f.owner is TimeOwner.COLLECTIVE)
     assert waiting.name == "all_reduce"
     assert waiting.share > 0.2
-    assert any(stack.frames[-1] == f"{FILE}:augment" for stack in answers[1].pattern.stacks)
-    assert max(looks_into_augment(found, answers))[1] == "rank 1 (suspect)"
+    assert any(stack.frames[-1] == f"{FILE}:augment_sample" for stack in answers[1].pattern.stacks)
+    assert max(names_augment(found, answers))[1] == "rank 1 (suspect)"
 
 
-def looks_into_augment(found: Localization, answers: dict[int, ProfileAnswer]) -> list[tuple[int, str]]:
+def names_augment(found: Localization, answers: dict[int, ProfileAnswer]) -> list[tuple[int, str]]:
     """In each flame graph of the page, and whose it is."""
     raw = {rank: answer.to_bytes() for rank, answer in answers.items()}
     shown = build_report_data(ProfilePage.from_json(write_profile_page(found, read_table(raw.items()), raw)), "job")
-    place = shown["names"].index(f"{FILE}:augment")
+    place = shown["names"].index(f"{FILE}:augment_sample")
 
-    def looks(node: list[Any]) -> int:
-        return node[1] if node[0] == place else sum(map(looks, node[2]))
+    def count_samples(node: list[Any]) -> int:
+        return node[1] if node[0] == place else sum(map(count_samples, node[2]))
 
-    return [(looks(one["tree"]), one["label"]) for one in shown["patterns"]]
+    return [(count_samples(one["tree"]), one["label"]) for one in shown["patterns"]]
 
 
 def test_a_slow_function_of_all_ranks_is_found_by_their_early_steps(tmp_path: Path) -> None:
-    found, _ = run(tmp_path, script(210, augments=everywhere(0.02)))
-    assert (found.finding.fault, found.finding.culprit) == (FaultClass.CODE, f"{FILE}:augment on all ranks")
+    found, _ = run_profile(tmp_path, build_monitored_main(210, augments=delay_all_ranks(0.02)))
+    assert (found.finding.fault, found.finding.culprit) == (FaultClass.CODE, f"{FILE}:augment_sample on all ranks")
 
 
 def test_a_slow_loader_is_data(tmp_path: Path) -> None:
-    found, _ = run(tmp_path, script(210, loads=on(2, 0.025, usual=0.001)))
+    found, _ = run_profile(tmp_path, build_monitored_main(210, loads=delay_rank(2, 0.025, usual=0.001)))
     assert found.finding.fault is FaultClass.DATA
     assert found.finding.culprit == f"{FILE}:Samples.__getitem__ on rank 2"
 
 
-def test_a_checkpoint_and_a_compilation_are_not_looked_at_and_another_mode_ends_it(tmp_path: Path) -> None:
+def test_a_profile_skips_a_checkpoint_and_a_compilation_and_ends_with_a_change_of_mode(tmp_path: Path) -> None:
     """Own files are hidden here, as in a job that does not show them."""
-    found, answers = run(tmp_path, steered(tmp_path, SWITCH_STEP + 10), replace(WINDOW, sources=SourceNaming.HASH))
+    found, answers = run_profile(
+        tmp_path, build_managed_main(tmp_path, SWITCH_STEP + 10), replace(WINDOW, sources=SourceNaming.HASH)
+    )
     assert found.finding.fault is FaultClass.CODE
-    assert found.finding.culprit.endswith(":augment on rank 1")
+    assert found.finding.culprit.endswith(":augment_sample on rank 1")
     assert found.reported == RANKS
     patterns = [answer.pattern for answer in answers.values()]
     assert {(pattern.first_step, pattern.mode) for pattern in patterns} == {(FIRST_STEP, "Sync")}
     (steps,) = {pattern.steps for pattern in patterns}
     assert SWITCH_STEP - FIRST_STEP < steps < WINDOW.steps
     seen = {frame.rpartition(":")[2] for pattern in patterns for stack in pattern.stacks for frame in stack.frames}
-    assert "augment" in seen
+    assert "augment_sample" in seen
     assert not {"SlowToKeep.state_dict", "slow_to_compile"} & seen
     assert "test_profiling.py" not in json.dumps(answers[1].pattern.to_json())
     assert "test_profiling.py" not in str(answers[1].baseline)
 
 
-def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> None:
-    """Its peers lose their connection to it, and whoever has its window together by then tells of it."""
+def test_a_rank_that_dies_during_a_profile_costs_only_its_own_pattern(tmp_path: Path) -> None:
+    """Its peers lose their connection to it, and the ranks whose window is complete by then report it."""
 
     def die(rank: int, step: int) -> float:
         if rank == 1 and step == FIRST_STEP + 20:
@@ -244,15 +246,15 @@ def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> No
     runtime = RuntimeFolder(tmp_path).create()
     write_plan(runtime.plan, WorkerPlan(version=7, role=WorkerRole.MEMBER, profile=replace(WINDOW, steps=18)))
     with pytest.raises(AssertionError, match="rank 1"):
-        run_ranks(script(210, at_step=die), RANKS, tmp_path)
+        run_ranks(build_monitored_main(210, at_step=die), RANKS, tmp_path)
     answers = {rank: runtime.pattern(WINDOW.name, rank).read_bytes() for rank in (0, 2)}
     found = localize_fault(answers.items(), RANKS)
     assert (found.reported, found.remarks[0]) == (2, "2 of 3 ranks have answered")
 
 
-def test_a_window_that_was_heard_of_too_late_is_let_be(tmp_path: Path) -> None:
+def test_a_profile_that_was_received_too_late_is_skipped(tmp_path: Path) -> None:
     late = replace(WINDOW, first_step=0, steps=1)
     runtime = RuntimeFolder(tmp_path).create()
     write_plan(runtime.plan, WorkerPlan(version=7, role=WorkerRole.MEMBER, profile=late))
-    run_ranks(script(20), RANKS, tmp_path)
+    run_ranks(build_monitored_main(20), RANKS, tmp_path)
     assert not list(runtime.patterns.glob("*.json"))

@@ -1,4 +1,4 @@
-"""What a restart went to, as real launchers and ranks tell it: its parts add up to the recovery."""
+"""The parts of a restart, as real launchers and ranks report them: they add up to the recovery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CRASH = json.dumps([{"rank": 1, "round": 1, "step": 60, "kind": "sigkill"}])
 
 
 @contextmanager
-def training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
+def start_training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
     """Two ranks on two workers."""
     with create_team(folder, script=TRAIN_SCRIPT) as one:
         one.environment.update(UNTIL="100000", SLEEP="0.01", SNAPSHOT_EVERY="2", PACEKEEPER_CHECKPOINT_EVERY="5")
@@ -35,14 +35,18 @@ def training(folder: Path, **variables: Any) -> Iterator[LauncherTeam]:
         yield one
 
 
-def trains(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
-    """What the workers say once they all train in this round."""
+def wait_until_training(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
+    """The workers' heartbeats once they all train in this round."""
 
-    def beats() -> list[Heartbeat] | None:
-        said = [one.workers[name].read_heartbeat() for name in names]
-        return said if all(beat.round == round_ and beat.first_step_at > 0 for beat in said) else None
+    def read_heartbeats() -> list[Heartbeat] | None:
+        heartbeats = [one.workers[name].read_heartbeat() for name in names]
+        return (
+            heartbeats
+            if all(heartbeat.round == round_ and heartbeat.first_step_at > 0 for heartbeat in heartbeats)
+            else None
+        )
 
-    return one.wait_for(beats, f"round {round_} trains")
+    return one.wait_for(read_heartbeats, f"round {round_} trains")
 
 
 MEMORY = {"MEMORY", "PEER"}
@@ -50,19 +54,21 @@ MEMORY = {"MEMORY", "PEER"}
 
 
 @pytest.mark.parametrize(("snapshots", "origins"), [(2, MEMORY), (0, {"CHECKPOINT"})], ids=["memory", "volume"])
-def test_a_killed_ranks_recovery_by_its_parts(tmp_path: Path, snapshots: int, origins: set[str]) -> None:
-    with training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
-        first, second = trains(one, "ab", 1), trains(one, "ab", 2)
+def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
+    tmp_path: Path, snapshots: int, origins: set[str]
+) -> None:
+    with start_training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
+        first, second = wait_until_training(one, "ab", 1), wait_until_training(one, "ab", 2)
         (fault,) = one.workers["b"].read_faults(FaultKind.RANK_FAILED)
-    assert {(beat.origin, beat.teardown_seconds) for beat in first} == {("NOTHING", 0.0)}
-    for beat in second:
-        assert [one.stage for one in beat.start_stages] == list(StartStage)
-        seconds = [one.seconds for one in beat.start_stages]
+    assert {(heartbeat.origin, heartbeat.teardown_seconds) for heartbeat in first} == {("NOTHING", 0.0)}
+    for heartbeat in second:
+        assert [one.stage for one in heartbeat.start_stages] == list(StartStage)
+        seconds = [one.seconds for one in heartbeat.start_stages]
         assert seconds == sorted(seconds), "in their order"
-        assert seconds[-1] == pytest.approx(beat.first_step_at - beat.round_started_at, abs=0.05)
-        assert beat.teardown_seconds > 0
-        assert beat.origin in origins
-    recovery = max(beat.first_step_at for beat in second) - fault.noticed_at
+        assert seconds[-1] == pytest.approx(heartbeat.first_step_at - heartbeat.round_started_at, abs=0.05)
+        assert heartbeat.teardown_seconds > 0
+        assert heartbeat.origin in origins
+    recovery = max(heartbeat.first_step_at for heartbeat in second) - fault.noticed_at
     found = break_down_restart(recovery, second, ranks=2)
     assert found is not None
     assert sum(part.seconds for part in found.parts) == pytest.approx(recovery)
@@ -71,15 +77,17 @@ def test_a_killed_ranks_recovery_by_its_parts(tmp_path: Path, snapshots: int, or
     assert found.restored_from in {origin.capitalize() for origin in origins}
 
 
-def test_a_newcomers_state_comes_from_its_neighbour(tmp_path: Path) -> None:
-    with training(tmp_path) as one:
-        one.wait_for(lambda: min(beat.snapshot_step for beat in trains(one, "ab", 1)[:1]) > 5, "snapshots")
+def test_the_state_of_a_new_worker_comes_from_its_peer_replica(tmp_path: Path) -> None:
+    with start_training(tmp_path) as one:
+        one.wait_for(
+            lambda: min(heartbeat.snapshot_step for heartbeat in wait_until_training(one, "ab", 1)[:1]) > 5, "snapshots"
+        )
         one.workers["b"].kill()
         one.workers["b"].wait()
         one.start("c")
         members = one.build_members(a=[0], c=[1])
         one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="ac")
-        stayed, came = trains(one, "ac", 2)
+        stayed, came = wait_until_training(one, "ac", 2)
     assert (stayed.origin, came.origin) == ("MEMORY", "PEER")
     assert came.teardown_seconds == 0
     found = break_down_restart(20.0, [stayed, came], ranks=2)

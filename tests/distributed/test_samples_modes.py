@@ -29,7 +29,7 @@ PLAN = WorkerPlan(version=1, role=WorkerRole.MEMBER, sync_every=3, sync_seconds=
 Sample = tuple[int, torch.Tensor]
 
 
-def sample(index: int) -> Sample:
+def build_sample(index: int) -> Sample:
     return index, torch.full((4,), index / SIZE)
 
 
@@ -38,7 +38,7 @@ class Indexed(torch.utils.data.Dataset[Sample]):
         return SIZE
 
     def __getitem__(self, index: int) -> Sample:
-        return sample(index)
+        return build_sample(index)
 
 
 class Streamed(torch.utils.data.IterableDataset[Sample]):
@@ -52,18 +52,18 @@ class Streamed(torch.utils.data.IterableDataset[Sample]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Sample]:
-        return map(sample, self.order.get_indices([(self.epoch * SIZE, (self.epoch + 1) * SIZE)]))
+        return map(build_sample, self.order.get_indices([(self.epoch * SIZE, (self.epoch + 1) * SIZE)]))
 
 
-def expected(steps: int) -> Counter[int]:
+def count_expected(steps: int) -> Counter[int]:
     return Counter(IndexedStream(SIZE, seed=0).get_indices([(0, steps * BATCH)]))
 
 
-def used_by(results: list[tuple[list[int], list[SyncMode]]]) -> Counter[int]:
+def count_used(results: list[tuple[list[int], list[SyncMode]]]) -> Counter[int]:
     return Counter(index for used, _ in results for index in used)
 
 
-def train(
+def train_until(
     rank: int,
     runtime: Path,
     dataset: Any,
@@ -75,8 +75,8 @@ def train(
 ) -> tuple[list[int], list[SyncMode]]:
     """The samples of the steps that this rank has completed, and the modes that it has been through.
 
-    leaves: rank 1 is told to, in AsyncEDiT; then all do.
-    modes: what the plan says one after the other, each when the one before has been in force for some steps of rank 0.
+    leaves: rank 1 receives SIGTERM in AsyncEDiT; then all leave.
+    modes: of the plan one after the other, each when the one before has been in force for some steps of rank 0.
     """
     job = pk.init(mesh=mesh, checkpoints=pk.Checkpoints(runtime / "checkpoints", 1000))
     model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -87,7 +87,7 @@ def train(
     job.restore()
     used: list[int] = []
     seen: list[SyncMode] = []
-    wanted, steps = 0, 0
+    mode_index, steps = 0, 0
     try:
         for step in job.steps(loader, until=until):
             for indices, x in step.microbatches():
@@ -103,11 +103,12 @@ def train(
             steps = steps + 1 if seen[-1:] == [mode] else 1
             if steps == 1:
                 seen.append(mode)
-            if rank == 0 and steps >= 4 and wanted < len(modes) and mode is (SYNC, *modes)[wanted]:
+            if rank == 0 and steps >= 4 and mode_index < len(modes) and mode is (SYNC, *modes)[mode_index]:
                 write_json(
-                    RuntimeFolder(runtime).plan, replace(PLAN, version=2 + wanted, sync_mode=modes[wanted]).to_json()
+                    RuntimeFolder(runtime).plan,
+                    replace(PLAN, version=2 + mode_index, sync_mode=modes[mode_index]).to_json(),
                 )
-                wanted += 1
+                mode_index += 1
             if leaves and rank == 1 and mode is ASYNC and steps == 10:
                 os.kill(os.getpid(), signal.SIGTERM)
     except SystemExit:
@@ -132,30 +133,32 @@ EVERY_MODE = [ASYNC, EDIT, SYNC]
     ],
     ids=["indexed", "workers", "iterable", "sharded", "static shapes", "lengths"],
 )
-def test_across_switches_of_the_mode(
+def test_samples_are_exact_across_switches_of_the_mode(
     dataset: Any, mesh: dict[str, int], options: Any, modes: list[SyncMode], until: int, tmp_path: Path
 ) -> None:
     ranks = mesh["sync"] * mesh.get("shard", 1)
     results = run_ranks(
-        lambda rank: train(rank, tmp_path, dataset, until, modes, mesh, **options), ranks, runtime=tmp_path
+        lambda rank: train_until(rank, tmp_path, dataset, until, modes, mesh, **options), ranks, runtime=tmp_path
     )
     assert all(seen == [SYNC, *modes] for _, seen in results)
-    assert used_by(results) == expected(until)
+    assert count_used(results) == count_expected(until)
 
 
 @pytest.mark.parametrize("dataset", [Indexed(), Streamed()], ids=["indexed", "iterable"])
-def test_across_leaving_with_leases_and_coming_back_as_another_number_of_ranks(dataset: Any, tmp_path: Path) -> None:
+def test_samples_are_exact_across_a_restart_with_leases_and_another_number_of_ranks(
+    dataset: Any, tmp_path: Path
+) -> None:
     first = run_ranks(
-        lambda rank: train(rank, tmp_path, dataset, 1000, [ASYNC], {"sync": 3}, leaves=True, num_workers=1),
+        lambda rank: train_until(rank, tmp_path, dataset, 1000, [ASYNC], {"sync": 3}, leaves=True, num_workers=1),
         3,
         runtime=tmp_path,
     )
-    done = sum(used_by(first).values())
+    done = sum(count_used(first).values())
     assert [seen for _, seen in first] == [[SYNC, ASYNC]] * 3
     until = done // BATCH + 12
     second = run_ranks(
-        lambda rank: train(rank, tmp_path, dataset, until, [], {"sync": 2}),
+        lambda rank: train_until(rank, tmp_path, dataset, until, [], {"sync": 2}),
         2,
         runtime=tmp_path,
     )
-    assert used_by(first + second) == expected(until)
+    assert count_used(first + second) == count_expected(until)

@@ -31,7 +31,7 @@ PATIENCE = 300.0
 
 
 class Beside(HostCopies):
-    """As of a state on a device: the host's part goes on beside the training."""
+    """As of a state on a device: the host's part overlaps with the training."""
 
     asynchronous = True
 
@@ -55,7 +55,7 @@ class _Rank:
         self.optimizer.zero_grad()
 
     def places(self) -> list[int]:
-        """In memory, of what a graph or somebody's `data` would have."""
+        """In memory, of what a graph or a holder of `data` would have."""
         moments = [its for state in self.optimizer.state.values() for its in state.values()]
         tensors = [*self.model.parameters(), *moments]
         return [(its.to_local() if isinstance(its, DTensor) else its).data_ptr() for its in tensors]
@@ -114,12 +114,12 @@ def test_a_copy_that_is_torn_on_one_rank_is_void_on_all(tmp_path: Path) -> None:
         return found.step
 
     def torn(_: Snapshots) -> None:
-        raise TornCopyError("changed meanwhile")
+        raise TornCopyError("changed during the copy")
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS
 
 
-def test_beside_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_training_goes_on(tmp_path: Path) -> None:
+def test_with_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_training_goes_on(tmp_path: Path) -> None:
     def rank_main(rank: int) -> int:
         dist.init_process_group("gloo")
         with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +131,7 @@ def test_beside_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_trai
                 writer.store.snapshot(step, samples=step)  # left out: there is no memory for it yet
                 assert writer.store.settle(wait=True) is None
             hold.end()
-            newest = max(_snapshot(writer, 3), _snapshot(writer, 20))  # both slots
+            newest = max(_wait_for_snapshot(writer, 3), _wait_for_snapshot(writer, 20))  # both slots
             hold = _Hold(patch, "publish")
             writer.store.snapshot(newest + 1, samples=0)
             assert writer.store.settle() is None, "the training goes on"
@@ -175,7 +175,7 @@ def test_no_copy_is_written_over_before_all_ranks_have_the_next_one(tmp_path: Pa
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[], [2, 3]]
 
 
-def _snapshot(writer: _Rank, step: int) -> int:
+def _wait_for_snapshot(writer: _Rank, step: int) -> int:
     """The step of the first that is kept, from this one on: the ranks try alike."""
     deadline = time.monotonic() + PATIENCE
     while True:

@@ -45,7 +45,7 @@ class Tokens(torch.utils.data.Dataset[Sample]):
         return index, self.x[index], self.y[index]
 
 
-def valid_tokens(batch: Any) -> Tensor:
+def count_valid_tokens(batch: Any) -> Tensor:
     valid: Tensor = (batch[2] != IGNORED).sum()
     return valid
 
@@ -55,30 +55,30 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)).double()
 
 
-def loss_sum(model: nn.Module, x: Tensor, y: Tensor, by_tokens: bool) -> Tensor:
+def compute_loss_sum(model: nn.Module, x: Tensor, y: Tensor, by_tokens: bool) -> Tensor:
     """Over valid tokens; per sample, where samples count, the mean over the sequence."""
     losses = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum")
     return losses if by_tokens else losses / y.shape[1]
 
 
-def reference(indices: list[int], by_tokens: bool, parameters: list[Tensor] | None = None) -> list[Tensor]:
+def compute_reference(indices: list[int], by_tokens: bool, parameters: list[Tensor] | None = None) -> list[Tensor]:
     """The gradient of the same samples in one process, one batch. `parameters`: None: the model's first ones."""
     data, model = Tokens(), make_model()
     with torch.no_grad():
-        for parameter, wanted in zip(model.parameters(), parameters or model.parameters(), strict=True):
-            parameter.copy_(wanted)
+        for parameter, value in zip(model.parameters(), parameters or model.parameters(), strict=True):
+            parameter.copy_(value)
     x, y = data.x[indices], data.y[indices]
     weight = (y != IGNORED).sum() if by_tokens else len(indices)
-    (loss_sum(model, x, y, by_tokens) / weight).backward()
+    (compute_loss_sum(model, x, y, by_tokens) / weight).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def whole(gradient: Tensor | None) -> Tensor:
+def get_full_tensor(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def one_step(  # noqa: PLR0913  # options of a harness: each caller names what it varies
+def train_one_step(  # noqa: PLR0913  # options of a harness: each caller names what it varies
     shares: Shares,
     by_tokens: bool,
     sharded: bool,
@@ -98,7 +98,9 @@ def one_step(  # noqa: PLR0913  # options of a harness: each caller names what i
         job = pk.init(mesh={"shard": -1} if sharded else None)
         model = make_model().float() if bfloat16 else make_model()
         model = job.fully_shard(model) if sharded else job.replicate(model)
-        loader = job.dataloader(Tokens(), BATCH, max_microbatch, weight=valid_tokens if by_tokens else None, **options)
+        loader = job.dataloader(
+            Tokens(), BATCH, max_microbatch, weight=count_valid_tokens if by_tokens else None, **options
+        )
         scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
         for step in job.steps(loader, until=1):
             seen: list[int] = []
@@ -106,7 +108,7 @@ def one_step(  # noqa: PLR0913  # options of a harness: each caller names what i
                 assert len(indices) <= max_microbatch
                 x = x.float() if bfloat16 else x
                 with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-                    loss = loss_sum(model, x, y, by_tokens)
+                    loss = compute_loss_sum(model, x, y, by_tokens)
                 if itself:
                     (loss / step.total_weight).backward()
                 else:
@@ -114,7 +116,7 @@ def one_step(  # noqa: PLR0913  # options of a harness: each caller names what i
                 seen += indices.tolist()
             if scaler is not None:
                 scaler.unscale_(torch.optim.SGD(model.parameters()))
-            gradients = [whole(parameter.grad) for parameter in model.parameters()]
+            gradients = [get_full_tensor(parameter.grad) for parameter in model.parameters()]
         return seen, gradients, step.total_weight
 
     return rank_main
@@ -125,10 +127,10 @@ def check_exact(results: list[Any], shares: Shares, by_tokens: bool, step: int =
     assert [len(seen) for seen, _, _ in results] == list(shares or (6, 6, 6, 6))
     an_epoch_ends = (step - 1) * BATCH // SIZE < step * BATCH // SIZE
     assert an_epoch_ends or len(set(indices)) == BATCH
-    expected = reference(indices, by_tokens)
+    expected = compute_reference(indices, by_tokens)
     for _, gradients, _ in results:
-        for gradient, wanted in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+        for gradient, expected_gradient in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.oldest_torch
@@ -146,14 +148,16 @@ def test_gradient_equals_that_of_one_process(by_tokens: bool, sharded: bool, tmp
         publish(1)
         job = pk.init(mesh={"shard": -1} if sharded else None)
         model = job.fully_shard(make_model()) if sharded else job.replicate(make_model())
-        loader = job.dataloader(Tokens(), BATCH, max_microbatch=5, weight=valid_tokens if by_tokens else None)
+        loader = job.dataloader(Tokens(), BATCH, max_microbatch=5, weight=count_valid_tokens if by_tokens else None)
         found = []
         for step in job.steps(loader, until=2 * len(SHARES)):
             seen: list[int] = []
             for indices, x, y in step.microbatches():
-                step.backward(loss_sum(model, x, y, by_tokens))
+                step.backward(compute_loss_sum(model, x, y, by_tokens))
                 seen += indices.tolist()
-            found.append((seen, [whole(parameter.grad).clone() for parameter in model.parameters()], step.total_weight))
+            found.append(
+                (seen, [get_full_tensor(parameter.grad).clone() for parameter in model.parameters()], step.total_weight)
+            )
             model.zero_grad()
             if step.number % 2 and step.number < 2 * len(SHARES) - 1:
                 publish(2 + step.number // 2)  # read when the next step begins, in force in the one after it
@@ -176,23 +180,23 @@ def test_gradient_equals_that_of_one_process(by_tokens: bool, sharded: bool, tmp
     ids=str,
 )
 def test_extreme_shares(sharded: bool, shares: Shares, max_microbatch: int, tmp_path: Path) -> None:
-    function = one_step(shares, by_tokens=True, sharded=sharded, runtime=tmp_path, max_microbatch=max_microbatch)
+    function = train_one_step(shares, by_tokens=True, sharded=sharded, runtime=tmp_path, max_microbatch=max_microbatch)
     check_exact(run_ranks(function, RANKS, runtime=tmp_path), shares, by_tokens=True)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_a_script_may_divide_and_go_backward_itself(sharded: bool, tmp_path: Path) -> None:
-    function = one_step(SHARES[2], True, sharded, tmp_path, itself=True)
+    function = train_one_step(SHARES[2], True, sharded, tmp_path, itself=True)
     check_exact(run_ranks(function, RANKS, runtime=tmp_path), SHARES[2], by_tokens=True)
 
 
 def test_a_gradient_that_is_scaled_is_the_same_unscaled(tmp_path: Path) -> None:
-    function = one_step(SHARES[2], True, False, tmp_path, scale=1024.0)
+    function = train_one_step(SHARES[2], True, False, tmp_path, scale=1024.0)
     check_exact(run_ranks(function, RANKS, runtime=tmp_path), SHARES[2], by_tokens=True)
 
 
 @pytest.mark.oldest_torch
-def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
+def test_a_filler_microbatch_has_no_weight(tmp_path: Path) -> None:
     """Replica 0 leases 8 samples a step, replica 1 its 7 once: of the 120 leases, one is left for the last step of
     replica 0, and its rank 1 runs a sample that rank 0 trains on."""
     first_is_done, second_has_its_own = tmp_path / "first is done", tmp_path / "second has its own"
@@ -213,15 +217,18 @@ def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
         loader = job.dataloader(Tokens(), 15, max_microbatch=5)
         found = -1, False, 0.0
         for step in job.steps(loader, until=9):
-            before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+            before = [get_full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
             indices = []
             for index, x, y in step.microbatches():
-                step.backward(loss_sum(model, x, y, by_tokens=False))
+                step.backward(compute_loss_sum(model, x, y, by_tokens=False))
                 indices += index.tolist()
             if step.samples < 3:
                 (only,) = indices  # the same on both ranks
-                expected = reference([only], by_tokens=False, parameters=before)
-                off = error(flat([whole(parameter.grad) for parameter in model.parameters()]), flat(expected))
+                expected = compute_reference([only], by_tokens=False, parameters=before)
+                off = compute_error(
+                    flatten_gradients([get_full_tensor(parameter.grad) for parameter in model.parameters()]),
+                    flatten_gradients(expected),
+                )
                 found = step.samples, step.loss_sum is not None, off
                 first_is_done.touch()
             optimizer.step()
@@ -241,16 +248,16 @@ def test_a_microbatch_that_stands_in_counts_nothing(tmp_path: Path) -> None:
 def plainly(tmp_path_factory: pytest.TempPathFactory) -> list[set[int]]:
     """Which samples each rank takes where sequences are not balanced; how the model is kept changes nothing of it."""
     folder = tmp_path_factory.mktemp("plain")
-    results = run_ranks(one_step(SHARES[2], True, False, folder), RANKS, runtime=folder)
+    results = run_ranks(train_one_step(SHARES[2], True, False, folder), RANKS, runtime=folder)
     return [set(seen) for seen, _, _ in results]
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-def test_balancing_sequences_changes_who_takes_them_and_not_the_gradient(
+def test_balancing_sequences_does_not_change_the_gradient(
     sharded: bool, plainly: list[set[int]], tmp_path: Path
 ) -> None:
     lengths = (Tokens().y != IGNORED).sum(dim=1).numpy()
-    function = one_step(SHARES[2], True, sharded, tmp_path, lengths=lengths)
+    function = train_one_step(SHARES[2], True, sharded, tmp_path, lengths=lengths)
     balanced = run_ranks(function, RANKS, runtime=tmp_path)
     check_exact(balanced, SHARES[2], by_tokens=True)
     evenly = [set(seen) for seen, _, _ in balanced]
@@ -265,20 +272,20 @@ def test_balancing_sequences_changes_who_takes_them_and_not_the_gradient(
 def test_mixed_precision(by_tokens: bool, sharded: bool, tmp_path: Path) -> None:
     """Under autocast, gradients are off by its rounding: the average of unequal ranks is off by many times of that."""
     shares = (15, 3, 3, 3)
-    function = one_step(shares, by_tokens, sharded, tmp_path, bfloat16=True)
+    function = train_one_step(shares, by_tokens, sharded, tmp_path, bfloat16=True)
     results = run_ranks(function, RANKS, runtime=tmp_path)
-    everybody = [reference(seen, by_tokens) for seen, _, _ in results]
-    expected = flat(reference([index for seen, _, _ in results for index in seen], by_tokens))
-    average = torch.stack([flat(gradients) for gradients in everybody]).mean(dim=0)
-    assert error(average, expected) > 0.1
+    references = [compute_reference(seen, by_tokens) for seen, _, _ in results]
+    expected = flatten_gradients(compute_reference([index for seen, _, _ in results for index in seen], by_tokens))
+    average = torch.stack([flatten_gradients(gradients) for gradients in references]).mean(dim=0)
+    assert compute_error(average, expected) > 0.1
     for _, gradients, _ in results:
         assert all(gradient.dtype == torch.float32 for gradient in gradients)
-        assert error(flat(gradients), expected) < 0.01
+        assert compute_error(flatten_gradients(gradients), expected) < 0.01
 
 
-def flat(gradients: list[Tensor]) -> Tensor:
+def flatten_gradients(gradients: list[Tensor]) -> Tensor:
     return torch.cat([gradient.double().flatten() for gradient in gradients])
 
 
-def error(gradient: Tensor, expected: Tensor) -> float:
+def compute_error(gradient: Tensor, expected: Tensor) -> float:
     return float((gradient - expected).norm() / expected.norm())

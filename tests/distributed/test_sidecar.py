@@ -34,13 +34,13 @@ from testing.operators.tls import Authority
 
 TOKEN = "a-token"
 LONG_POLL_SECONDS = 600.0
-"""Nothing comes by its end: what comes, comes beside it."""
+"""Nothing comes by its end: what comes, comes over another connection."""
 PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, ranks=(0,), world_size=1, workers=1)
 
 
 @dataclass
 class Operator:
-    """What the operator would answer; the test changes it, and sees what it was told."""
+    """What the operator would answer; the test changes it, and reads what it received."""
 
     plan: WorkerPlan = PLAN
     away: bool = False
@@ -106,16 +106,16 @@ class Worker:
     token_file: Path
     metrics_port: int
     process: asyncio.subprocess.Process
-    told_to_end: bool = False
+    receives_sigterm: bool = False
 
     def end(self) -> None:
         """As the kubelet does it when the trainer has ended."""
         self.process.terminate()
-        self.told_to_end = True
+        self.receives_sigterm = True
 
 
 @asynccontextmanager
-async def sidecar(
+async def run_sidecar(
     folder: Path, operator: Operator, token: str = TOKEN, poll_seconds: float = 3.0
 ) -> AsyncIterator[Worker]:
     authority = Authority(folder)
@@ -142,7 +142,7 @@ async def sidecar(
     try:
         worker = Worker(runtime, token_file, metrics_port, process)
         yield worker
-        if not worker.told_to_end:
+        if not worker.receives_sigterm:
             assert process.returncode is None, "the sidecar must still run"
             process.terminate()
         assert await asyncio.wait_for(process.wait(), 300) == 0
@@ -153,60 +153,64 @@ async def sidecar(
         await runner.cleanup()
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
+async def wait_until(condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, what
         await asyncio.sleep(0.02)
 
 
-async def test_plans_come_down_and_heartbeats_go_up(tmp_path: Path) -> None:
+async def test_plans_are_received_and_heartbeats_are_sent(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
-        await until(lambda: read_json(worker.runtime.plan) == PLAN.to_json(), "the first plan")
+    async with run_sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
+        await wait_until(lambda: read_json(worker.runtime.plan) == PLAN.to_json(), "the first plan")
         assert worker.runtime.operator_contact.exists()
         operator.plan = replace(PLAN, version=2, checkpoint_request=7)
-        await until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 2, "a changed plan")
+        await wait_until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 2, "a changed plan")
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
-        await until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "a changed heartbeat, at once")
+        await wait_until(
+            lambda: any(heartbeat.round == 3 for heartbeat in operator.heartbeats), "a changed heartbeat, at once"
+        )
         warned = GpuHealth("GPU-1", ("RowsPending",), temperature=60)
-        beat = Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3, gpus=(warned,))
-        write_json(worker.runtime.heartbeat, beat.to_json())
-        await until(lambda: any(beat.gpus == (warned,) for beat in operator.heartbeats), "a GPU's sign, at once")
+        heartbeat = Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3, gpus=(warned,))
+        write_json(worker.runtime.heartbeat, heartbeat.to_json())
+        await wait_until(
+            lambda: any(heartbeat.gpus == (warned,) for heartbeat in operator.heartbeats), "a GPU's warning, at once"
+        )
 
 
 async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> None:
     operator = Operator(away=True)
     fault = FaultReport("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
-    async with sidecar(tmp_path, operator) as worker:
+    async with run_sidecar(tmp_path, operator) as worker:
         write_json(worker.runtime.fault(fault.name), fault.to_json())
-        await until(lambda: operator.refused >= 3, "tries while the operator is away")
+        await wait_until(lambda: operator.refused >= 3, "tries while the operator is away")
         assert worker.runtime.fault(fault.name).exists()
         operator.away = False
-        await until(lambda: not worker.runtime.fault(fault.name).exists(), "acknowledged")
+        await wait_until(lambda: not worker.runtime.fault(fault.name).exists(), "acknowledged")
     (taken,) = operator.faults
     assert replace(taken, sent_at=0.0) == fault
-    assert taken.sent_at > fault.noticed_at, "by which the operator knows its age"
+    assert taken.sent_at > fault.noticed_at, "by which the operator computes its age"
 
 
-async def test_patterns_are_handed_on_as_they_are_and_go(tmp_path: Path) -> None:
+async def test_patterns_are_forwarded_unchanged_and_deleted(tmp_path: Path) -> None:
     operator = Operator(away=True)
-    async with sidecar(tmp_path, operator) as worker:
+    async with run_sidecar(tmp_path, operator) as worker:
         path = worker.runtime.pattern("profile-1.5", 12)
         write_text(path, '{"any": 1}')
         early = worker.runtime.early_pattern(12)
         write_text(early, "kept")
-        await until(lambda: operator.refused >= 3, "tries while the operator is away")
+        await wait_until(lambda: operator.refused >= 3, "tries while the operator is away")
         assert path.exists()
         operator.away = False
-        await until(lambda: not path.exists(), "handed on")
+        await wait_until(lambda: not path.exists(), "handed on")
     assert operator.patterns == {"profile-1.5/12": b'{"any": 1}'}
     assert early.exists()
 
 
-async def test_what_is_no_pattern_is_dropped_and_stops_nothing(tmp_path: Path) -> None:
+async def test_an_invalid_pattern_is_dropped_and_stops_nothing(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator) as worker:
+    async with run_sidecar(tmp_path, operator) as worker:
         patterns = worker.runtime.patterns
         (patterns / "folder.1.json").mkdir(parents=True)
         os.mkfifo(patterns / "pipe.1.json")
@@ -214,24 +218,24 @@ async def test_what_is_no_pattern_is_dropped_and_stops_nothing(tmp_path: Path) -
         (patterns / "no-rank.json").write_text("{}")
         path = worker.runtime.pattern("profile-1.5", 12)
         path.write_text("{}")
-        await until(lambda: not path.exists() and not (patterns / "huge.1.json").exists(), "the rest is sent")
+        await wait_until(lambda: not path.exists() and not (patterns / "huge.1.json").exists(), "the rest is sent")
         assert worker.process.returncode is None
     assert operator.patterns == {"profile-1.5/12": b"{}"}
 
 
 async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator) as worker:
+    async with run_sidecar(tmp_path, operator) as worker:
         create_ring(worker.runtime.ring(0), rank=0, round_=1, capacity=64)
         ring = RingWriter(worker.runtime.ring(0))
         for step in range(1, 9):
             ring.write(RecordKind.STEP, 0, 100_000_000, step, Phase.TRAIN, 8.0)
             ring.write(RecordKind.COMPUTE, 0, 60_000_000, step, Phase.TRAIN, 8.0)
         operator.plan = replace(PLAN, version=2, evidence_request="straggler-2")
-        await until(lambda: bool(operator.evidence), "the evidence")
+        await wait_until(lambda: bool(operator.evidence), "the evidence")
         operator.plan = replace(PLAN, version=3, evidence_request="straggler-2")
-        await until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 3, "the next plan")
-        page = await _metrics(worker)
+        await wait_until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 3, "the next plan")
+        page = await _read_metrics(worker)
     (evidence,) = operator.evidence
     assert evidence.request == "straggler-2"
     assert evidence.windows[0].steps == (5, 6, 7, 8)
@@ -240,9 +244,9 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
     assert 'pacekeeper_rank_wait_seconds{rank="0",trainingjob="gpt",worker="gpt-w0-0"} 0.04' in page
 
 
-async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
+async def test_metrics_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
     operator = Operator(plan=replace(PLAN, metrics_deadband=0.05))
-    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
+    async with run_sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         create_ring(worker.runtime.ring(0), rank=5, round_=1, capacity=64)
         ring = RingWriter(worker.runtime.ring(0))
         clock = 0
@@ -256,15 +260,17 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
 
         train(0.06)
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
-        await until(lambda: any(beat.rank_metrics for beat in operator.heartbeats), "the first figures")
-        await until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
+        await wait_until(lambda: any(heartbeat.rank_metrics for heartbeat in operator.heartbeats), "the first metrics")
+        await wait_until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
         await asyncio.sleep(1.5)
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         train(0.06)
         await asyncio.sleep(1.5)
-        assert len(operator.heartbeats) == told, "nothing has changed"
+        assert len(operator.heartbeats) == received_before, "nothing has changed"
         train(0.12)
-        await until(lambda: len(operator.heartbeats) > told, "a slow rank is told of beside the long poll")
+        await wait_until(
+            lambda: len(operator.heartbeats) > received_before, "a slow rank is reported during the long poll"
+        )
         (figures,) = operator.heartbeats[-1].rank_metrics
         assert (figures.rank, figures.steps) == (5, 4)
         assert figures.compute_seconds == pytest.approx(0.12)
@@ -272,140 +278,142 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
         assert figures.wait_seconds == pytest.approx(0.04)
 
 
-async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_poll(tmp_path: Path) -> None:
+async def test_a_silent_launcher_is_reported_at_once_during_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
+    async with run_sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
         worker.runtime.liveness.touch()
-        await until(lambda: any(beat.round == 1 for beat in operator.heartbeats), "the launcher runs")
-        await until(lambda: operator.heartbeats[-1].launcher_silent_seconds >= 8, "eight seconds of silence")
+        await wait_until(lambda: any(heartbeat.round == 1 for heartbeat in operator.heartbeats), "the launcher runs")
+        await wait_until(lambda: operator.heartbeats[-1].launcher_silent_seconds >= 8, "eight seconds of silence")
         assert operator.heartbeats[-1].state is LauncherState.RUNNING
         worker.runtime.liveness.touch()
-        await until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
+        await wait_until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
 
 
-async def test_a_launcher_without_peers_has_the_operator_answer_beside_a_long_poll(tmp_path: Path) -> None:
+async def test_a_launcher_without_peers_polls_the_operator_during_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
-        await until(lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat beside it, and a poll is held")
-        told = len(operator.heartbeats)
+    async with run_sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
+        await wait_until(
+            lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat during it, and a poll is held"
+        )
+        received_before = len(operator.heartbeats)
         await asyncio.sleep(2.5)
-        assert len(operator.heartbeats) == told, "nobody asks"
+        assert len(operator.heartbeats) == received_before, "no poll arrives"
         contact = worker.runtime.operator_contact.stat().st_mtime_ns
         worker.runtime.partitioned.touch()
-        await until(lambda: len(operator.heartbeats) > told, "the operator is asked at once")
-        await until(lambda: worker.runtime.operator_contact.stat().st_mtime_ns > contact, "its answer has come")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the operator is polled at once")
+        await wait_until(lambda: worker.runtime.operator_contact.stat().st_mtime_ns > contact, "its answer has come")
 
 
 async def test_a_poll_may_be_held_for_twice_as_long_as_the_one_before(tmp_path: Path) -> None:
     """So an operator that stands still is given up after some seconds where it holds polls for some."""
     operator = Operator(longest=0.5)
-    async with sidecar(tmp_path, operator, poll_seconds=0.1):
-        await until(lambda: operator.holds[-1:] >= [1.0], "the longest that this operator wants")
+    async with run_sidecar(tmp_path, operator, poll_seconds=0.1):
+        await wait_until(lambda: operator.holds[-1:] >= [1.0], "the longest that this operator wants")
         count = len(operator.holds)
         operator.plan = replace(PLAN, version=2)
-        await until(lambda: len(operator.holds) > count + 2, "more polls, the first after a new plan")
+        await wait_until(lambda: len(operator.holds) > count + 2, "more polls, the first after a new plan")
     assert operator.holds[:2] == [0.1, 0.1]
     assert sorted(operator.holds[:count]) == operator.holds[:count]
     assert min(operator.holds[count:]) >= 1.0
 
 
-async def test_that_the_launcher_has_finished_is_heard_before_the_sidecar_ends(tmp_path: Path) -> None:
-    """The operator is away when the trainer ends and the kubelet tells the sidecar to."""
+async def test_the_end_of_the_launcher_is_reported_before_the_sidecar_ends(tmp_path: Path) -> None:
+    """The operator is unavailable when the trainer ends and the kubelet stops the sidecar."""
     operator = Operator()
     fault = FaultReport("gpt-w0-0-r1-crash", FaultKind.RANK_FAILED, "gpt-w0-0", 1, 5.0, rank=0, exit_code=-9)
-    async with sidecar(tmp_path, operator) as worker:
-        await until(lambda: bool(operator.heartbeats), "the first heartbeat")
+    async with run_sidecar(tmp_path, operator) as worker:
+        await wait_until(lambda: bool(operator.heartbeats), "the first heartbeat")
         operator.away = True
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.FINISHED, round=1).to_json())
         write_json(worker.runtime.fault(fault.name), fault.to_json())
         worker.end()
         refused = operator.refused
-        await until(lambda: operator.refused > refused, "another try")
+        await wait_until(lambda: operator.refused > refused, "another try")
         operator.away = False
     assert operator.heartbeats[-1].state is LauncherState.FINISHED
-    assert [replace(heard, sent_at=0.0) for heard in operator.faults] == [fault]
+    assert [replace(report, sent_at=0.0) for report in operator.faults] == [fault]
 
 
-async def test_a_sidecar_that_nobody_listens_to_ends_all_the_same(tmp_path: Path) -> None:
+async def test_a_sidecar_without_an_operator_ends(tmp_path: Path) -> None:
     operator = Operator(away=True)
-    async with sidecar(tmp_path, operator):
-        await until(lambda: operator.refused > 0, "a try")
+    async with run_sidecar(tmp_path, operator):
+        await wait_until(lambda: operator.refused > 0, "a try")
 
 
 async def test_a_heartbeat_that_cannot_be_read_leaves_the_one_before_in_force(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator) as worker:
+    async with run_sidecar(tmp_path, operator) as worker:
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
-        await until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "the heartbeat")
+        await wait_until(lambda: any(heartbeat.round == 3 for heartbeat in operator.heartbeats), "the heartbeat")
         write_json(worker.runtime.heartbeat, {"worker": "gpt-w0-0", "round": "oops"})
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         operator.plan = replace(PLAN, version=2)
-        await until(lambda: len(operator.heartbeats) > told, "the next poll")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the next poll")
         assert operator.heartbeats[-1].round == 3
 
 
 async def test_a_renewed_token_is_used_without_a_restart(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator, token="an-expired-one") as worker:
-        await until(lambda: operator.refused >= 2, "refusals")
+    async with run_sidecar(tmp_path, operator, token="an-expired-one") as worker:
+        await wait_until(lambda: operator.refused >= 2, "refusals")
         assert not worker.runtime.plan.exists()
         worker.token_file.write_text(TOKEN)
-        await until(worker.runtime.plan.exists, "the plan, once the token is good")
+        await wait_until(worker.runtime.plan.exists, "the plan, once the token is good")
 
 
-async def test_what_the_launcher_has_measured_is_told_once_for_the_probe_that_is_out(tmp_path: Path) -> None:
+async def test_the_launchers_measurements_are_reported_once_for_the_requested_probe(tmp_path: Path) -> None:
     operator = Operator(plan=replace(PLAN, probe=LinkProbeTask("probe-7", (ProbeTarget("gpt-w1-0", "127.0.0.1:1"),))))
     found = LinkProbe("gpt-w1-0", 1e8, 0.001)
-    async with sidecar(tmp_path, operator) as worker:
-        await until(worker.runtime.plan.exists, "the plan")
+    async with run_sidecar(tmp_path, operator) as worker:
+        await wait_until(worker.runtime.plan.exists, "the plan")
         write_json(worker.runtime.probes, {"name": "probe-6", "probes": [vars(found)]})
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         operator.plan = replace(operator.plan, version=2)
-        await until(lambda: len(operator.heartbeats) > told, "the next poll")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the next poll")
         assert operator.evidence == [], "an older probe's"
         write_json(worker.runtime.probes, {"name": "probe-7", "probes": [vars(found)]})
-        await until(lambda: bool(operator.evidence), "the answer")
+        await wait_until(lambda: bool(operator.evidence), "the answer")
         assert operator.evidence == [Evidence("probe-7", "gpt-w0-0", 0, probes=(found,))]
-        told = len(operator.heartbeats)
+        received_before = len(operator.heartbeats)
         operator.plan = replace(operator.plan, version=3)
-        await until(lambda: len(operator.heartbeats) > told, "the next poll")
+        await wait_until(lambda: len(operator.heartbeats) > received_before, "the next poll")
         assert len(operator.evidence) == 1
 
 
-async def test_connections_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
+async def test_connections_are_reported_where_they_are_requested(tmp_path: Path) -> None:
     """Of a rank (here the test itself), once a window is over."""
-    asked = replace(PLAN, evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS))
+    requesting_plan = replace(PLAN, evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS))
     operator = Operator(plan=PLAN)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
         local = f"127.0.0.1:{one.getsockname()[1]}"
         with one, other:
-            async with sidecar(tmp_path, operator) as worker:
+            async with run_sidecar(tmp_path, operator) as worker:
                 SocketFile(worker.runtime.sockets).refresh({0: os.getpid()}, now=0.0)
                 version = 1
 
-                async def ask() -> Evidence:
+                async def request_evidence() -> Evidence:
                     nonlocal version
                     version, before = version + 1, len(operator.evidence)
-                    operator.plan = replace(asked, version=version, evidence_request=f"why-{version}")
-                    await until(lambda: len(operator.evidence) > before, "an answer")
+                    operator.plan = replace(requesting_plan, version=version, evidence_request=f"why-{version}")
+                    await wait_until(lambda: len(operator.evidence) > before, "an answer")
                     return operator.evidence[-1]
 
-                assert (await ask()).links == (), "no window is over yet"
+                assert (await request_evidence()).links == (), "no window is over yet"
                 for _ in range(100):
                     one.sendall(bytes(50_000))
                     for _ in range(5):
                         await asyncio.to_thread(other.recv, 10_000)
                     await asyncio.sleep(0.05)
-                links = (await ask()).links
-                metrics = await _metrics(worker)
+                links = (await request_evidence()).links
+                metrics = await _read_metrics(worker)
     assert [(link.local, link.rank) for link in links if link.acked_bytes > 1_000_000] == [(local, 0)]
     assert 'pacekeeper_rank_sent_bytes_total{rank="0"' in metrics
 
 
-async def _metrics(worker: Worker) -> str:
+async def _read_metrics(worker: Worker) -> str:
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"http://127.0.0.1:{worker.metrics_port}/metrics") as answer,

@@ -43,7 +43,7 @@ class Worker:
         self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, None)
 
     def snapshot(self, step: int, wait: bool = False) -> int | None:
-        """Of a state that `step` tells; what `settle` says. wait: for what is done beside the training."""
+        """Of a state that encodes `step`; what `settle` returns. wait: for what is done in the background."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(step)
@@ -60,19 +60,19 @@ class Memory:
 
     def __init__(self, enough: bool) -> None:
         self.enough = enough
-        self.asked = 0
+        self.queries = 0
         self._allocate: Callable[[int, int, int], None] = os.posix_fallocate
         os.posix_fallocate = self  # of a process that ends with the test
 
     def __call__(self, file: int, offset: int, nbytes: int) -> None:
-        self.asked += 1
+        self.queries += 1
         if not self.enough:
             raise OSError(28, "No space left on device")
         self._allocate(file, offset, nbytes)
 
 
-def test_where_a_shard_has_no_room_all_ranks_wait_before_they_try_again(tmp_path: Path) -> None:
-    """The others' shards help nobody alone: their memory goes back to the training."""
+def test_all_ranks_back_off_if_one_shard_has_no_memory(tmp_path: Path) -> None:
+    """The others' shards are useless without it: their memory goes back to the training."""
 
     def rank_main(rank: int) -> tuple[list[int | None], int, list[str], int]:
         dist.init_process_group("gloo")
@@ -80,16 +80,16 @@ def test_where_a_shard_has_no_room_all_ranks_wait_before_they_try_again(tmp_path
         worker = Worker(rank, tmp_path, ranks=2, local=2, sharded=True)
         settled = [worker.snapshot(step) for step in range(1, 11)]
         dist.barrier()
-        asked, slots = memory.asked, worker.slots
+        queries, slots = memory.queries, worker.slots
         memory.enough = True
         dist.barrier()
-        return settled, asked, slots, max(worker.snapshot(step) or 0 for step in range(11, 20))
+        return settled, queries, slots, max(worker.snapshot(step) or 0 for step in range(11, 20))
 
     # Tried at 1, 3, 6 and then at 11.
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [([None] * 10, 3, [], 19)] * 2
 
 
-def test_a_worker_without_room_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
+def test_a_worker_without_memory_does_not_block_the_others(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[list[int | None], bool]:
         dist.init_process_group("gloo")
         memory = Memory(enough=rank != 1)
@@ -105,8 +105,8 @@ def test_a_worker_without_room_does_not_keep_the_others_from_theirs(tmp_path: Pa
     ]
 
 
-def test_what_rank_0_has_no_room_for_is_no_cheaper_for_the_others(tmp_path: Path) -> None:
-    """Rank 0 says how often snapshots are taken: by the cost on the rank where it is highest."""
+def test_a_snapshot_that_rank_0_has_no_memory_for_is_no_cheaper_for_the_others(tmp_path: Path) -> None:
+    """Rank 0 decides how often snapshots are taken: by the cost on the rank where it is highest."""
 
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
@@ -127,7 +127,7 @@ def test_what_rank_0_has_no_room_for_is_no_cheaper_for_the_others(tmp_path: Path
     [(None, 50.0), (CopyTime(blocked_seconds=0.25, concurrent_seconds=3.0), 0.55)],
     ids=["host", "device"],
 )
-def test_a_snapshot_costs_what_it_holds_up_and_a_tenth_of_what_goes_on_beside(
+def test_a_snapshot_costs_its_stall_and_a_tenth_of_its_background_work(
     device: CopyTime | None, cost: float, tmp_path: Path
 ) -> None:
     """Launching it may wait for all that the device has to do before: that is the training's own time."""
@@ -161,7 +161,7 @@ def test_a_snapshot_costs_what_it_holds_up_and_a_tenth_of_what_goes_on_beside(
     assert run_ranks(rank_main, 1, runtime=tmp_path) == [pytest.approx(cost)]
 
 
-def test_one_rank_of_a_worker_fetches_the_replica_that_it_lacks_for_all(tmp_path: Path) -> None:
+def test_one_rank_of_a_worker_fetches_a_missing_replica_for_all(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[int, float, int, list[str]]:
         dist.init_process_group("gloo")
         worker = Worker(rank, tmp_path, ranks=4, local=2)
@@ -185,7 +185,7 @@ def test_one_rank_of_a_worker_fetches_the_replica_that_it_lacks_for_all(tmp_path
     assert fetched == (tmp_path / "worker-0" / "snapshots" / "replica.1").read_bytes()
 
 
-def test_a_replica_that_one_worker_has_comes_to_the_others_from_each_other(
+def test_a_replica_of_one_worker_is_forwarded_from_worker_to_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
@@ -211,7 +211,7 @@ def test_a_replica_that_one_worker_has_comes_to_the_others_from_each_other(
     assert run_ranks(rank_main, 4, runtime=tmp_path) == [(1, 1.0, [1, 2]), (1, 1.0, [3]), (1, 1.0, []), (1, 1.0, [])]
 
 
-def test_where_there_is_no_room_for_a_peers_replica_no_rank_waits_for_it(tmp_path: Path) -> None:
+def test_no_rank_waits_for_a_replica_that_a_worker_has_no_memory_for(tmp_path: Path) -> None:
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
         worker = Worker(rank, tmp_path, ranks=2, local=1)
@@ -225,7 +225,7 @@ def test_where_there_is_no_room_for_a_peers_replica_no_rank_waits_for_it(tmp_pat
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_rounds_of_another_size_have_left_goes_when_a_round_takes_its_first(sharded: bool, tmp_path: Path) -> None:
+def test_snapshots_of_rounds_of_another_size_are_deleted_with_the_first_snapshot(sharded: bool, tmp_path: Path) -> None:
     own = [f"shard-{rank}-of-2.{slot}" for rank in range(2) for slot in range(2)] if sharded else ["replica.0"]
     left = ["shard-0-of-4.0", "shard-1-of-12.1", ".shard-0-of-2.0.4711", ".replica.0.4711"]
     left += ["replica.1"] if sharded else ["shard-0-of-2.0"]

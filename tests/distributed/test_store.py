@@ -91,7 +91,7 @@ class Rank:
                 path.write_bytes(content)
 
 
-def a_rank(rank: int, folder: Path) -> Rank:
+def create_rank(rank: int, folder: Path) -> Rank:
     environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(folder / "runtime"))
     volume = CheckpointFolder(folder / "volume", environment.round)
     model = nn.Linear(1, 1, bias=False)
@@ -126,13 +126,13 @@ def a_rank(rank: int, folder: Path) -> Rank:
         "a model that has grown",
     ],
 )
-def test_the_newest_that_all_ranks_can_have_comes_back(
+def test_the_newest_state_of_all_ranks_is_restored(
     kept: Kept, step: int, checkpoint_step: int | None, weight: float, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[RestoredState | None, float]:
         dist.init_process_group("gloo")
-        a_rank(rank, tmp_path).keep(kept)
-        fresh = a_rank(rank, tmp_path)
+        create_rank(rank, tmp_path).keep(kept)
+        fresh = create_rank(rank, tmp_path)
         return fresh.store.restore(), float(fresh.weight)
 
     origin = StateOrigin.MEMORY if weight == IN_MEMORY else StateOrigin.CHECKPOINT
@@ -141,10 +141,10 @@ def test_the_newest_that_all_ranks_can_have_comes_back(
     ]
 
 
-def test_where_nothing_is_kept_nothing_changes(tmp_path: Path) -> None:
+def test_without_a_kept_state_nothing_changes(tmp_path: Path) -> None:
     def rank_main(rank: int) -> bool:
         dist.init_process_group("gloo")
-        fresh = a_rank(rank, tmp_path)
+        fresh = create_rank(rank, tmp_path)
         before = fresh.weight.detach().clone()
         return fresh.store.restore() is None and torch.equal(fresh.weight, before)
 
@@ -166,7 +166,7 @@ class Particular:
         self.step = state["step"]
 
 
-def an_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer, Particular, StateStore]:
+def create_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer, Particular, StateStore]:
     """It trains the weight and not the bias, at first."""
     environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(folder / "runtime"))
     model = nn.Linear(1, 1)
@@ -182,12 +182,12 @@ def an_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.
     ("checkpoints", "snapshots", "step"), [((), (3, 4), 3), ((3,), (4, 5), 3)], ids=["the other slot", "the volume"]
 )
 @pytest.mark.parametrize("why", ["groups", "refused"])
-def test_a_snapshot_that_cannot_be_taken_over_sends_all_ranks_to_an_older_state(
+def test_all_ranks_load_an_older_state_if_a_snapshot_cannot_be_loaded(
     why: str, checkpoints: tuple[int, ...], snapshots: tuple[int, ...], step: int, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[int, float]:
         dist.init_process_group("gloo")
-        model, optimizer, particular, store = an_optimizing_rank(rank, tmp_path)
+        model, optimizer, particular, store = create_optimizing_rank(rank, tmp_path)
 
         def train(number: int) -> None:
             if number == 4 and why == "groups":
@@ -208,9 +208,9 @@ def test_a_snapshot_that_cannot_be_taken_over_sends_all_ranks_to_an_older_state(
             store.snapshot(number, number)
             store.settle()
         dist.barrier()
-        fresh, _, its, later = an_optimizing_rank(rank, tmp_path)
+        fresh, _, its, later = create_optimizing_rank(rank, tmp_path)
         if why == "refused" and rank == 0:
-            its.most = 5  # one rank alone refuses
+            its.most = 5  # only one rank refuses
         found = later.restore()
         assert found is not None
         return found.step, float(fresh.weight.detach())
@@ -218,26 +218,26 @@ def test_a_snapshot_that_cannot_be_taken_over_sends_all_ranks_to_an_older_state(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(step, step)] * RANKS
 
 
-def test_where_no_other_state_is_left_the_training_does_not_begin_with_half_of_one(tmp_path: Path) -> None:
+def test_the_training_does_not_begin_with_half_of_a_state(tmp_path: Path) -> None:
     def rank_main(rank: int) -> str:
         dist.init_process_group("gloo")
-        _, _, particular, store = an_optimizing_rank(rank, tmp_path)
+        _, _, particular, store = create_optimizing_rank(rank, tmp_path)
         particular.step = 4
         store.snapshot(4, 4)
         store.settle()
         dist.barrier()
         with pytest.raises(InputError) as caught:
-            an_optimizing_rank(rank, tmp_path)[-1].restore()
+            create_optimizing_rank(rank, tmp_path)[-1].restore()
         return str(caught.value)
 
-    for said in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
-        assert "the snapshot of step 4" in said
-        assert "of another kind" in said
+    for message in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
+        assert "the snapshot of step 4" in message
+        assert "of another kind" in message
 
 
 @pytest.mark.parametrize("source", ["memory", "volume"])
-def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Path) -> None:
-    """A graph that was captured before, and whoever has a tensor's `data`, sees it."""
+def test_restored_tensors_keep_their_memory(source: str, tmp_path: Path) -> None:
+    """A graph that was captured before, and all holders of a tensor's `data`, see it."""
 
     def a_training_rank(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer, StateStore]:
         environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(tmp_path / "runtime"))
@@ -272,11 +272,11 @@ def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Pa
         assert [one.data_ptr() for one in tensors(fresh, its)] == [one.data_ptr() for one in before]
         return [[one.flatten().tolist() for one in found] for found in (before, tensors(model, optimizer))]
 
-    for found, wanted in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
-        assert found == wanted
+    for found, expected in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
+        assert found == expected
 
 
-def test_an_outer_optimizer_of_a_newer_state_that_was_torn_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_outer_optimizer_of_a_torn_state_is_discarded(tmp_path: Path) -> None:
     """The job was not in a Local-SGD mode yet, when the older one was kept."""
 
     def a_training_rank(rank: int) -> tuple[Replication, Particular, StateStore]:
@@ -311,7 +311,7 @@ def test_an_outer_optimizer_of_a_newer_state_that_was_torn_leaves_nothing_behind
         dist.barrier()
         fresh, particular, later = a_training_rank(rank)
         if rank == 1:
-            particular.most = 5  # rank 0 alone refuses the newest
+            particular.most = 5  # only rank 0 refuses the newest
         found = later.restore()
         assert found is not None
         return found.step, momentum(fresh), fresh.replicas[0].state_dict()["number"]

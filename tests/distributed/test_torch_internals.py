@@ -45,7 +45,7 @@ def test_every_function_has_its_test_here() -> None:
 # Process groups
 
 
-def _alone() -> Any:
+def _init_single_rank() -> Any:
     """A process group of one rank."""
     dist.init_process_group("gloo")
     return dist.group.WORLD
@@ -53,7 +53,7 @@ def _alone() -> Any:
 
 def test_get_default_store() -> None:
     def rank_main(rank: int) -> bytes:
-        _alone()
+        _init_single_rank()
         store = torch_internals.get_default_store()
         if rank == 0:
             store.set("said", "by rank 0")
@@ -66,7 +66,7 @@ def test_get_default_store() -> None:
 
 def test_list_process_groups() -> None:
     def rank_main(_: int) -> bool:
-        groups = [_alone(), dist.new_group([0])]
+        groups = [_init_single_rank(), dist.new_group([0])]
         return torch_internals.list_process_groups() == groups
 
     assert run_ranks(rank_main, 1) == [True]
@@ -76,7 +76,7 @@ def test_on_new_process_group() -> None:
     def rank_main(rank: int) -> bool:
         made: list[Any] = []
         torch_internals.on_new_process_group(made.append)
-        groups = [_alone(), dist.new_group([rank], use_local_synchronization=True)]
+        groups = [_init_single_rank(), dist.new_group([rank], use_local_synchronization=True)]
         groups += init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")).get_all_groups()
         dist.barrier()
         return {id(group) for group in groups} <= {id(group) for group in made}
@@ -86,10 +86,10 @@ def test_on_new_process_group() -> None:
 
 def test_get_group_ranks() -> None:
     def rank_main(rank: int) -> list[tuple[int, ...]]:
-        group = _alone()
+        group = _init_single_rank()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-        alone: Any = dist.new_group([rank], use_local_synchronization=True)
-        groups = [group, mesh.get_group("b"), alone, object()]
+        single: Any = dist.new_group([rank], use_local_synchronization=True)
+        groups = [group, mesh.get_group("b"), single, object()]
         dist.barrier()
         return [torch_internals.get_group_ranks(group) for group in groups]
 
@@ -100,7 +100,7 @@ def test_intercept_operator() -> None:
     """Of an operator, on all devices that there are here."""
 
     def rank_main(_: int) -> list[Any]:
-        group = _alone()
+        group = _init_single_rank()
         seen: list[Any] = []
 
         def kernel(arguments: Any, proceed: Any) -> Any:
@@ -138,7 +138,7 @@ def test_dump_flight_record() -> None:
 
 
 def test_list_used_gpus() -> None:
-    """Of one that is used, tests.gpu.test_faults asks."""
+    """Of a GPU in use: see tests.gpu.test_faults."""
     assert callable(torch._C._cuda_hasPrimaryContext)
     assert torch_internals.list_used_gpus() == []
 
@@ -154,7 +154,7 @@ def test_graph_task() -> None:
     assert -1 not in passes
 
 
-def test_what_is_queued_in_the_engine_runs_at_the_end_of_the_backward_pass() -> None:
+def test_callbacks_of_the_engine_run_at_the_end_of_the_backward_pass() -> None:
     order = []
     x = torch.ones(2, requires_grad=True)
     y = x * x
@@ -168,23 +168,23 @@ def test_what_is_queued_in_the_engine_runs_at_the_end_of_the_backward_pass() -> 
 
 
 def test_on_compilation() -> None:
-    """Once around each compilation, however often it is asked for."""
+    """Once around each compilation, however often it is registered."""
 
     def rank_main(_: int) -> list[str]:
-        told: list[str] = []
+        calls: list[str] = []
 
         def started(_: Any) -> None:
-            told.append("started")
+            calls.append("started")
 
         def ended(_: Any) -> None:
-            told.append("ended")
+            calls.append("ended")
 
         torch_internals.on_compilation(started, ended)
         torch_internals.on_compilation(started, ended)
         doubled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
         for size in (2, 2, 3):
             doubled(torch.ones(size))
-        return told
+        return calls
 
     assert run_ranks(rank_main, 1) == [["started", "ended"] * 2]
 
@@ -225,7 +225,7 @@ _LAYERS = 3
 
 
 def test_bracket_fsdp_waits() -> None:
-    """On a CPU, whose streams do nothing, but are asked to wait as a GPU's are."""
+    """On a CPU, whose streams do nothing, but receive the calls to wait of a GPU's."""
 
     def rank_main(_: int) -> tuple[int, int, int, int]:
         brackets = 0
@@ -327,7 +327,7 @@ def test_hide_worker_info() -> None:
 
 def test_broadcast_buffers() -> None:
     def rank_main(rank: int) -> tuple[list[float], int]:
-        _alone()
+        _init_single_rank()
         model = DistributedDataParallel(nn.BatchNorm1d(2), broadcast_buffers=False)
         model.module.running_mean.fill_(rank + 1.0)
         model.module.num_batches_tracked.fill_(rank + 7)
@@ -341,7 +341,7 @@ def test_rebuild_buckets() -> None:
     """Which DDP would do otherwise when the next forward pass begins."""
 
     def rank_main(_: int) -> list[bool]:
-        _alone()
+        _init_single_rank()
         to_do = []
         for settled in (False, True):
             model = DistributedDataParallel(nn.Linear(2, 2))
@@ -358,7 +358,7 @@ class _Sharded:
     """Two layers, sharded one by one over a single rank."""
 
     def __init__(self) -> None:
-        _alone()
+        _init_single_rank()
         mesh = init_device_mesh("cpu", (1,))
         self.model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         for layer in self.model:
@@ -457,7 +457,7 @@ def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path
 
 
 def test_list_device_activities() -> None:
-    """Of the host's activities here, where there is no GPU: a device's are told in the same way."""
+    """Of the host's activities here, where there is no GPU: a device's are reported in the same format."""
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     began = time.time_ns()
     profile.start()
@@ -472,7 +472,7 @@ def test_list_device_activities() -> None:
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 def test_start_kernel_profile() -> None:
-    """Here, where there is no GPU, it says so."""
+    """Here, where there is no GPU, it reports so."""
     with pytest.raises(RuntimeError, match="activities"):
         torch_internals.start_kernel_profile()
     with (
@@ -485,7 +485,7 @@ def test_start_kernel_profile() -> None:
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_call_before_other_profile(ended: bool) -> None:
-    """Another one's trace is whole, as ours has made room for it."""
+    """Another one's trace is complete, as ours has ended for it."""
     ours, its = (torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) for _ in range(2))
     ended_at: list[str] = []
 

@@ -26,8 +26,8 @@ OPTIONS = [
 ]
 
 
-def seen(launcher: list[str], folder: Path) -> tuple[list[Any], dict[str, str], list[str]]:
-    """What the script has written down in each rank, the log files' words, and the lines on the console."""
+def run_script(launcher: list[str], folder: Path) -> tuple[list[Any], dict[str, str], list[str]]:
+    """What the script has written down in each rank, the log files' content, and the lines on the console."""
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACEKEEPER_")}
     options = [*OPTIONS, "--log-dir", str(folder / "logs")]
@@ -52,8 +52,8 @@ def seen(launcher: list[str], folder: Path) -> tuple[list[Any], dict[str, str], 
 @pytest.mark.oldest_torch
 def test_a_script_sees_the_same_as_under_torchrun(tmp_path: Path) -> None:
     """Its files and its output are the same, too."""
-    ours, our_files, our_lines = seen(["pacekeeper.cli", "run"], tmp_path / "ours")
-    theirs, their_files, their_lines = seen(["torch.distributed.run"], tmp_path / "theirs")
+    ours, our_files, our_lines = run_script(["pacekeeper.cli", "run"], tmp_path / "ours")
+    theirs, their_files, their_lines = run_script(["torch.distributed.run"], tmp_path / "theirs")
     for one, other in zip(ours, theirs, strict=True):
         other["arguments"][0] = one["arguments"][0]  # the folder
         assert one == other
@@ -72,8 +72,8 @@ class Running:
     log: Path
     over: bool = False
 
-    def wait_for(self, *words: str) -> None:
-        wait_until_true(lambda: all(word in self.log.read_text() for word in words), f"{words} in {self.log}")
+    def wait_for(self, *texts: str) -> None:
+        wait_until_true(lambda: all(text in self.log.read_text() for text in texts), f"{texts} in {self.log}")
 
     def end(self) -> int:
         """The exit code."""
@@ -91,7 +91,7 @@ class Running:
 
 
 @contextmanager
-def running(tmp_path: Path, *arguments: str, **environment: str) -> Iterator[Running]:
+def start_run(tmp_path: Path, *arguments: str, **environment: str) -> Iterator[Running]:
     one = Running(fork_process(lambda: main(arguments), tmp_path / "log", environment), tmp_path / "log")
     try:
         yield one
@@ -123,7 +123,7 @@ def test_a_program_runs_once_for_each_rank_and_again_after_a_failure(tmp_path: P
         "PET_MAX_RESTARTS": "1",
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name} rank${rank}] ",
     }
-    with running(tmp_path, *options, "sh", "-c", PROGRAM, "sh", "<${local_rank}>", **variables) as run:
+    with start_run(tmp_path, *options, "sh", "-c", PROGRAM, "sh", "<${local_rank}>", **variables) as run:
         assert run.end() == 0, run.log.read_text()
     log = run.log.read_text()
     (folder,) = (tmp_path / "logs").glob("job7_*")
@@ -137,11 +137,11 @@ def test_a_program_runs_once_for_each_rank_and_again_after_a_failure(tmp_path: P
         "attempt_1/1/stderr.log": "err 1\n",
         "attempt_1/filtered_stdout.log": f"[trainer rank1] {outputs[1]}",
     }
-    assert {name: words for name, words in files.items() if name.startswith("attempt_1")} == expected
+    assert {name: texts for name, texts in files.items() if name.startswith("attempt_1")} == expected
     assert files["attempt_0/1/stderr.log"] == "err 1\n"
     assert log.count(f"[trainer rank1] {outputs[1]}") == 2, "in both attempts"
-    assert not [word for word in ("out 0", "err 0", "out 2", "err 2") if word in log], "redirected, or left out"
-    assert "rank 1 ended with code 3 in round 1 before its first step: err 1" in log, "its last words are in its file"
+    assert not [text for text in ("out 0", "err 0", "out 2", "err 2") if text in log], "redirected, or left out"
+    assert "rank 1 ended with code 3 in round 1 before its first step: err 1" in log, "its last lines are in its file"
     assert "from the environment: PET_NPROC_PER_NODE=3, " in log
     assert "--event-log-handler ignored: faults are reported to the operator" in log
 
@@ -153,10 +153,10 @@ while :; do sleep 0.05; done
 """
 
 
-def test_a_named_signal_goes_on_to_the_ranks_and_ends_the_run(tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_to_the_ranks_and_ends_the_run(tmp_path: Path) -> None:
     """A shell that runs the program does not keep the signal from it: all of the rank's processes get it."""
     command = ["--local=2", "--signals-to-handle=SIGTERM,SIGALRM", "--no-python", "sh", "-c", 'sh -c "$TRAPS"; true']
-    with running(tmp_path, *command, TRAPS=TRAPS) as run:
+    with start_run(tmp_path, *command, TRAPS=TRAPS) as run:
         run.wait_for("rank 0 is here", "rank 1 is here")
         os.kill(run.pid, signal.SIGALRM)
         assert run.end() == 143
@@ -184,13 +184,13 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_reaches_the_script_as_it_expects_it_and_the_run_ends_with_130(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(INTERRUPTED)
-    with running(tmp_path, "--local=2", str(tmp_path / "script.py")) as run:
+    with start_run(tmp_path, "--local=2", str(tmp_path / "script.py")) as run:
         run.wait_for("rank 0 is here", "rank 1 is here")
         os.kill(run.pid, signal.SIGINT)
         assert run.end() == 130
     log = run.log.read_text()
     assert "rank 0 is interrupted" in log
-    assert "rank 1 has its checkpoint" in log, "whoever handles SIGTERM gets that"
+    assert "rank 1 has its checkpoint" in log, "a script that handles SIGTERM receives it"
 
 
 RECORDED = """
@@ -207,17 +207,17 @@ except ValueError:
 """
 
 
-def test_what_record_writes_explains_the_failure_and_goes_on_to_the_launchers_own_file(tmp_path: Path) -> None:
+def test_the_error_file_of_record_explains_the_failure_and_is_copied_to_the_launchers_file(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RECORDED)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = tmp_path / "termination-log"
     options = ["--nnodes=1", "--max-restarts=0", "--master-addr=localhost", f"--master-port={port}", "--run-path"]
-    with running(tmp_path, *options, str(tmp_path / "script.py"), TORCHELASTIC_ERROR_FILE=str(own)) as run:
+    with start_run(tmp_path, *options, str(tmp_path / "script.py"), TORCHELASTIC_ERROR_FILE=str(own)) as run:
         assert run.end() == 1
-    words = f"ValueError: no data at {port}"
-    assert f"rank 0 ended with code 5 in round 1 before its first step: {words}" in run.log.read_text()
-    assert json.loads(own.read_text())["message"]["message"] == words
+    message = f"ValueError: no data at {port}"
+    assert f"rank 0 ended with code 5 in round 1 before its first step: {message}" in run.log.read_text()
+    assert json.loads(own.read_text())["message"]["message"] == message
 
 
 MEETS = """
@@ -234,12 +234,12 @@ print("rank", os.environ["RANK"], "has met the other at", os.environ["MASTER_POR
 """
 
 
-def test_a_script_that_names_the_port_itself_finds_its_peers_there_in_each_round(tmp_path: Path) -> None:
+def test_a_script_with_its_own_port_connects_to_its_peers_in_each_round(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(MEETS)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--nnodes=1", "--nproc-per-node=2", "--master-addr=localhost", f"--master-port={port}"]
-    with running(tmp_path, *options, str(tmp_path / "script.py"), f"tcp://localhost:{port}") as run:
+    with start_run(tmp_path, *options, str(tmp_path / "script.py"), f"tcp://localhost:{port}") as run:
         assert run.end() == 0, run.log.read_text()
     log = run.log.read_text()
     assert f"rank 1 has met the other at {port}" in log

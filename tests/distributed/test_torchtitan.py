@@ -30,7 +30,7 @@ SOURCES = "TORCHTITAN_SOURCES"
 """Names a checkout of torchtitan to be held to the same, as its newest: a folder with `torchtitan/` in it."""
 
 
-def sources() -> list[Path]:
+def list_source_folders() -> list[Path]:
     """Folders of the package."""
     found = importlib.util.find_spec("torchtitan")
     installed = (found.submodule_search_locations or []) if found is not None else []
@@ -38,7 +38,7 @@ def sources() -> list[Path]:
     return [Path(folder) for folder in installed[:1]] + checked_out
 
 
-@pytest.fixture(params=[*sources(), *([] if sources() else [None])], ids=str)
+@pytest.fixture(params=[*list_source_folders(), *([] if list_source_folders() else [None])], ids=str)
 def titan(request: pytest.FixtureRequest) -> Path:
     if request.param is None:
         pytest.skip("torchtitan is not installed")
@@ -46,30 +46,30 @@ def titan(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
-def tree_of(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def methods(path: Path, class_: str) -> dict[str, ast.FunctionDef]:
-    (found,) = (node for node in tree_of(path).body if isinstance(node, ast.ClassDef) and node.name == class_)
+def list_methods(path: Path, class_: str) -> dict[str, ast.FunctionDef]:
+    (found,) = (node for node in parse_file(path).body if isinstance(node, ast.ClassDef) and node.name == class_)
     return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
-def parameters(method: ast.FunctionDef) -> list[str]:
+def list_parameters(method: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in method.args.args]
 
 
-def names(node: ast.AST) -> set[str]:
+def list_names(node: ast.AST) -> set[str]:
     """All that is called, read and assigned below, as it is written."""
     return {ast.unparse(child) for child in ast.walk(node) if isinstance(child, (ast.Attribute, ast.Call))}
 
 
 def test_the_trainer_has_the_methods_that_are_overridden_and_calls_them_in_this_order(titan: Path) -> None:
     newer = titan / "trainer.py"
-    trainer = methods(newer if newer.exists() else titan / "train.py", "Trainer")
-    assert parameters(trainer["train"]) == parameters(trainer["should_continue_training"]) == ["self"]
-    assert parameters(trainer["train_step"]) == ["self", "data_iterator"]
-    assert parameters(trainer["close"]) == ["self"]
+    trainer = list_methods(newer if newer.exists() else titan / "train.py", "Trainer")
+    assert list_parameters(trainer["train"]) == list_parameters(trainer["should_continue_training"]) == ["self"]
+    assert list_parameters(trainer["train_step"]) == ["self", "data_iterator"]
+    assert list_parameters(trainer["close"]) == ["self"]
     text = ast.unparse(trainer["train"])
     config, validates = ("config", "config.validator") if newer.exists() else ("job_config", "job_config.validation")
     assert f"self.{config} = {config}" in ast.unparse(trainer["__init__"])
@@ -87,9 +87,11 @@ def test_the_trainer_has_the_methods_that_are_overridden_and_calls_them_in_this_
     assert "self.metrics_processor.log(self.step, global_avg_loss," in ast.unparse(trainer["train_step"])
 
 
-def test_main_builds_the_trainer_in_one_of_the_ways_that_are_known(titan: Path) -> None:
+def test_main_builds_the_trainer_in_a_supported_manner(titan: Path) -> None:
     (main,) = (
-        node for node in tree_of(titan / "train.py").body if isinstance(node, ast.FunctionDef) and node.name == "main"
+        node
+        for node in parse_file(titan / "train.py").body
+        if isinstance(node, ast.FunctionDef) and node.name == "main"
     )
     text = ast.unparse(main)
     if len(main.args.args) == 1:
@@ -98,7 +100,7 @@ def test_main_builds_the_trainer_in_one_of_the_ways_that_are_known(titan: Path) 
     assert main.args.args == []
     steps = ["config_manager = ConfigManager()", "config = config_manager.parse_args()", "trainer = config.build()"]
     assert [text.index(step) for step in steps] == sorted(text.index(step) for step in steps)
-    configurable = tree_of(titan / "config" / "configurable.py")
+    configurable = parse_file(titan / "config" / "configurable.py")
     (build,) = (node for node in ast.walk(configurable) if isinstance(node, ast.FunctionDef) and node.name == "build")
     assert "return self._owner(config=replace(self))" in ast.unparse(build)
     (made,) = (
@@ -106,18 +108,20 @@ def test_main_builds_the_trainer_in_one_of_the_ways_that_are_known(titan: Path) 
         for node in ast.walk(configurable)
         if isinstance(node, ast.FunctionDef) and node.name == "__init_subclass__"
     )
-    assert "if 'Config' in cls.__dict__:" in ast.unparse(made), "what is derived from a trainer leaves its Config alone"
+    assert "if 'Config' in cls.__dict__:" in ast.unparse(made), (
+        "what is derived from a trainer does not change its Config"
+    )
 
 
-def test_the_checkpointer_saves_when_the_integration_takes_it_to(titan: Path) -> None:
+def test_the_checkpointer_saves_when_the_integration_expects_it(titan: Path) -> None:
     newer = titan / "components" / "checkpointer" / "dcp.py"
     path = newer if newer.exists() else titan / "components" / "checkpoint.py"
-    checkpointer = methods(path, "CheckpointManager")
+    checkpointer = list_methods(path, "CheckpointManager")
     due = ast.unparse(checkpointer["_should_save"])
     assert "if not self.enable or self.load_only:" in due
     assert "curr_step % self.interval == 0" in due
-    assert "self.save_future" in names(checkpointer["_save" if newer.exists() else "save"])
-    assert {"self.interval", "self.enable", "self.load_only"} <= names(checkpointer["__init__"])
+    assert "self.save_future" in list_names(checkpointer["_save" if newer.exists() else "save"])
+    assert {"self.interval", "self.enable", "self.load_only"} <= list_names(checkpointer["__init__"])
     assert "'.metadata'" in ast.unparse(checkpointer["_find_load_step"])
 
 
@@ -170,7 +174,7 @@ class Loop:
 WRITTEN: list[int] = []
 
 
-def older(config: SimpleNamespace) -> ModuleType:
+def build_older_main(config: SimpleNamespace) -> ModuleType:
     """`torchtitan.train` up to 0.2.2."""
 
     class Trainer(Loop):
@@ -182,10 +186,10 @@ def older(config: SimpleNamespace) -> ModuleType:
         trainer_class(config).train()
 
     config.validation = SimpleNamespace(enable=True)
-    return in_its_place(Trainer=Trainer, main=main)
+    return replace_module(Trainer=Trainer, main=main)
 
 
-def newer(config: SimpleNamespace) -> ModuleType:
+def build_newer_main(config: SimpleNamespace) -> ModuleType:
     """`torchtitan.train` since then."""
 
     class Trainer(Loop):
@@ -206,10 +210,10 @@ def newer(config: SimpleNamespace) -> ModuleType:
     def main() -> None:
         ConfigManager().parse_args().build().train()
 
-    return in_its_place(ConfigManager=ConfigManager, main=main)
+    return replace_module(ConfigManager=ConfigManager, main=main)
 
 
-def in_its_place(**names: Any) -> ModuleType:
+def replace_module(**names: Any) -> ModuleType:
     module = ModuleType("torchtitan.train")
     vars(module).update(names)
     package = ModuleType("torchtitan")
@@ -218,9 +222,9 @@ def in_its_place(**names: Any) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("version", [older, newer])
+@pytest.mark.parametrize("version", [build_older_main, build_newer_main])
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
-def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(
+def test_its_loop_is_stopped_and_all_ranks_leave_after_a_checkpoint(
     version: Callable[[SimpleNamespace], ModuleType], keeps: bool, tmp_path: Path
 ) -> None:
     def rank_main(rank: int) -> tuple[object, list[int]]:
@@ -238,22 +242,22 @@ def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(
         return None, WRITTEN
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [(143, [4, 7] if keeps else [])] * 2
-    told_of_a_loop_to_step_7(tmp_path, keeps)
+    run_loop_to_step_7(tmp_path, keeps)
 
 
-def test_a_main_that_is_not_known_is_refused_in_words() -> None:
+def test_an_unsupported_main_is_refused_with_a_message() -> None:
     def rank_main(_: int) -> str:
-        in_its_place(main=lambda: None)
+        replace_module(main=lambda: None)
         with pytest.raises(InputError) as refused:
             run_training()
         return str(refused.value)
 
-    (words,) = run_ranks(rank_main, 1)
-    assert "starts in an unknown way" in words
-    assert "-m torchtitan.train" in words
+    (message,) = run_ranks(rank_main, 1)
+    assert "starts in an unknown way" in message
+    assert "-m torchtitan.train" in message
 
 
-def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None], keeps: bool = True) -> Any:
+def build_torchtitan_loop(from_step: int, until: int, at_step: Callable[[int], None], keeps: bool = True) -> Any:
     """Its Trainer with nothing but its loop."""
     titan = pytest.importorskip("torchtitan.train", exc_type=ImportError)
 
@@ -283,7 +287,7 @@ def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
-def test_its_own_loop_is_told_where_all_that_it_needs_is_installed(keeps: bool, tmp_path: Path) -> None:
+def test_its_real_loop_is_stopped_if_its_requirements_are_installed(keeps: bool, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.train", exc_type=ImportError)
 
     def rank_main(rank: int) -> tuple[object, list[int]]:
@@ -293,7 +297,7 @@ def test_its_own_loop_is_told_where_all_that_it_needs_is_installed(keeps: bool, 
             if step == 6 and rank == 1:
                 signal.raise_signal(signal.SIGTERM)
 
-        trainer = loop_of_torchtitan(2, 20, at_step, keeps)
+        trainer = build_torchtitan_loop(2, 20, at_step, keeps)
         try:
             trainer.train()
         except SystemExit as left:
@@ -301,10 +305,10 @@ def test_its_own_loop_is_told_where_all_that_it_needs_is_installed(keeps: bool, 
         return None, trainer.checkpointer.written
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [(143, [4, 7] if keeps else [])] * 2
-    told_of_a_loop_to_step_7(tmp_path, keeps)
+    run_loop_to_step_7(tmp_path, keeps)
 
 
-def told_of_a_loop_to_step_7(folder: Path, keeps: bool) -> None:
+def run_loop_to_step_7(folder: Path, keeps: bool) -> None:
     ring = RingReader(RuntimeFolder(folder).ring(0))
     records = ring.records()
     assert records[records["kind"] == RecordKind.STEP]["step"].tolist() == [3, 4, 5, 6, 7]

@@ -1,4 +1,4 @@
-"""What the records say of real ranks: a slow rank shows as slow and its peers do not, under DDP and FSDP2."""
+"""The records of real ranks: a slow rank is measured as slow and its peers are not, under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = 8
 
 
 class Layer(nn.Module):
-    """A linear layer whose forward pass takes so long a sample; the backward pass takes no time."""
+    """A linear layer whose forward pass takes this time per sample; the backward pass takes no time."""
 
     def __init__(self, seconds: float, clock: FakeClock) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def make_model(rank: int, clock: FakeClock) -> nn.Module:
     return nn.Sequential(*[Layer(SECONDS_A_SAMPLE[rank] / 2, clock) for _ in range(2)])
 
 
-def watched_script(sharded: bool, folder: Path) -> Callable[[int], None]:
-    """A script that knows nothing of Pacekeeper but one line."""
+def run_monitored_script(sharded: bool, folder: Path) -> Callable[[int], None]:
+    """A script with only one line of Pacekeeper."""
 
     def rank_main(rank: int) -> None:
         clock = install_fake_clock(folder, rank, RANKS)
@@ -81,7 +81,7 @@ def watched_script(sharded: bool, folder: Path) -> Callable[[int], None]:
     return rank_main
 
 
-def steered_script(sharded: bool, folder: Path) -> Callable[[int], None]:
+def run_managed_script(sharded: bool, folder: Path) -> Callable[[int], None]:
     def rank_main(rank: int) -> None:
         clock = install_fake_clock(folder, rank, RANKS)
         import pacekeeper as pk
@@ -104,11 +104,11 @@ def steered_script(sharded: bool, folder: Path) -> Callable[[int], None]:
     return rank_main
 
 
-def records(runtime: Path, rank: int) -> NDArray[np.void]:
+def read_records(runtime: Path, rank: int) -> NDArray[np.void]:
     return RingReader(RuntimeFolder(runtime).ring(rank)).records()
 
 
-def milliseconds(found: NDArray[np.void], kind: RecordKind) -> float:
+def compute_median_ms(found: NDArray[np.void], kind: RecordKind) -> float:
     """Median over the steps behind the first one."""
     chosen = found[(found["kind"] == kind) & (found["phase"] == Phase.TRAIN)]
     assert len(chosen) == STEPS - 1
@@ -117,12 +117,12 @@ def milliseconds(found: NDArray[np.void], kind: RecordKind) -> float:
 
 Script = Callable[[bool, Path], Callable[[int], None]]
 SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-SCRIPTS = pytest.mark.parametrize("script", [watched_script, steered_script])
+SCRIPTS = pytest.mark.parametrize("script", [run_monitored_script, run_managed_script])
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script, bool, str], Path]:
-    """The runtime folder of a run of the script, with `PACEKEEPER_NATIVE` as it says; each is run once."""
+    """The runtime folder of a run of the script, with `PACEKEEPER_NATIVE` as given; each is run once."""
 
     @cache
     def folder_of(script: Script, sharded: bool, native: str) -> Path:
@@ -138,24 +138,26 @@ FolderOf = Callable[[Script, bool, str], Path]
 
 @SHARDED
 @SCRIPTS
-def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
+def test_a_slow_rank_is_measured_as_slow_and_its_peers_are_not(
     script: Script, sharded: bool, native: str, folder_of: FolderOf
 ) -> None:
     folder = folder_of(script, sharded, native)
     own = [1000 * SHARE * seconds for seconds in SECONDS_A_SAMPLE]
     for rank in range(RANKS):
-        found = records(folder, rank)
-        assert milliseconds(found, RecordKind.STEP) == pytest.approx(own[SLOW_RANK])  # all are as slow as the slowest
-        assert milliseconds(found, RecordKind.COMPUTE) == pytest.approx(own[rank])
+        found = read_records(folder, rank)
+        assert compute_median_ms(found, RecordKind.STEP) == pytest.approx(
+            own[SLOW_RANK]
+        )  # all are as slow as the slowest
+        assert compute_median_ms(found, RecordKind.COMPUTE) == pytest.approx(own[rank])
 
 
 @SHARDED
 @SCRIPTS
-def test_in_c_is_recorded_what_is_recorded_in_python(script: Script, sharded: bool, folder_of: FolderOf) -> None:
+def test_the_recorder_in_c_records_the_same_as_in_python(script: Script, sharded: bool, folder_of: FolderOf) -> None:
     """Field by field; but for the ends of collectives that may be noticed late, which is a race with gloo."""
     folders = [folder_of(script, sharded, native) for native in ("0", "1")]
     for rank in range(RANKS):
-        in_python, in_c = (records(folder, rank) for folder in folders)
+        in_python, in_c = (read_records(folder, rank) for folder in folders)
         for given in (in_python, in_c):
             raced = given["kind"] == RecordKind.COLLECTIVE
             for name in ("end_ns", "value", "flags"):
@@ -168,10 +170,10 @@ def test_in_c_is_recorded_what_is_recorded_in_python(script: Script, sharded: bo
 @SHARDED
 def test_the_last_to_enter_waits_least(sharded: bool, native: str, folder_of: FolderOf) -> None:
     """Lateness: the longest wait of a collective's group less one's own."""
-    folder = folder_of(watched_script, sharded, native)
+    folder = folder_of(run_monitored_script, sharded, native)
     waits: dict[tuple[int, ...], dict[int, float]] = {}
     for rank in range(RANKS):
-        found = records(folder, rank)
+        found = read_records(folder, rank)
         collectives = found[(found["kind"] == RecordKind.COLLECTIVE) & (found["phase"] == Phase.TRAIN)]
         for record in collectives[np.isin(collectives["collective"], list(SYMMETRIC_COLLECTIVES))]:
             key = (int(record["group"]), int(record["sequence"]), int(record["collective"]), int(record["bytes"]))
@@ -213,7 +215,7 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
     run_ranks(rank_main, 3, runtime=tmp_path)
 
     def kinds(rank: int) -> list[tuple[Collective, int]]:
-        found = records(tmp_path, rank)
+        found = read_records(tmp_path, rank)
         found = found[found["kind"] == RecordKind.COLLECTIVE]
         found = found[np.argsort(found["start_ns"])]
         return [(Collective(record["collective"]), int(record["bytes"])) for record in found]
@@ -226,7 +228,7 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
     assert kinds(0) == [*first, *in_pair, *gathers, last[0], (Collective.SEND, 16), last[1]]
     assert kinds(1) == [*first, *in_pair, *gathers, *last]
     assert kinds(2) == [*first, *gathers, last[0], (Collective.RECV, 16), last[1]]
-    groups = {rank: set(records(tmp_path, rank)["group"].tolist()) - {0} for rank in range(3)}
+    groups = {rank: set(read_records(tmp_path, rank)["group"].tolist()) - {0} for rank in range(3)}
     world, in_pair_of, channel = groups[1] & groups[2], groups[1] - groups[2], groups[2] - groups[1]
     assert [len(found) for found in (world, in_pair_of, channel)] == [1, 1, 1]
     assert groups[0] == world | in_pair_of | channel, "what it sends to rank 2 is the same channel there"
@@ -236,8 +238,8 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_state_says_who_never_came(tmp_path: Path) -> None:
-    """What a hang is judged by: the peers are inside a collective that the culprit has not entered."""
+def test_the_state_names_the_rank_that_never_entered(tmp_path: Path) -> None:
+    """The evidence of a hang: the peers are inside a collective that the culprit has not entered."""
 
     def rank_main(rank: int) -> list[tuple[int, int]]:
         import pacekeeper.auto  # noqa: F401
@@ -299,7 +301,7 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
         return int(RingReader(RuntimeFolder(tmp_path).ring(rank)).state()["phase"])
 
     assert run_ranks(rank_main, 1, runtime=tmp_path) == [Phase.FINISHED]
-    found = records(tmp_path, 0)
+    found = read_records(tmp_path, 0)
     duration = (found["end_ns"] - found["start_ns"]) / 1e9
     phases = found[found["kind"] == RecordKind.PHASE]
     assert phases["phase"].tolist().count(Phase.EVALUATE) == 2
@@ -312,7 +314,7 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
 
 
 class Busy(torch.utils.data.Dataset[Tensor]):
-    """Does in a DataLoader's worker what would be recorded in a rank, and says which callbacks gc has there."""
+    """Does in a DataLoader's worker what would be recorded in a rank, and returns which callbacks gc has there."""
 
     def __len__(self) -> int:
         return 12
@@ -333,8 +335,8 @@ class Busy(torch.utils.data.Dataset[Tensor]):
 
 
 @pytest.mark.usefixtures("native")
-def test_what_a_rank_forks_is_not_the_rank(tmp_path: Path) -> None:
-    """Whatever a DataLoader's workers do, none of it is in the rank's records and state."""
+def test_forked_children_of_a_rank_are_not_recorded(tmp_path: Path) -> None:
+    """Nothing that a DataLoader's workers do is in the rank's records and state."""
 
     def rank_main(_: int) -> tuple[int, int]:
         import gc
@@ -356,7 +358,7 @@ def test_what_a_rank_forks_is_not_the_rank(tmp_path: Path) -> None:
         return callbacks, len(gc.callbacks) - before
 
     assert run_ranks(rank_main, 1, runtime=tmp_path) == [(0, 1)]
-    kinds = records(tmp_path, 0)["kind"].tolist()
+    kinds = read_records(tmp_path, 0)["kind"].tolist()
     assert [kinds.count(kind) for kind in (RecordKind.STEP, RecordKind.GC, RecordKind.PHASE)] == [6, 1, 0]
     assert kinds.count(RecordKind.DATA) == 7, "the last one finds the end"
     state = RingReader(RuntimeFolder(tmp_path).ring(0)).state()
@@ -368,7 +370,7 @@ def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_trai
     def phase() -> str:
         return Phase(int(RingReader(RuntimeFolder(tmp_path).ring(0)).state()["phase"])).name
 
-    class Told(io.BytesIO):
+    class PhaseRecorder(io.BytesIO):
         """A file that notes the phase in which it is used."""
 
         def write(self, data: Any) -> int:
@@ -394,7 +396,7 @@ def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_trai
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(2)).sum().backward()
             optimizer.step()
-            file = Told()
+            file = PhaseRecorder()
             seen.clear()
             torch.save(model.state_dict(), file)
             file.seek(0)
@@ -416,12 +418,12 @@ def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Pat
 
         model: Any = torch.compile(nn.Linear(4, 1), backend="eager", dynamic=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for size in (2, 2, 3, 3):  # another shape is compiled anew
+        for size in (2, 2, 3, 3):  # another shape is compiled again
             model(torch.ones(size, 4)).sum().backward()
             optimizer.step()
 
     run_ranks(rank_main, 1, runtime=tmp_path)
-    found = records(tmp_path, 0)
+    found = read_records(tmp_path, 0)
     compiled = found[(found["kind"] == RecordKind.PHASE) & (found["phase"] == Phase.COMPILE)]
     assert {1, 3} <= set(compiled["step"].tolist())
     assert not {2, 4} & set(compiled["step"].tolist())
@@ -444,23 +446,23 @@ def test_a_script_may_train_one_model_after_the_other(tmp_path: Path) -> None:
             del optimizer, second
 
     run_ranks(rank_main, 1, runtime=tmp_path)
-    found = records(tmp_path, 0)
+    found = read_records(tmp_path, 0)
     assert found[found["kind"] == RecordKind.STEP]["step"].tolist() == list(range(1, 7))
 
 
 @pytest.mark.usefixtures("native")
-def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
+def test_a_managed_script_may_import_auto(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         import pacekeeper.auto  # noqa: F401
 
-        steered_script(sharded=False, folder=tmp_path)(rank)
+        run_managed_script(sharded=False, folder=tmp_path)(rank)
 
     run_ranks(rank_main, RANKS, runtime=tmp_path)
-    found = records(tmp_path, 0)
+    found = read_records(tmp_path, 0)
     assert found[found["kind"] == RecordKind.STEP]["step"].tolist() == list(range(1, STEPS + 1))
 
 
-def test_without_a_launcher_nothing_is_watched() -> None:
+def test_without_a_launcher_nothing_is_recorded() -> None:
     def rank_main(_: int) -> bool:
         from torch._C._distributed_c10d import Work
 

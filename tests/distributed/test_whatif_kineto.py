@@ -33,7 +33,7 @@ SECONDS, SLOW_SECONDS = 0.05, 0.5
 pace."""
 
 
-def work(rank: int, folder: Path, slow: int | None) -> float:
+def run_rank(rank: int, folder: Path, slow: int | None) -> float:
     """Return the mean seconds of a forward pass."""
     seconds = []
     dist.init_process_group("gloo")
@@ -54,7 +54,7 @@ def work(rank: int, folder: Path, slow: int | None) -> float:
     return mean(seconds[2:])
 
 
-def trace_paths(folder: Path) -> list[Path]:
+def list_trace_paths(folder: Path) -> list[Path]:
     return [folder / f"rank{rank}.json.gz" for rank in range(RANKS)]
 
 
@@ -62,8 +62,8 @@ def trace_paths(folder: Path) -> list[Path]:
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The traces of a job whose ranks are all like its first one."""
     folder = tmp_path_factory.mktemp("healthy")
-    run_ranks(partial(work, folder=folder, slow=None), RANKS)
-    first, *others = trace_paths(folder)
+    run_ranks(partial(run_rank, folder=folder, slow=None), RANKS)
+    first, *others = list_trace_paths(folder)
     trace = json.loads(gzip.decompress(first.read_bytes()))
     for rank, path in enumerate(others, start=1):
         trace["distributedInfo"]["rank"] = rank
@@ -75,17 +75,17 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[float]]:
     """The traces of the job with a slow rank, and how long a forward pass has taken each rank (seconds)."""
     folder = tmp_path_factory.mktemp("slow")
-    seconds = run_ranks(partial(work, folder=folder, slow=SLOW), RANKS)
-    return trace_paths(folder), seconds
+    seconds = run_ranks(partial(run_rank, folder=folder, slow=SLOW), RANKS)
+    return list_trace_paths(folder), seconds
 
 
-def analysis(paths: list[Path]) -> WhatIf:
+def analyze_traces(paths: list[Path]) -> WhatIf:
     loaded = load_window(paths)
     return analyze_window(loaded.window, loaded.worker_ranks)
 
 
 def test_the_slow_rank_is_found(slow: tuple[list[Path], list[float]]) -> None:
-    whatif = analysis(slow[0][::-1])
+    whatif = analyze_traces(slow[0][::-1])
     assert len(whatif.steps) == STEPS
     assert whatif.slowdown > 1.4  # three times 50 ms and once 500 ms: 3 at most
     assert whatif.decomposition is not None
@@ -95,24 +95,24 @@ def test_the_slow_rank_is_found(slow: tuple[list[Path], list[float]]) -> None:
     assert (finding.cause, finding.workers[0]) == (SlowdownCause.SLOW_WORKER, (SLOW, 0))
 
 
-def test_nobody_is_blamed_in_the_healthy_job(healthy: list[Path]) -> None:
-    whatif = analysis(healthy)
+def test_no_rank_is_blamed_in_the_healthy_job(healthy: list[Path]) -> None:
+    whatif = analyze_traces(healthy)
     assert whatif.slowdown == pytest.approx(1.0, abs=0.05)
     assert diagnose_cause(whatif).cause is not SlowdownCause.SLOW_WORKER
 
 
-def test_own_work_is_told_apart_from_waiting(slow: tuple[list[Path], list[float]]) -> None:
+def test_own_work_is_distinguished_from_waiting(slow: tuple[list[Path], list[float]]) -> None:
     paths, seconds = slow
-    window = analysis(paths).window
+    window = analyze_traces(paths).window
     by_type = {operation.type: window.seconds[node].mean(axis=1) for node, operation in enumerate(window.operations)}
     assert {FORWARD, BACKWARD, REDUCE_SCATTER, OPTIMIZER} <= by_type.keys()
     waits = seconds[SLOW] - max(own for rank, own in enumerate(seconds) if rank != SLOW)
     assert by_type[FORWARD].tolist() == pytest.approx(seconds, abs=waits / 4)
-    # What the peers wait is nobody's transfer.
+    # What the peers wait is no rank's transfer.
     assert by_type[REDUCE_SCATTER].max() < waits / 2
 
 
-def test_missing_traces_are_refused_and_of_a_damaged_one_what_can_be_read_is_taken(
+def test_missing_traces_are_refused_and_damaged_ones_are_read_as_far_as_possible(
     healthy: list[Path], tmp_path: Path
 ) -> None:
     paths = healthy

@@ -13,7 +13,7 @@ from .borders import load_borders
 
 
 def main() -> int:
-    """1: something was found; it says how to find it again."""
+    """1: something was found; it is printed with the command that repeats it."""
     borders = load_borders()
     arguments = _build_parser(sorted(borders)).parse_args()
     chosen = [borders[name] for name in arguments.border or borders]
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _iterate_seeds(arguments: argparse.Namespace, seconds: float) -> Iterator[int]:
-    """For so many seconds, or so many of them."""
+    """For this many seconds, or this many values."""
     if arguments.cases is not None:
         yield from range(arguments.seed, arguments.seed + arguments.cases)
         return
@@ -41,7 +41,7 @@ def _build_parser(names: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="for all borders together")
     parser.add_argument("--seed", type=int, default=0, help="the first; each value has one of its own")
-    parser.add_argument("--cases", type=int, help="so many values at each border, instead of so many seconds")
+    parser.add_argument("--cases", type=int, help="number of values at each border, instead of a time")
     parser.add_argument("--border", action="append", choices=names, help="this one only; may be given again")
     return parser
 

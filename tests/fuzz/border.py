@@ -28,7 +28,7 @@ MAX_SECONDS = 10.0
 MAX_BYTES = 1 << 30
 """Of address space beyond what there was."""
 MAX_MESSAGE_CHARACTERS = 3_000
-"""Characters of an error: whoever sends nonsense does not fill the log by it."""
+"""Characters of an error: a client that sends nonsense does not fill the log by it."""
 
 Enter = Callable[[Any], object]
 """What is done with a value at the border; it returns what came of it."""
@@ -43,7 +43,7 @@ class Border:
     mutate: Callable[[Random, Any], Mutated]
     open: Callable[[], AbstractContextManager[Enter]]
     refusals: tuple[type[BaseException], ...] = (InputError,)
-    judge: Callable[[Any, Any], str] = lambda _found, _of_valid: ""  # what is wrong with what came of a mutated value
+    check: Callable[[Any, Any], str] = lambda _found, _of_valid: ""  # what is wrong with what came of a mutated value
     cases: int = 150  # in `make test`
 
 
@@ -61,7 +61,7 @@ class _TooMuch(BaseException):
 
 
 def run_trials(border: Border, seeds: Iterator[int]) -> int:
-    """So many values have been tried. Raises Finding, which says how to do it again."""
+    """How many values have been tried. Raises Finding, with the command that repeats it."""
     tried = 0
     with _watch_threads() as thread_errors, border.open() as enter:
         examples = border.examples()
@@ -93,18 +93,18 @@ def _run_trial(border: Border, enter: Enter, mutated: Mutated, expected: object)
     except Exception as error:
         trace = "".join(_format_frames(error))
         return f"raises {type(error).__name__}: {_format_value(error)}{trace}"
-    return border.judge(result, expected) or find_unsound_value(result)
+    return border.check(result, expected) or find_unsound_value(result)
 
 
 def _check_message(error: BaseException) -> str:
     message = str(error)
     if len(message) > MAX_MESSAGE_CHARACTERS:
         return f"its error has {len(message)} characters: {message[:200]!r}"
-    return "" if message.strip() else f"a {type(error).__name__} says nothing"
+    return "" if message.strip() else f"a {type(error).__name__} has no message"
 
 
 def find_unsound_value(record: object, path: str = "") -> str:
-    """Which figure of a record is none, or not what its field says; "": none. Most borders give records."""
+    """Which value of a record is not a number, or not of its field's type; "": none. Most borders return records."""
     if isinstance(record, float) and not math.isfinite(record):
         return f"{path or 'the figure'} is {record}"
     if dataclasses.is_dataclass(record) and not isinstance(record, type):

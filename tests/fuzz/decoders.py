@@ -25,7 +25,7 @@ TRUSTED = {
         "operator/pacekeeper_operator/observe/rank_metrics.py:_join_rows",
         "trainer/pacekeeper/observe/record_ring.py:RingWriter.__init__",
     ),
-    "the kernel's own words": (
+    "the kernel's own output": (
         "operator/pacekeeper_operator/endpoint/connections.py:_read_silent_seconds",
         "trainer/pacekeeper/launcher/network/hop_trace.py:_parse_switch_address",
         "trainer/pacekeeper/launcher/network/link_probes.py:_read_acked_bytes",
@@ -57,11 +57,11 @@ TRUSTED = {
     ),
     "the script's own call, passed on": ("trainer/pacekeeper/observe/monitoring.py:_record_file_access",),
     "only whether it can be read counts": ("trainer/pacekeeper/integrations/huggingface.py:_has_state",),
-    "another probe pod, which knows the secret; bounded, and a traceback ends the probe alone": (
+    "another probe pod, which has the secret; bounded, and a traceback ends only the probe": (
         "operator/pacekeeper_operator/node_probe.py:_receive_block",
     ),
 }
-"""Why nobody fuzzes these decoders."""
+"""Why these decoders are not fuzzed."""
 
 
 def find_decoders() -> set[str]:

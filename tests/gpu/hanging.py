@@ -32,25 +32,25 @@ def main() -> None:
         for _, x, y in step.microbatches():
             busy(0.05)
             loss = compute_loss_sum(model, x.to(DEVICE), y.to(DEVICE))
-            fail(step.number, busy, loss)
+            inject_fault(step.number, busy, loss)
             (loss / step.total_weight).backward()
         optimizer.step()
         optimizer.zero_grad()
         wait_until_done()
-        diary(f"step {step.number}")
-    diary("end")
+        write_diary(f"step {step.number}")
+    write_diary("end")
 
 
-def fail(step: int, busy: Busy, loss: torch.Tensor) -> None:
+def inject_fault(step: int, busy: Busy, loss: torch.Tensor) -> None:
     for fault in json.loads(os.environ["FAULTS"]):
         if (fault["rank"], fault["round"], fault["step"]) == (RANK, ROUND, step):
-            diary("kernel")
+            write_diary("kernel")
             busy.run_forever()
             if fault["reads_loss"]:
                 loss.item()
 
 
-def diary(text: str) -> None:
+def write_diary(text: str) -> None:
     with Path(os.environ["FOLDER"], f"diary-{RANK}").open("a") as file:
         file.write(f"{time.monotonic():.4f} {os.getpid()} round {ROUND} {text}\n")
 

@@ -13,10 +13,10 @@ from bench.scripts.gpu.workers import run_workers
 class Batches(unittest.TestCase):
     """In processes of their own: this one forks others, and must not have used CUDA before."""
 
-    def test_a_copy_waits_for_nothing_and_what_uses_it_waits_for_the_copy(self) -> None:
+    def test_a_copy_is_asynchronous_and_its_consumer_waits_for_it(self) -> None:
         run_workers(f"{batches.__name__}:check_copies_during_work", 1)
 
-    def test_memory_is_used_again_only_behind_its_last_use(self) -> None:
+    def test_memory_is_reused_only_after_its_last_use(self) -> None:
         run_workers(f"{batches.__name__}:check_memory_is_kept", 1)
 
     def test_a_loader_gives_batches_on_the_device_from_pinned_memory(self) -> None:

@@ -53,11 +53,11 @@ torch.cuda.synchronize()
 assert y.tolist() == [3.0] * 8, y
 dist.destroy_process_group()
 """
-"""A rank captures a CUDA graph while its collective waits for a kernel, and the flight recorder is asked."""
+"""A rank captures a CUDA graph while its collective waits for a kernel, and the flight recorder is read."""
 
 
 class FlightRecorder(unittest.TestCase):
-    def test_it_is_asked_while_a_graph_is_captured(self) -> None:
+    def test_health_is_read_while_a_graph_is_captured(self) -> None:
         if not ON_GPU:
             self.skipTest("it takes NCCL")
         recorder = {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_NCCL_ENABLE_TIMING": "1"}
@@ -77,17 +77,17 @@ class Faults(unittest.TestCase):
         self.check_hang("gloo", reads_loss=True, kind=HangKind.NEVER_ENTERED)
 
     def test_a_rank_whose_endless_kernel_holds_up_its_collective_is_named(self) -> None:
-        """Both have entered it: NCCL's flight recorder tells which of them has not started it."""
+        """Both have entered it: NCCL's flight recorder has which of them has not started it."""
         if not ON_GPU:
             self.skipTest("it takes NCCL")
-        told = self.check_hang(NCCL, reads_loss=False, kind=HangKind.KERNEL)
-        self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in told}, "RAS has been asked")
-        for fault in told:
+        stalls = self.check_hang(NCCL, reads_loss=False, kind=HangKind.KERNEL)
+        self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in stalls}, "RAS has been queried")
+        for fault in stalls:
             peer = {"a": 1, "b": 0}[fault.worker]
             self.assertRegex(fault.transfers, rf"(sends to|receives from) rank {peer} in a communicator of 2")
 
     def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind) -> list[FaultReport]:
-        """Rank 1 hangs: it is named, ended, and the job trains on. Returns what the launchers told of it."""
+        """Rank 1 hangs: it is named, ended, and the job trains on. Returns what the launchers reported."""
         fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
         script = Path(__file__).with_name("hanging.py")
         # Not a TemporaryDirectory: ranks are forks of this process, and one that ends in order would remove it.
@@ -102,14 +102,14 @@ class Faults(unittest.TestCase):
             members = one.build_members(a=[0], b=[1])
             one.give_plan(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
             one.wait_for(lambda: "round 1 kernel" in one.read_diary(1), "the kernel", PATIENCE_SECONDS)
-            found = one.wait_for(lambda: diagnose_hang(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
+            found = one.wait_for(lambda: diagnose_hang(list_stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
             self.assertEqual(found.ranks, (1,), found)
             self.assertEqual(found.kind, kind, found)
-            told = stalls(one)
+            stalls = list_stalls(one)
             one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
             one.wait_for(lambda: "round 2 end" in one.read_diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
-        return told
+        return stalls
 
 
-def stalls(one: LauncherTeam) -> list[FaultReport]:
+def list_stalls(one: LauncherTeam) -> list[FaultReport]:
     return [fault for worker in one.workers.values() for fault in worker.read_faults(FaultKind.STALLED)]

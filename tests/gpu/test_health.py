@@ -1,4 +1,4 @@
-"""NVML tells a launcher that a sound GPU at work is sound."""
+"""NVML reports a healthy GPU under load as healthy to a launcher."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from bench.scripts.gpu.machine import ON_GPU
 from bench.scripts.gpu.workers import run_workers
 
 
-@unittest.skipUnless(ON_GPU, "there is no GPU to be asked about")
+@unittest.skipUnless(ON_GPU, "there is no GPU to query")
 class Health(unittest.TestCase):
-    def test_a_sound_gpu_at_work_shows_no_sign(self) -> None:
+    def test_a_healthy_gpu_under_load_reports_no_fault(self) -> None:
         (found,) = run_workers(f"{health.__name__}:watch_health", 1, seconds=12.0)
         self.assertEqual(found["events"], [])
         gpu = found["health"][0]

@@ -11,7 +11,7 @@ from bench.scripts.gpu.workers import run_workers
 
 
 class Overlap(unittest.TestCase):
-    def test_half_of_a_synchronisation_is_hidden_at_least(self) -> None:
+    def test_at_least_half_of_a_synchronization_is_hidden(self) -> None:
         size: dict[str, Any] = (
             {"blocks": 8, "width": 2048, "repeats": 5} if ON_GPU else {"blocks": 2, "width": 64, "repeats": 1}
         )

@@ -15,7 +15,7 @@ TOLERANCE = 0.03
 
 
 class Times(unittest.TestCase):
-    def test_own_work_of_a_rank_that_nobody_waits_for(self) -> None:
+    def test_own_work_of_a_rank_that_no_rank_waits_for(self) -> None:
         own = 0.1
         (found,) = run_workers(STEPS, 1, own_seconds=[own], count=COUNT, backend=NCCL)
         self.assertEqual(len(found["own"]), COUNT)
@@ -44,5 +44,5 @@ class Times(unittest.TestCase):
             self.assertLess(statistics.median(found["host"]), own / 2, "a step's launches wait for the GPU")
             self.assert_near(found["mean"], own)
 
-    def assert_near(self, found: float, wanted: float) -> None:
-        self.assertAlmostEqual(found, wanted, delta=TOLERANCE * wanted)
+    def assert_near(self, found: float, expected: float) -> None:
+        self.assertAlmostEqual(found, expected, delta=TOLERANCE * expected)

@@ -1,4 +1,4 @@
-"""NCCL itself loads our plugin, and what it tells of transfers between ranks is what they have exchanged."""
+"""NCCL itself loads our plugin, and the transfers that it reports are what ranks have exchanged."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Transport(unittest.TestCase):
     def setUp(self) -> None:
         self.assertEqual(explain_unusable_plugin(PROFILER_PLUGIN_PATH), "")
 
-    def test_of_two_ranks_each_tells_what_it_has_sent_to_the_other(self) -> None:
-        ranks = self.all_reduces(2)
+    def test_two_ranks_report_what_they_have_sent_to_each_other(self) -> None:
+        ranks = self.run_all_reduces(2)
         for rank, found in enumerate(ranks):
             self.assertEqual(found["flows"].keys(), {str(1 - rank)})
             self.assert_sent(found["flows"][str(1 - rank)], NBYTES)
 
-    def test_of_three_ranks_in_a_ring_each_sends_to_the_next_one(self) -> None:
-        ranks = self.all_reduces(3)
+    def test_three_ranks_in_a_ring_report_sends_to_the_next_rank(self) -> None:
+        ranks = self.run_all_reduces(3)
         for rank, found in enumerate(ranks):
             after, before = str((rank + 1) % 3), str((rank + 2) % 3)
             self.assertEqual(found["flows"].keys(), {after, before})
             self.assert_sent(found["flows"][after], NBYTES * 4 / 3)
-            self.assertEqual(found["flows"][before], 0, "of what comes in, the other end tells")
+            self.assertEqual(found["flows"][before], 0, "the other end reports what is received")
 
-    def all_reduces(self, size: int) -> list[Any]:
+    def run_all_reduces(self, size: int) -> list[Any]:
         ranks = run_workers(f"{transfers.__name__}:trace_all_reduces", size, nbytes=NBYTES, count=COUNT)
         (identity,) = {found["communicators"][0][0] for found in ranks}  # the same on all its ranks
         for rank, found in enumerate(ranks):

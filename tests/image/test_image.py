@@ -1,4 +1,4 @@
-"""The Dockerfile's operator, built by buildah: it starts, as nobody in particular, with what is locked and no more."""
+"""The Dockerfile's operator, built by buildah: it starts, without privileges, with what is locked and no more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from importlib.metadata import distributions
 packages = {distribution.name: distribution.version for distribution in distributions()}
 print(json.dumps({"user": os.getuid(), "groups": os.getgroups(), "packages": packages}))
 """
-"""Imports all of the operator, and says what is installed."""
+"""Imports all of the operator, and prints what is installed."""
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +31,26 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 @pytest.fixture(scope="module")
 def inside(images: Images) -> Any:
-    said = images.run("operator", "python", "-c", EVERYTHING)
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)
+    result = images.run("operator", "python", "-c", EVERYTHING)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
-def test_its_command_starts_and_says_what_is_wrong_with_a_setting(images: Images) -> None:
+def test_its_command_starts_and_reports_an_invalid_setting(images: Images) -> None:
     command = images.config("operator")["Cmd"]
-    said = images.run("operator", *command, PACEKEEPER_PORT="https")
-    assert (said.returncode, said.stdout) == (2, "")
-    assert "error: PACEKEEPER_PORT" in said.stderr
+    result = images.run("operator", *command, PACEKEEPER_PORT="https")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "error: PACEKEEPER_PORT" in result.stderr
 
 
-def test_all_of_the_operator_is_there_without_root_and_without_torch(inside: Any) -> None:
+def test_the_operator_is_complete_without_root_and_without_torch(inside: Any) -> None:
     assert inside["user"] == 65532
     assert 0 not in inside["groups"]
     assert {"pacekeeper", "kopf", "kubernetes"} <= set(inside["packages"])
     assert not [name for name in inside["packages"] if "torch" in name or "nvidia" in name]
 
 
-def test_it_knows_nothing_of_the_machine_that_built_it(images: Images) -> None:
+def test_it_holds_nothing_of_the_machine_that_built_it(images: Images) -> None:
     assert not [line for line in images.config("operator")["Env"] if line.startswith("PIP_") and "/" in line]
     assert images.run("operator", "cat", "/etc/pip.conf").stdout == ""
 

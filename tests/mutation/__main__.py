@@ -22,7 +22,7 @@ import pytest
 
 from . import checks
 from .mutants import Mutant, iterate_mutants
-from .trial import Fate, trace_checks, try_mutants
+from .trial import TrialResult, trace_checks, try_mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -72,7 +72,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.fates: dict[Mutant, Fate] = {}
+        self.results: dict[Mutant, TrialResult] = {}
         self.unreached: set[Mutant] = set()
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -91,15 +91,15 @@ class Run:
             if lines.isdisjoint((str(candidate.path), line) for line in candidate.lines)
         }
         print(f"{len(drawn)} mutants meet {len(all_checks)} checks", file=sys.stderr)
-        for count, (mutant, fate) in enumerate(try_mutants(drawn, all_checks, reached, options.jobs), 1):
-            self.fates[mutant] = fate
+        for count, (mutant, result) in enumerate(try_mutants(drawn, all_checks, reached, options.jobs), 1):
+            self.results[mutant] = result
             if count % 50 == 0:
-                print(f"{count} of {len(drawn)}: {format_counts(self.fates)}", file=sys.stderr, flush=True)
+                print(f"{count} of {len(drawn)}: {format_counts(self.results)}", file=sys.stderr, flush=True)
         return True
 
 
 def draw_sample(only: str, limit: int, seed: int) -> list[Mutant]:
-    """At most so many of those whose file's path holds `only`, in the order of files and lines; 0: all."""
+    """At most `limit` of those whose file's path holds `only`, in the order of files and lines; 0: all."""
     mutants = [mutant for path in list_files() if only in path.as_posix() for mutant in _list_mutants(path)]
     if 0 < limit < len(mutants):
         chosen = sorted(random.Random(seed).sample(range(len(mutants)), limit))
@@ -112,8 +112,8 @@ def _list_mutants(path: Path) -> Sequence[Mutant]:
     return tuple(iterate_mutants(path))
 
 
-def format_counts(fates: Mapping[Mutant, Fate]) -> str:
-    counts = Counter(fate.name.lower() for fate in fates.values())
+def format_counts(results: Mapping[Mutant, TrialResult]) -> str:
+    counts = Counter(result.name.lower() for result in results.values())
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
@@ -130,9 +130,9 @@ def format_table(survivors: Sequence[Mutant], unreached: set[Mutant]) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--only", default="", help="part of the path of the modules to change")
-    parser.add_argument("--sample", type=int, default=0, help="so many mutants at most (all)")
+    parser.add_argument("--sample", type=int, default=0, help="how many mutants at most (all)")
     parser.add_argument("--seed", type=int, default=0, help="draws the sample")
-    parser.add_argument("--seeds", type=int, default=0, help="so many simulated disasters are checks, too")
+    parser.add_argument("--seeds", type=int, default=0, help="how many simulated disasters are checks, too")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--json", type=Path, default=ROOT / "build/mutation.json", help="where the result goes")
     options = parser.parse_args(arguments)
@@ -141,16 +141,18 @@ def main(arguments: Sequence[str]) -> int:
     quiet = ["-q", "--capture=no", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
     if pytest.main([tests, *quiet, "--override-ini", "addopts=--import-mode=importlib"], plugins=[run]):
         return 1
-    surviving = [mutant for mutant, fate in run.fates.items() if fate in (Fate.SURVIVED, Fate.FAILED)]
+    surviving = [
+        mutant for mutant, result in run.results.items() if result in (TrialResult.SURVIVED, TrialResult.FAILED)
+    ]
     argued = load_argued()
     survivors = [mutant for mutant in surviving if not any(entry.covers(mutant) for entry in argued)]
     survivors.sort(key=lambda mutant: (mutant.path, mutant.number))
     print(format_table(survivors, run.unreached))
-    print(f"{format_counts(run.fates)}; {len(surviving) - len(survivors)} of them argued, {len(survivors)} not")
+    print(f"{format_counts(run.results)}; {len(surviving) - len(survivors)} of them argued, {len(survivors)} not")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     summary = {
-        "mutants": len(run.fates),
-        **{fate.name.lower(): sum(outcome is fate for outcome in run.fates.values()) for fate in Fate},
+        "mutants": len(run.results),
+        **{result.name.lower(): sum(outcome is result for outcome in run.results.values()) for result in TrialResult},
         "argued": len(surviving) - len(survivors),
         "survivors": [
             dict(zip(("file", "function", "mutation"), get_identity(mutant), strict=True))

@@ -57,7 +57,7 @@ class Reach:
 
 
 def trace_check(check: Check, files: Sequence[Path]) -> Reach:
-    """Raises AssertionError where the check does not hold: then it cannot judge mutants."""
+    """Raises AssertionError where the check does not hold: then it cannot check mutants."""
     traced = {str(path): True for path in files}
     lines: set[Line] = set()
 

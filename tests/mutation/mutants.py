@@ -34,7 +34,7 @@ class Mutant:
     lines: range  # of the statement that is changed: who runs none of them cannot notice
     before: str
     after: str
-    mutation: str  # what becomes what; no other mutant of the function says the same
+    mutation: str  # what becomes what; no other mutant of the function has the same text
 
     def build_module(self) -> ast.Module:
         """The whole module with this change."""

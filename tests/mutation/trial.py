@@ -29,9 +29,9 @@ Place = tuple[str, str, int]
 Functions = Mapping[Place, Sequence[FunctionType]]
 
 
-class Fate(Enum):
+class TrialResult(Enum):
     SURVIVED = 0
-    FAILED = 1  # to be made: a defect of this tool, told on standard error
+    FAILED = 1  # to be made: a defect of this tool, printed on standard error
     SAME = 2  # as the code was before: no mutant
     KILLED = 3
     ENDLESS = 4  # which counts as killed
@@ -42,14 +42,14 @@ def trace_checks(checks: Sequence[Check], files: Sequence[Path]) -> Mapping[str,
 
     caches = _collect_caches()
 
-    def measure() -> Fate:
+    def measure() -> TrialResult:
         reaches = {}
         for check in checks:
             _clear_caches(caches)
             reaches[check.name] = trace_check(check, files)
         pickle.dump(reaches, file)
         file.flush()
-        return Fate.SURVIVED
+        return TrialResult.SURVIVED
 
     with TemporaryFile() as file:
         _, status = os.waitpid(_fork_trial(measure), 0)
@@ -62,7 +62,7 @@ def trace_checks(checks: Sequence[Check], files: Sequence[Path]) -> Mapping[str,
 
 def try_mutants(
     mutants: Iterable[Mutant], checks: Sequence[Check], reached: Mapping[str, Reach], jobs: int = 1
-) -> Iterator[tuple[Mutant, Fate]]:
+) -> Iterator[tuple[Mutant, TrialResult]]:
     """Each mutant meets the checks that reach its lines, quickest first, until one does not hold; `jobs` at a time."""
     functions, caches = _collect_functions(), _collect_caches()
     quickest_first = sorted(checks, key=lambda check: reached[check.name].seconds)
@@ -74,9 +74,9 @@ def try_mutants(
         chosen = [check for check in quickest_first if not lines.isdisjoint(reached[check.name].lines)]
         limit = int(PATIENCE_SECONDS + sum(reached[check.name].seconds for check in chosen))
 
-        def attempt(mutant: Mutant = mutant, chosen: Sequence[Check] = chosen, limit: int = limit) -> Fate:
+        def attempt(mutant: Mutant = mutant, chosen: Sequence[Check] = chosen, limit: int = limit) -> TrialResult:
             if not _swap_code(mutant, functions):
-                return Fate.SAME
+                return TrialResult.SAME
             _clear_caches(caches)
             return _run_checks(chosen, limit)
 
@@ -85,26 +85,26 @@ def try_mutants(
         yield _wait_for_trial(running)
 
 
-def _run_checks(checks: Iterable[Check], limit: int) -> Fate:
-    """Within so many seconds."""
+def _run_checks(checks: Iterable[Check], limit: int) -> TrialResult:
+    """Within this many seconds."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process, whatever it is at
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process at any point
     signal.alarm(limit)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    return Fate.SURVIVED if all(_holds_check(check) for check in checks) else Fate.KILLED
+    return TrialResult.SURVIVED if all(_holds_check(check) for check in checks) else TrialResult.KILLED
 
 
-def _wait_for_trial(running: dict[int, Mutant]) -> tuple[Mutant, Fate]:
+def _wait_for_trial(running: dict[int, Mutant]) -> tuple[Mutant, TrialResult]:
     pid = 0
     while pid not in running:  # others' orphans may have become children of this process
         pid, status = os.wait()
-    return running.pop(pid), Fate.ENDLESS if os.WIFSIGNALED(status) else Fate(os.WEXITSTATUS(status))
+    return running.pop(pid), TrialResult.ENDLESS if os.WIFSIGNALED(status) else TrialResult(os.WEXITSTATUS(status))
 
 
 def _holds_check(check: Check) -> bool:
     try:
         return check.holds()
-    except BaseException:  # whatever the mutant does, a check that it stops does not hold
+    except BaseException:  # a check that the mutant stops by any error does not hold
         return False
 
 
@@ -131,14 +131,14 @@ def _collect_functions() -> Functions:
     """All that exist, closures and what decorators hide included."""
     functions: dict[Place, list[FunctionType]] = defaultdict(list)
     for candidate in gc.get_objects():
-        if type(candidate) is FunctionType:  # `isinstance` asks the thing itself, and some of torch warn when asked
+        if type(candidate) is FunctionType:  # `isinstance` calls the object itself, and some of torch then warn
             code = candidate.__code__
             functions[code.co_filename, code.co_qualname, code.co_firstlineno].append(candidate)
     return functions
 
 
 def _clear_caches(caches: Sequence[functools._lru_cache_wrapper[object]]) -> None:
-    """What functions keep of earlier calls: a check shall call them anew."""
+    """What functions keep of earlier calls: a check shall call them again."""
     for cache in caches:
         cache.cache_clear()
 
@@ -148,15 +148,15 @@ def _collect_caches() -> Sequence[functools._lru_cache_wrapper[object]]:
     return [cache for cache in candidates if str(cache.__module__).startswith("pacekeeper")]
 
 
-def _fork_trial(work: Callable[[], Fate]) -> int:
+def _fork_trial(work: Callable[[], TrialResult]) -> int:
     """The process that does it, and whose exit status is what comes of it; it writes nothing to standard output."""
     if pid := os.fork():
         return pid
-    fate = Fate.FAILED
+    result = TrialResult.FAILED
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        fate = work()
+        result = work()
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(fate.value)
+        os._exit(result.value)

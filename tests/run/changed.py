@@ -17,7 +17,7 @@ from .references import References, find_folders, read_references
 LIMIT_SECONDS = 120
 _COSTLY_FOLDERS = ("tests/unit/simulation/", "tests/distributed/", "tests/cluster/")  # each more than the one before
 _LISTED = 12
-"""Of tests that do not run, so many of the nearest files are named."""
+"""How many of the nearest files are named for tests that do not run."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def list_changed(base: str) -> list[str]:
-    """Return the files that differ from a revision, those included that git does not know yet."""
+    """Return the files that differ from a revision, with those that git does not track yet."""
     return [
         *_list_git("diff", "--name-only", "--no-renames", base),
         *_list_git("ls-files", "--others", "--exclude-standard"),
@@ -78,7 +78,7 @@ def measure_distances(references: References, changed: Iterable[str]) -> Mapping
 def order_tests(distances: Mapping[str, int], changed: Sequence[str]) -> list[str]:
     """Return the files of tests: changed ones, those that mirror a changed file, then by cost and distance.
 
-    The folder says the cost: a file of tests of decisions takes less than a second, one of the simulation many.
+    The folder determines the cost: a file of tests of decisions takes less than a second, one of the simulation many.
     """
     stems = {PurePosixPath(path).stem for path in changed}
     folders = {PurePosixPath(path).parent.name for path in changed}
@@ -94,7 +94,7 @@ def order_tests(distances: Mapping[str, int], changed: Sequence[str]) -> list[st
 
 
 class TimeLimit:
-    """A plugin of pytest that starts no test after a deadline, and knows which files it left out."""
+    """A plugin of pytest that starts no test after a deadline, and records which files it left out."""
 
     def __init__(self, deadline: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._deadline, self._clock = deadline, clock

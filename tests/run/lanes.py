@@ -145,7 +145,7 @@ class Runner:
         return format_minutes(time.monotonic() - self._began)
 
     def _end_all(self) -> None:
-        # pytest tears down its fixtures on SIGINT but not on SIGTERM. Ranks in their own sessions end no other way.
+        # pytest tears down its fixtures on SIGINT but not on SIGTERM. Ranks in their own sessions end only by this.
         for running in self._running.values():
             os.killpg(running.process.pid, signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -188,7 +188,7 @@ def format_minutes(seconds: float) -> str:
 
 
 def _build_environment() -> dict[str, str]:
-    """Byte code is kept whatever the caller prefers: each of hundreds of processes would compile it again."""
+    """Byte code is always kept, against the caller's setting: each of hundreds of processes would compile it again."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return variables | {"PYTHONUNBUFFERED": "1"}
 

@@ -22,7 +22,7 @@ class Part:
     name: str
     lane: str
     budget_seconds: float
-    command: str  # relative to the repository; words as in a shell, but no shell reads them
+    command: str  # relative to the repository; quoted as in a shell, but no shell reads it
     idle: bool = False  # runs when no other process wants the processor
 
     @property
@@ -34,7 +34,7 @@ class Part:
         return "tests/cluster" in self._words
 
     def build_command(self, junit: Path | None = None) -> list[str]:
-        """Return the words of the command. A part of pytest writes its results to `junit`."""
+        """Return the arguments of the command. A part of pytest writes its results to `junit`."""
         return [*self._words, *([f"--junit-xml={junit}"] if junit and self.is_pytest else [])]
 
     @property

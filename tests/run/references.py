@@ -1,7 +1,7 @@
 """Which file of the repository refers to which: by an import, or by a name in a string.
 
 Names in strings count because tests start programs (`-m simulation`), read manifests, and build what is written in C.
-An import of `a.b.c` refers to `c` alone, although Python also runs the packages `a` and `a.b`: the operator's `decide`
+An import of `a.b.c` refers only to `c`, although Python also runs the packages `a` and `a.b`: the operator's `decide`
 imports every decision, so that otherwise everything would be equally near to everything.
 """
 

@@ -1,4 +1,4 @@
-"""What is told at the end of a run: failures, the table of costs, the verdict, and one closing line."""
+"""What is printed at the end of a run: failures, the table of costs, the verdict, and one closing line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path) 
     if exceeds_budget(results):
         verdict.append(
             f"FAILED: the run used more than {BUDGET_LIMIT:g} times its budget of processor time."
-            ' CONTRIBUTING.md ("What a test may cost") says what to do.'
+            ' CONTRIBUTING.md ("What a test may cost") has the remedies.'
         )
     total = sum((count_tests(result, folder) for result in results), Counts())
     failure_lines = [line for result in results if result.status for line in name_failures(result.part.name, folder)]
@@ -46,7 +46,7 @@ def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path) 
 
 
 def exceeds_budget(results: Sequence[Result]) -> bool:
-    """Return whether the parts together used too much: judged by processor time, which load changes little."""
+    """Return whether the parts together used too much: by processor time, which load changes little."""
     used, budget = _sum_up(results)
     return used > BUDGET_LIMIT * budget
 
@@ -104,7 +104,7 @@ def _sum_up(results: Sequence[Result]) -> tuple[float, float]:
 
 
 def extract_failures(log: str) -> str:
-    """Return the part of pytest's output that says why it failed, or else the last lines."""
+    """Return the part of pytest's output with the reason of the failure, or else the last lines."""
     if found := re.search(r"^=+ (?:ERRORS|FAILURES) =+$", log, re.MULTILINE):
         return log[found.start() :]
     return "\n".join(log.splitlines()[-_LINES_OF_OTHERS:])

@@ -162,7 +162,7 @@ def test_shards_are_lost_when_their_newest_snapshot_is_with_neighbours(kept: int
 def test_shards_come_back_from_memory_and_cost_what_lies_between_two_snapshots(
     steps_lost: int, origin: str, healed: bool
 ) -> None:
-    assert shards.judge_outcome(replace(HEALED, steps_lost=steps_lost), origin).healed == healed
+    assert shards.check_outcome(replace(HEALED, steps_lost=steps_lost), origin).healed == healed
 
 
 def test_the_job_of_the_story_of_shards_shares_one_model() -> None:

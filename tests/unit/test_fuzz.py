@@ -42,7 +42,7 @@ def test_all_json_is_read_in_one_place() -> None:
 
 
 def broken(enter: Enter, *, examples: Any = ({"a": [1, {"b": "c"}]},), judge: Any = None) -> Border:
-    more = {} if judge is None else {"judge": judge}
+    more = {} if judge is None else {"check": judge}
     return Border("broken", lambda: list(examples), mutations.mutate_document, call_directly(enter), **more)
 
 

@@ -13,7 +13,7 @@ from tests.mutation import __main__ as tool
 from tests.mutation import trial
 from tests.mutation.checks import Check
 from tests.mutation.mutants import Mutant, iterate_mutants
-from tests.mutation.trial import Fate, trace_checks, try_mutants
+from tests.mutation.trial import TrialResult, trace_checks, try_mutants
 
 
 def module(folder: Path, text: str) -> tuple[Path, ModuleType]:
@@ -32,7 +32,7 @@ def mutations(folder: Path, text: str) -> list[tuple[str, str]]:
     return [(mutant.function, mutant.mutation) for mutant in iterate_mutants(path)]
 
 
-def fates(path: Path, checks: list[Check]) -> dict[str, Fate]:
+def fates(path: Path, checks: list[Check]) -> dict[str, TrialResult]:
     reached = trace_checks(checks, [path])
     return {mutant.mutation: fate for mutant, fate in try_mutants(iterate_mutants(path), checks, reached)}
 
@@ -92,18 +92,21 @@ class TestTrials:
     def test_who_is_noticed_and_who_is_not(self, tmp_path: Path) -> None:
         path, toy = module(tmp_path, "def f(a, b): return a < b")
         weak = [Check("weak", lambda: toy.f(1, 2))]
-        assert fates(path, weak) == {"a < b → a <= b": Fate.SURVIVED, "a < b → a >= b": Fate.KILLED}
+        assert fates(path, weak) == {"a < b → a <= b": TrialResult.SURVIVED, "a < b → a >= b": TrialResult.KILLED}
         strong = [*weak, Check("strong", lambda: not toy.f(1, 1))]
-        assert set(fates(path, strong).values()) == {Fate.KILLED}
+        assert set(fates(path, strong).values()) == {TrialResult.KILLED}
         assert toy.f(1, 2), "mutants live in processes of their own"
 
     def test_an_exception_is_noticed(self, tmp_path: Path) -> None:
         path, toy = module(tmp_path, "def f(a):\n    if a is None:\n        return 0\n    return a + 1\n")
-        assert fates(path, [Check("none", lambda: toy.f(None) == 0)])["if a is None: return 0 → pass"] is Fate.KILLED
+        assert (
+            fates(path, [Check("none", lambda: toy.f(None) == 0)])["if a is None: return 0 → pass"]
+            is TrialResult.KILLED
+        )
 
     def test_a_change_that_leaves_the_code_as_it_was_is_no_mutant(self, tmp_path: Path) -> None:
         path, toy = module(tmp_path, "def f(a):\n    if a:\n        return\n")
-        assert list(fates(path, [Check("any", lambda: toy.f(1) is None)]).values()) == [Fate.SAME]
+        assert list(fates(path, [Check("any", lambda: toy.f(1) is None)]).values()) == [TrialResult.SAME]
 
     def test_closures_decorated_functions_and_generators_change_too(self, tmp_path: Path) -> None:
         text = """
@@ -127,14 +130,14 @@ class TestTrials:
             Check("generator", lambda: list(toy.generator()) == [True]),
         ]
         found = fates(path, checks)
-        assert found.pop("False → True") is Fate.KILLED
-        assert found == dict.fromkeys(["not False → False", "not None → None", "not 0 → 0"], Fate.KILLED)
+        assert found.pop("False → True") is TrialResult.KILLED
+        assert found == dict.fromkeys(["not False → False", "not None → None", "not 0 → 0"], TrialResult.KILLED)
 
     def test_one_that_never_ends_is_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trial, "PATIENCE_SECONDS", 1)
         path, toy = module(tmp_path, "def f():\n    while False: pass\n    return 1\n")
         found = fates(path, [Check("ends", lambda: toy.f() == 1)])
-        assert found == {"False → True": Fate.ENDLESS}
+        assert found == {"False → True": TrialResult.ENDLESS}
 
     def test_only_checks_that_reach_the_line_are_asked(self, tmp_path: Path) -> None:
         path, toy = module(tmp_path, "def f(a):\n    if a:\n        return not a\n    return 1\n")
@@ -148,8 +151,8 @@ class TestTrials:
         reached = trace_checks(checks, [path])
         asked.unlink()
         assert [fate for _, fate in try_mutants(iterate_mutants(path), checks, reached)] == [
-            Fate.SURVIVED,
-            Fate.SURVIVED,
+            TrialResult.SURVIVED,
+            TrialResult.SURVIVED,
         ]
         assert not asked.exists()
 

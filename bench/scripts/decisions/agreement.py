@@ -85,7 +85,7 @@ def build_scenario(seed: int, spares: int, factor: float, seconds: float) -> Sce
 def build_slow_scenario(
     seed: int, factor: float, seconds: int, job: JobCosts, tail: int, *, restart_known: bool = True
 ) -> Scenario:
-    """The job with one worker that is slow for so many seconds. tail: seconds that are watched behind them; 0: none."""
+    """The job with one worker that is slow for `seconds`. tail: seconds that are observed after them; 0: none."""
     strain = Strain(slow=((SLOW_RANK, factor),), movable=True)
     end = LEAD_SECONDS + seconds
     segments = [Segment(0, LEAD_SECONDS, CALM), Segment(LEAD_SECONDS, end, strain)]

@@ -1,13 +1,12 @@
-"""Who knows all that will happen: dynamic programming over every way to train, and over exchanging the worker.
+"""A policy that knows the future: dynamic programming over every strategy, and over exchanging the worker.
 
-Live changes cost nothing, so that in each second the best way is taken (`CostModel.compute_least_loss`, which knows
-every way that any course has tried, too). What is left to plan is when, if ever, to pay for a new round: the states are
-whether the spare has been taken, a decision is possible at every second, and the value of a second is the least that
-all seconds from there on cost.
+Live changes cost nothing, so that in each second the best strategy is taken (`CostModel.compute_least_loss`, which
+also covers every strategy that a policy has tried). What is left to plan is when, if ever, to pay for a new round. The
+states are whether the spare has been taken, a decision is possible at every second, and the value of a second is the
+least that all seconds from there on cost.
 
-`compute_least_cost` is the bound that no policy can be below. `compute_informed_cost` is whom policies are held
-against: it knows as well how long all will last, and what each remedy is worth, but a change has to show before it is
-acted upon.
+`compute_least_cost` is the bound that no policy can be below. Policies are compared with `compute_informed_cost`: it
+also has the duration of all events, and the value of each remedy, but a change has to show before it acts.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def compute_least_cost(scenario: Scenario, cost_model: CostModel, begin: int = 0
 
 
 def compute_informed_cost(scenario: Scenario, cost_model: CostModel) -> float:
-    """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
-    upon, and until then by the way that was best before; or an exact way for one strain is kept from then on, since
-    what comes and goes is back before it shows. A mode that is not exact does not outlast its reason, for nobody."""
+    """From the first sign on. A change of the strain is met by another strategy once it has shown and been decided
+    upon, and until then by the one that was best before; or an exact one for one strain is kept from then on, since
+    what comes and goes is back before it shows. No policy keeps a mode that is not exact after its reason has ended."""
     job, strains, first_second = scenario.job, scenario.timeline.strains_by_second, find_first_sign(scenario)
     seconds = range(first_second, scenario.timeline.end)
     visible = [get_visible_strain(scenario, second, ago=DECISION_SECONDS) for second in seconds]

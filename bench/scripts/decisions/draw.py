@@ -26,9 +26,8 @@ PHASE_INTERVAL_RANGE, PHASE_SHARE_RANGE = (60, 900), (0.02, 0.2)
 
 @dataclass(frozen=True)
 class Scenario:
-    """seed: of what is seen. evidence_delay_seconds: how old the metrics are that are looked at. restart_known:
-    whether the job
-    has been through a restart before, and knows what it costs."""
+    """seed: of what is observed. evidence_delay_seconds: the age of the metrics. restart_known: whether the job has had
+    a restart before, so that its cost is known."""
 
     seed: int
     kind: str

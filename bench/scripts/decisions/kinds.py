@@ -40,7 +40,7 @@ def slow_node(job: JobCosts, depth: float, rng: np.random.Generator) -> Strain:
 
 
 def slow_link(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
-    """A way through the fabric, whose connections nobody sees: all transfers wait for it, whoever holds the ranks."""
+    """A route through the fabric, whose connections are not observed: all transfers wait for it in every placement."""
     return Strain(transfer_seconds=(depth - 1.0) * job.step_seconds)
 
 
@@ -69,7 +69,7 @@ def vary_lengths(job: JobCosts, depth: float, _rng: np.random.Generator) -> Stra
 
 
 def slow_all_ranks(job: JobCosts, depth: float, _rng: np.random.Generator) -> Strain:
-    """Whatever slows all ranks at once. There is no remedy."""
+    """All causes that slow all ranks at once. There is no remedy."""
     return Strain(all_slow=_compute_own_factor(job, depth))
 
 

@@ -106,12 +106,12 @@ def _iterate_new_steps(rank_steps: Sequence[RankStep]) -> Iterator[RankStep]:
 
 
 def build_scenario(seed: int, factor: float, job: JobCosts) -> Scenario:
-    """It has been through no restart, and does not know what one costs."""
+    """It has been through no restart, so that the cost of one is unknown."""
     return agreement.build_slow_scenario(seed, factor, int(SLOW_SECONDS), job, int(TAIL_SECONDS), restart_known=False)
 
 
 def parse_diary(lines: Iterable[str]) -> list[RankStep]:
-    """What a rank's diary says; its last line may not be whole yet."""
+    """The entries of a rank's diary; its last line may not be complete yet."""
     steps = []
     for line in lines:
         fields = line.split()

@@ -1,7 +1,7 @@
 """The operator's own decisions upon what is seen of the job: all of `pacekeeper_operator.decide`, and nothing copied.
 
-A pass is one of an operator that has only what the one before has written down. What it asks of the ranks is answered
-by the next pass; what it writes into the plan is in force a second later.
+A pass is one of an operator that has only what the one before has written down. What it requests of the ranks is
+answered by the next pass; what it writes into the plan is in force a second later.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .world import CostModel, Setup, Spare, TrainingStrategy
 TRAINED_SECONDS = 300.0
 """Before a scenario begins."""
 PASS_INTERVAL_SECONDS, INVESTIGATION_INTERVAL_SECONDS = 2, 1
-"""Between two passes (`Settings.sample_seconds`); and while something is looked into, as often as the clock allows."""
+"""Between two passes (`Settings.sample_seconds`); and during an investigation, as often as the clock allows."""
 PAUSE_SHARE, MAX_PAUSE_SECONDS = 0.05, 10
-"""Of what is looked into for long, so much may pass between two passes; seconds at most."""
+"""Of the duration of an investigation, how much may pass between two passes; seconds at most."""
 SLOWNESS_CAUSES = frozenset(
     {
         IncidentCause.STRAGGLER,
@@ -61,7 +61,7 @@ class Act:
     cause: IncidentCause
     remedy: str
     rank: int | None
-    before: float  # slowdown, as it was judged
+    before: float  # slowdown, as it was estimated
     after: float  # as it was predicted
 
 
@@ -76,7 +76,7 @@ class Ours:
     quarantines: int = 0
     failures: list[str] = field(default_factory=list)
     passes: int = 0
-    questions: int = 0  # that all ranks were asked
+    questions: int = 0  # requests to all ranks
     pass_intervals: PassIntervals = PassIntervals()
     due: int = 0
     _consecutive: int = 0
@@ -216,7 +216,7 @@ class Ours:
         return self.pass_intervals.rest
 
     def _is_calm(self, observation: Observation) -> bool:
-        """Nothing shows, nothing goes on: a pass would leave all as it is (the tests say so)."""
+        """Nothing shows, nothing goes on: a pass would change nothing (tests check this)."""
         return self.passes > 2 and is_idle(observation, self.rules)
 
     def _evaluate(self, observation: Observation, second: int) -> None:
@@ -275,7 +275,7 @@ class Ours:
 
 
 def is_idle(observation: Observation, rules: Rules) -> bool:
-    """No sign of slowness, and nothing of an earlier one under way."""
+    """No suspicion of slowness, and no remedy of an earlier one in progress."""
     metrics, state, plan = observation.metrics, observation.state, observation.plan
     is_active = (
         state.adaptation.investigation is not None

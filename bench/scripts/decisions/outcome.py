@@ -17,7 +17,7 @@ from .policy_run import PolicyRun, find_first_sign, run_policy
 from .world import CALM, CostModel, Spare, Strain, get_remaining_strain
 
 GRACE_SECONDS = 120
-"""So long after a slowdown's end what is done still concerns it."""
+"""Actions within this time after a slowdown's end still concern it."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Outcome:
 
     scenario: Scenario
     lost: Mapping[str, float]
-    slowed: float  # by ours, and by steps alone: what Local-SGD wins counts without any rule
+    slowed: float  # by ours, and by steps only: what Local-SGD wins counts without any rule
     since: Mapping[str, float]
-    least: float  # that can be lost, by whoever knows all
-    informed: float  # from the first sign on, by whoever knows how long it lasts
+    least: float  # lost by a policy that knows the future
+    informed: float  # lost by a policy that knows, from the first sign on, how long it lasts
     gains: tuple[Gain, ...] = ()
     false_alarms: int = 0
     exchanges: int = 0
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def is_slow(self) -> bool:
-        """By the job's own word, `spec.detection.stragglerSlowdown`."""
+        """By the job's own setting, `spec.detection.stragglerSlowdown`."""
         return self.scenario.depth >= 1.1
 
 
@@ -90,7 +90,7 @@ def run_policies(scenario: Scenario) -> Outcome:
 
 
 def run_calm_scenario(scenario: Scenario, intervals: PassIntervals) -> Outcome:
-    """Ours alone, where nothing goes wrong."""
+    """Only ours, where nothing goes wrong."""
     cost_model = CostModel(scenario.job)
     ours = Ours(scenario, cost_model, pass_intervals=intervals)
     run = run_policy(scenario, cost_model, ours)

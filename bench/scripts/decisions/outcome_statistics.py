@@ -106,7 +106,7 @@ def count_predicted_gains(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, i
 
 
 def find_best_online(outcomes: Sequence[Outcome]) -> str:
-    """Of those who err in nothing and do not know how long it lasts: who loses least, in hindsight."""
+    """Of the policies without errors that lack the duration: the one that loses least, in hindsight."""
     names = [name for name in POLICIES if name.startswith("ski rental")]
     return min(names, key=lambda name: sum(outcome.lost[name] for outcome in outcomes))
 
@@ -137,7 +137,7 @@ def build_summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[
         f"{MAX_MEAN_TIMES:g} × on average": statistics.times_on_average <= MAX_MEAN_TIMES,
         "no quarantine for slowness": quarantines == 0,
         f"{MIN_PREDICTED_SHARE:.0%} of gains within {NEAR_SHARE:.0%}": predicted >= MIN_PREDICTED_SHARE * total,
-        "nobody beats the clairvoyant": not beaten,
+        "no policy beats the clairvoyant": not beaten,
         "no step of a pass failed": not any(outcome.failures for outcome in all_outcomes),
     }
     return {

@@ -15,7 +15,7 @@ from .policy_run import Begin, Now, find_first_sign, get_visible_strain
 from .world import CALM, EQUAL_SHARES, CostModel, Setup, Spare, Strain, TrainingStrategy, get_remaining_strain
 
 SHARES_SECONDS = 5.0
-"""What Greyhound's second level is taken to cost: the micro-batches are dealt anew."""
+"""Assumed cost of Greyhound's second level: the micro-batches are distributed again."""
 
 
 @dataclass
@@ -85,8 +85,8 @@ class Greyhound:
 
 @dataclass
 class SkiRental:
-    """Who errs in nothing, and only does not know how long it will last: what is free is done at once, and the spare is
-    taken when the loss so far is `times` what it costs."""
+    """A policy without errors that only lacks the duration: what is free is done at once, and the spare is taken when
+    the loss so far is `times` what it costs."""
 
     scenario: Scenario
     world: CostModel

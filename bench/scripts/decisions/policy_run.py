@@ -18,21 +18,20 @@ WINDOW_STEPS, THRESHOLD = 32, 1.1
 
 @dataclass(frozen=True)
 class Now:
-    """A second. `strain`: as it is for this setup; `came`: as it befalls the job, whoever holds its ranks."""
+    """A second. `strain`: as it is for this setup; `came`: as it reaches the job, wherever its ranks are."""
 
     second: int
     setup: Setup
     strain: Strain
     came: Strain
-    stands: bool  # between two rounds: nobody trains
+    stands: bool  # between two rounds: no rank trains
 
 
 class OnlinePolicy(Protocol):
-    """Asked at the end of a second what shall be from the next one on."""
+    """Called at the end of a second to choose the setup from the next one on."""
 
     due: int
-    """The next second that it wants to be asked at; it is asked at those as well at which the strain is another one, or
-    a round begins."""
+    """The next second at which it must be called. It is also called when the strain changes, or a round begins."""
 
     def choose_setup(self, now: Now) -> Setup: ...
 
@@ -45,7 +44,7 @@ class PolicyRun:
     """Seconds of training that each second has cost, and the setups that were in force."""
 
     lost: tuple[float, ...]
-    slowed: float  # seconds in all, by its steps alone (`CostModel.slowed`)
+    slowed: float  # seconds in all, by its steps only (`CostModel.slowed`)
     setups: tuple[Setup, ...]
     stood: int  # seconds between rounds
 
@@ -99,7 +98,7 @@ def find_first_sign(scenario: Scenario) -> int:
 
 
 def get_visible_strain(scenario: Scenario, second: int, ago: int = 0) -> Strain:
-    """What those see who notice a change as late as it shows; `ago`: so many seconds of training before."""
+    """What a policy observes that detects a change only once it shows; `ago`: seconds of training before."""
     job = scenario.job
     trained = (
         job.compute_trained_seconds(max(0, second - scenario.evidence_delay_seconds))

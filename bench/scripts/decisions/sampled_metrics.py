@@ -1,7 +1,7 @@
-"""What is seen of a job: its ranks' last steps, with their noise, as sidecars tell of them.
+"""What is observed of a job: its ranks' last steps, with their noise, as sidecars report them.
 
 Steps are as long as the world expects them, so that their number at any time is known; what each rank did in a step is
-drawn for that step, and the same whenever it is looked at.
+drawn for that step, and the same at each read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Of a round, from `begin` on: steps that are trained in one way under one strain."""
+    """Of a round, from `begin` on: steps that are trained by one strategy under one strain."""
 
     begin: float
     step: int  # the first that ends in it
@@ -63,7 +63,7 @@ class SampledMetrics:
     _steps: dict[tuple[int, int], SampledStep] = field(default_factory=dict)
 
     def extend(self, now: float, strategy: TrainingStrategy, strain: Strain) -> None:
-        """From `now` on in this way, under this strain."""
+        """From `now` on by this strategy, under this strain."""
         last = self.pieces[-1] if self.pieces else None
         if last is not None and (last.strategy, last.strain) == (strategy, strain):
             return

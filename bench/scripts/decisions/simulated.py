@@ -3,14 +3,14 @@
 The real operator in simulated clusters: one of four ranks is slow by each of FACTORS, with a spare warm and without,
 for each of SLOW_SECONDS, in the worlds of several seeds. Costs are seconds of
 training: the samples that the same world trains without the fault and this one does not, over its rate, from the
-fault's beginning until TAIL_SECONDS after its end; of both their means over the worlds are judged, as restarts take
+fault's beginning until TAIL_SECONDS after its end; the means of both over the worlds are compared, as restarts take
 their time by chance. So all that the operator does is in them: noticing, shares,
 exchanging the worker, and noticing that it is over.
 
 The clairvoyant takes the cheapest of three from the first moment on: nothing, the best shares in whole samples, or the
 spare. Exchanging a worker costs it what it costs the operator in the same world, who has an idea of it from a crash
 that the job has been through. It needs no time to notice; the
-operator has twice its cost, and the seconds of noticing beside: what the fault costs, unmended, until the first
+operator has twice its cost, plus the seconds of detection: what the fault costs, unmended, until the first
 decision, and what shares cost that outlive it.
 """
 
@@ -45,15 +45,15 @@ SEED_COUNT = 3
 REPLICAS, SLOW_RANK = 4, 1
 FACTORS = (1.15, 1.3, 1.6, 2.2, 3.1, 5.0)
 UNBOUNDED_SECONDS = 1200.0
-"""So long is measured of a fault that does not end."""
+"""How long a fault that does not end is measured."""
 SLOW_SECONDS = (30.0, 120.0, 600.0, UNBOUNDED_SECONDS)
 CRASH_AT_SECONDS, SLOWDOWN_AT_SECONDS = 50.0, 120.0
 TAIL_SECONDS = 120.0
 STATE_POLL_SECONDS = 0.5
 MAX_TIMES_CLAIRVOYANT = 2.0
 MAX_POINTS_BEHIND = 10.0
-"""Of the slowdown that a clairvoyant removes at JUDGED_SECONDS, the operator removes as much but for so many."""
-JUDGED_SECONDS = 600.0
+"""Of the slowdown that a clairvoyant removes at COMPARED_SECONDS, the operator may leave this much."""
+COMPARED_SECONDS = 600.0
 DRAWS = 4096
 NOISE_RANGE = (0.98, 1.02)
 """Of the simulated ranks' steps."""
@@ -144,12 +144,12 @@ class _Watch:
         RankCrashes().inject(self._context)
         await asyncio.sleep(SLOWDOWN_AT_SECONDS - self._world.now())
         self._training = self._context.find_training(0)
-        heal = None
+        undo = None
         if self._case.factor > 1:
-            heal = NodeIsSlow(TargetRole.MEMBER, SLOW_RANK, factor=self._case.factor).inject(self._context)
+            undo = NodeIsSlow(TargetRole.MEMBER, SLOW_RANK, factor=self._case.factor).inject(self._context)
         while (now := self._world.now()) < self._case.ends:
-            if heal is not None and now >= SLOWDOWN_AT_SECONDS + self._case.seconds:
-                heal = heal()
+            if undo is not None and now >= SLOWDOWN_AT_SECONDS + self._case.seconds:
+                undo = undo()
             self._record_state(now)
             await asyncio.sleep(STATE_POLL_SECONDS)
 
@@ -214,7 +214,7 @@ def _compute_slowdowns(training: SimulatedTraining, factor: float) -> tuple[floa
 
 
 def build_results(played: Sequence[Played]) -> list[Result]:
-    """Of all cases with a fault, each beside the same world without."""
+    """Of all cases with a fault, each compared with the same world without it."""
     healthy = {
         (played_case.case.seed, played_case.case.spares): played_case
         for played_case in played
@@ -262,7 +262,7 @@ COMPARED_KINDS = ((0, 1.6, 600.0), (0, 3.1, 600.0), (1, 1.6, UNBOUNDED_SECONDS),
 
 
 def list_cases(worlds: int) -> list[SimulatedCase]:
-    """Longest first. worlds: seeds of each kind; 0: the COMPARED_KINDS alone, in one world."""
+    """Longest first. worlds: seeds of each kind; 0: only the COMPARED_KINDS, in one world."""
     kinds = list(product((0, 1), FACTORS, SLOW_SECONDS)) if worlds else COMPARED_KINDS
     cases = [SimulatedCase(seed, spares) for seed, spares in product(range(max(1, worlds)), (0, 1))]
     cases += [SimulatedCase(seed, *kind) for seed, kind in product(range(max(1, worlds)), kinds)]
@@ -280,7 +280,7 @@ def print_report(results: Sequence[Result]) -> tuple[dict[str, object], dict[str
         spares, factor, seconds = kind
         description = f"{factor:g} times as slow for {seconds:g} s, spares: {spares}"
         times[description] = max(0.0, row["cost"] - row["noticing"]) / row["clairvoyant"]
-        if seconds == JUDGED_SECONDS:
+        if seconds == COMPARED_SECONDS:
             points_behind[description] = 100 * (row["removed_by_clairvoyant"] - row["removed"])
         print(
             f"{spares:6}  {factor:6.2f}  {seconds:7g}  {row['cost']:6.1f}  {row['clairvoyant']:13.1f}  "

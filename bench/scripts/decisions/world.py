@@ -1,9 +1,9 @@
-"""A training job on a coarse clock: what each way to train costs it under each strain, by expectation.
+"""A training job on a coarse clock: what each strategy costs it under each strain, by expectation.
 
-A second is the least that is told apart. A step takes what its last rank takes, and the transfer behind it; ranks
-differ by noise, the same draws for every way to train, so that ways are compared by nothing but themselves. What a
-course of ways costs is a plain sum of these expectations and of restarts, upon which a clairvoyant can be proved.
-Noise that is *seen* is drawn elsewhere (`sight`).
+A second is the resolution. A step takes what its last rank takes, and the transfer behind it; ranks
+differ by noise, the same draws for every strategy, so that nothing else differs between strategies. The cost of a
+sequence of strategies is a plain sum of these expectations and of restarts, which makes a clairvoyant provable.
+Noise that is *observed* is drawn elsewhere (`sampled_metrics`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pacekeeper_analysis.stragglers.price import MAX_EXACT_STEP_TIME_RATIO, comp
 from pacekeeper_analysis.stragglers.strategies import MAX_REMAINING_COST_WITH_SHARES
 
 GC_INTERVAL_STEPS = 20
-"""A rank that collects garbage by itself does so once in so many of its steps."""
+"""Steps between two collections of a rank that collects garbage by itself."""
 HICCUP_FACTOR = 3.0
-"""So many times as long as usual takes a rank that is held up once."""
+"""Duration of a step of a rank that is held up once, as a multiple of the usual one."""
 SYNC_TRANSFER_FACTOR = 1.3
 """Times the transfer of a step that one of a synchronization in a Local-SGD mode takes
 (`simulation.workers.training_round`)."""
 CLEAR_MARGIN = 1.1
-"""Times the bound beyond which nobody mistakes the one side of it for the other: up to there it is worth nothing to
-have left exact training, nor to have stayed."""
+"""Times the bound beyond which the two sides of it are distinct: up to there it is worth nothing to have left exact
+training, nor to have stayed."""
 BACKWARD_SHARE, FORWARD_SHARE = 2 / 3, 1 / 3
 """Parts of a rank's own work that hide a transfer: the first in a synchronous step, the second at a synchronization. A
-step's transfer is taken to be so long that it just shows."""
+step's transfer is assumed to be just longer than what hides it."""
 MAX_RANK_DRAWS, MAX_DRAWS, FITTED_DRAWS = 262_144, 1024, 256
 """Draws times ranks, and draws, that an expectation is of; and others, that the best shares are fitted to."""
 
@@ -45,7 +45,7 @@ class Spare(StrEnum):
 
     NONE = "none"
     WARM = "warm"
-    DEAD = "dead"  # its pod is there, and nobody hears of it
+    DEAD = "dead"  # its pod exists, and sends no heartbeats
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class JobCosts:
     ranks_each: int
     samples: int  # of each rank in a step
     sample_seconds: float
-    fixed_seconds: float  # of a step, whatever its samples
+    fixed_seconds: float  # of a step with any number of samples
     transfer_seconds: float  # of a step, that no computation hides
     noise: float  # standard deviation of a rank's own work in a step, over its mean
     hiccups: float  # share of a rank's steps that take HICCUP_FACTOR times as long
@@ -91,7 +91,7 @@ class JobCosts:
         return periods * (self.phase_every - self.phase_seconds) + min(remainder, self.phase_every - self.phase_seconds)
 
     def find_time(self, trained: float) -> float:
-        """Until it has trained for so long."""
+        """Return the time at which it has trained for `trained` seconds."""
         if not self.phase_seconds:
             return trained
         periods, remainder = divmod(trained, self.phase_every - self.phase_seconds)
@@ -107,7 +107,7 @@ class Strain:
 
     slow: tuple[tuple[int, float], ...] = ()  # ranks, and how many times their peers' time they take
     all_slow: float = 1.0  # the same of all ranks
-    turns: float = 1.0  # of one rank in each step, drawn anew
+    turns: float = 1.0  # of one rank in each step, drawn again
     transfer_seconds: float = 0.0  # that each transfer takes longer
     gc_seconds: float = 0.0  # of a pause, of each rank once in GC_INTERVAL_STEPS steps
     lengths: float = 0.0  # standard deviation of the logarithm of a rank's work in a step: sequences, dealt unevenly
@@ -149,16 +149,16 @@ class Setup:
 
 @dataclass
 class CostModel:
-    """What ways to train cost a job. Loss is in seconds of training a second, against the job without any strain."""
+    """What strategies cost a job. Loss is in seconds of training a second, against the job without any strain."""
 
     job: JobCosts
     _known: dict[tuple[TrainingStrategy, Strain], float] = field(default_factory=dict)
     _best: dict[Strain, TrainingStrategy] = field(default_factory=dict)
     tried: dict[TrainingStrategy, None] = field(default_factory=dict)
-    """Ways that some course has taken."""
+    """Strategies that a policy has taken."""
 
     def compute_loss(self, strategy: TrainingStrategy, strain: Strain) -> float:
-        """0 to 1. Nobody has published what it is worth to stay exact, so that it is a rule here, the product's own,
+        """0 to 1. No publication says what it is worth to stay exact, so that it is a rule here, the product's own,
         and binds all: what Local-SGD wins over exact training counts only where it `may_leave_exact`."""
         self.tried.setdefault(strategy)
         seconds = self.step_seconds(strategy, strain)
@@ -167,12 +167,12 @@ class CostModel:
         return compute_loss_rate(seconds / self.usual_seconds)
 
     def slowed(self, strategy: TrainingStrategy, strain: Strain) -> float:
-        """The same of its steps alone, whether they are exact or not."""
+        """The same of its steps only, whether they are exact or not."""
         return compute_loss_rate(self.step_seconds(strategy, strain) / self.usual_seconds)
 
     def may_leave_exact(self, strain: Strain) -> bool:
-        """The best exact way takes clearly more than NEARLY times as long, and does not mend slow ranks by half. That
-        Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
+        """The best exact strategy exceeds MAX_EXACT_STEP_TIME_RATIO clearly, and removes less than half of the
+        slowness. That Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
         exact, equal, local = (
             self.step_seconds(strategy, strain) / self.usual_seconds
             for strategy in (self.choose_best_exact(strain), EQUAL_SHARES, LOCAL_SGD)
@@ -182,7 +182,7 @@ class CostModel:
         return exact >= CLEAR_MARGIN * MAX_EXACT_STEP_TIME_RATIO * max(1.0, local, local_slowdown) and not is_halved
 
     def compute_least_loss(self, strain: Strain) -> float:
-        """Under the best way that there is, or that anybody has tried."""
+        """Under the best strategy that exists, or that a policy has tried."""
         strategies = [self.choose_best_exact(strain), LOCAL_SGD, *self.tried]
         return min(self.compute_loss(strategy, strain) for strategy in strategies)
 

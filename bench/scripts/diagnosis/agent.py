@@ -1,8 +1,8 @@
-"""The sidecar's eyes, without its voice: `python -m bench.scripts.diagnosis.agent NUMBER`, in a host's network.
+"""A sidecar that records instead of reporting: `python -m bench.scripts.diagnosis.agent NUMBER`, in a host's network.
 
-It writes down what its sidecar would tell, when it would tell it, one JSON object a line (`told-NUMBER`): heartbeats
-with figures by the sidecar's own rule, stalls as the launcher reports them, and once a second the answer to a request
-for everything. Collectives are much: they are asked for every third time.
+It writes down what a sidecar would report, and when, one JSON object a line (`reports-NUMBER`): heartbeats with metrics
+by the sidecar's own rule, stalls as the launcher reports them, and once a second the answer to a request for
+everything. Collectives are large: they are requested every third time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat
 WINDOW_STEPS = 32
 POLL_INTERVAL_SECONDS, EVIDENCE_INTERVAL_SECONDS = 0.1, 1.0
 POLL_SECONDS = 3.0
-"""A heartbeat goes out after so long in any case."""
+"""The longest time between two heartbeats."""
 ALL_PARTS_EVERY, ALL_PARTS = 3, (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
 
 
@@ -35,11 +35,11 @@ class Agent:
 
     def __init__(self, number: int) -> None:
         self._runtime, self._worker = RuntimeFolder.from_environment(), os.environ["PACEKEEPER_WORKER"]
-        self._path = Path(os.environ["FOLDER"]) / f"told-{number}"
+        self._path = Path(os.environ["FOLDER"]) / f"reports-{number}"
         self._rings = RankRings(self._runtime, WINDOW_STEPS)
         self._connections = ConnectionSampler(self._runtime)
         self._metrics = MetricsReporter()
-        self._told_news, self._reported_at, self._looks, self._probed = 0, 0.0, 0, ""
+        self._reported_changes, self._reported_at, self._polls, self._probed = 0, 0.0, 0, ""
 
     def run(self) -> None:
         """Until killed."""
@@ -57,11 +57,11 @@ class Agent:
         self._connections.sample(now)
         self._metrics.update(self._rings.measure_metrics(), Plan.metrics_deadband, now)
         heartbeat = Heartbeat.from_json(read_json(self._runtime.heartbeat) or {})
-        if self._metrics.urgent_changes != self._told_news or now >= self._reported_at + POLL_SECONDS:
-            self._told_news, self._reported_at = self._metrics.urgent_changes, now
+        if self._metrics.urgent_changes != self._reported_changes or now >= self._reported_at + POLL_SECONDS:
+            self._reported_changes, self._reported_at = self._metrics.urgent_changes, now
             self._write(heartbeat=replace(heartbeat, rank_metrics=self._metrics.take_report()).to_json())
-        self._looks += 1
-        parts = ALL_PARTS if self._looks % ALL_PARTS_EVERY == 0 else (EvidencePart.WINDOWS,)
+        self._polls += 1
+        parts = ALL_PARTS if self._polls % ALL_PARTS_EVERY == 0 else (EvidencePart.WINDOWS,)
         evidence = self._rings.build_evidence("all", self._worker, heartbeat.round, parts)
         self._write(evidence=replace(evidence, links=self._connections.windows()).to_json())
 

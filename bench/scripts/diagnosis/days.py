@@ -2,8 +2,8 @@
 
 Blocks of recorded steps follow each other at random (block bootstrap, all ranks together), and what happens on a day is
 laid over them: checkpoints, compilations, cold caches after an evaluation, noisy neighbors, short congestion. The
-operator is run where it would look at all: around every second in which the ranks' figures leave what it lets be, each
-time with nothing remembered, which makes it the more ready to blame.
+operator is run where it would act at all: around every second in which the ranks' metrics leave their tolerance, each
+time without memory, which makes a false accusation more likely.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _run_day(seed: int, recordings: Sequence[Recording]) -> Found:
 
 def _iterate_blocks(recording: Recording) -> Iterator[Steps]:
     steps: dict[int, dict[int, tuple[float, float]]] = {rank: {} for rank in range(RANKS)}
-    for report in recording.told:
+    for report in recording.reports:
         for window in report.get("evidence", {}).get("windows", ()):
             times = zip(window["step_seconds"], window["compute_seconds"], strict=True)
             steps[window["rank"]].update(zip(window["steps"], times, strict=True))
@@ -113,8 +113,7 @@ def _iterate_blocks(recording: Recording) -> Iterator[Steps]:
 
 def scale_to_step_time(blocks: Sequence[Steps], usual_seconds: float) -> Iterator[Steps]:
     """As on a machine on which a step takes `usual_seconds` seconds: how much else its processors had to do while this
-    was recorded is the bench's trouble, and a day that changes between such paces every few seconds belongs to no
-    cluster."""
+    was recorded is an artifact of the bench. No cluster has a day that changes between such paces every few seconds."""
     factor = np.float32(usual_seconds / np.median([block.step.mean() for block in blocks]))
     for block in blocks:
         yield Steps(factor * block.step, factor * block.own)
@@ -147,8 +146,8 @@ def _add_disturbances(day: Steps, rng: np.random.Generator, usual_seconds: float
 
 
 def _find_conspicuous(day: Steps, early_step: float) -> Iterator[tuple[float, float]]:
-    """Stretches of seconds around those in which a rank's mean own work over its window is slow beside the others', or
-    all their steps are slow beside the early ones."""
+    """Stretches of seconds around those in which a rank's mean own work over its window is slow compared with the
+    others', or all their steps are slow compared with the early ones."""
     step, own = _compute_window_means(day.step), _compute_window_means(day.own)
     relative_times = own.max(axis=1) / np.median(own, axis=1)
     is_slow = np.maximum(relative_times, step.min(axis=1) / early_step) >= DetectionSpec().straggler_slowdown
@@ -176,11 +175,11 @@ def _count_naive_alarms(day: Steps, template: _Template) -> dict[str, int]:
 
 
 class _Template:
-    """How the workers of a recording tell of themselves."""
+    """How the workers of a recording report."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        reports = list(recording.told)
+        reports = list(recording.reports)
         self._heartbeats = {report["worker"]: report["heartbeat"] for report in reports if "heartbeat" in report}
         self._evidence = {report["worker"]: report["evidence"] for report in reports if "evidence" in report}
         windows = {window["rank"]: window for evidence in self._evidence.values() for window in evidence["windows"]}

@@ -1,8 +1,8 @@
 """The faults: how each begins and ends on the hosts, and what is true about it.
 
-Each strikes in PLACES ways, on other ranks and by other amounts, so that nothing is tuned to one of them. What slows
-ranks down is measured in what they usually need, so that it is as deep on any machine: steps take 1.2 to 3 times as
-long. What costs less than a tenth is let be (`detection.stragglerSlowdown`).
+Each is injected in PLACES variants, on other ranks and by other amounts, so that nothing is tuned to one of them. What
+slows ranks down is measured in what they usually need, so that it is as deep on any machine: steps take 1.2 to 3 times
+as long. What costs less than a tenth is tolerated (`detection.stragglerSlowdown`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hosts import (
     HostedJob,
     add_noisy_neighbors,
     drop_packets,
-    heal_host,
+    restore_host,
     set_cpu_quota,
     slow_link,
 )
@@ -58,7 +58,7 @@ class Truth:
         return self.source is not None or self.destination is not None
 
     def is_named(self, finding: Finding) -> bool:
-        """Whether the culprit's words name it, and nobody else."""
+        """Whether the message of the diagnosis names the culprit, and no other worker."""
         if self.is_of_links:
             return self._names_link(finding.culprit)
         if self.function and self.function in finding.culprit and (not self.ranks or self._names_rank(finding.culprit)):
@@ -66,7 +66,7 @@ class Truth:
         return self._names_rank(finding.culprit) if self.ranks else ALL_RANKS in finding.culprit
 
     def is_blamed(self, ranks: frozenset[int]) -> bool:
-        """By a rule that knows nothing but ranks."""
+        """By a rule that names only ranks."""
         if self.is_of_links:
             return False
         return ranks <= set(self.ranks) if self.ranks else len(ranks) == RANKS
@@ -94,11 +94,11 @@ class Truth:
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """`strike`, `heal`: of a job, by place."""
+    """`strike`, `undo`: of a job, by place."""
 
     name: str
     strike: Callable[[HostedJob, int], None]
-    heal: Callable[[HostedJob, int], None]
+    undo: Callable[[HostedJob, int], None]
     truths: Callable[[int], tuple[Truth, ...]]
     hangs: bool = False
 
@@ -127,7 +127,11 @@ def _iterate_hangs() -> Iterator[InjectedFault]:
         truth = Truth(frozenset({FaultClass.NETWORK}), source=source, destination=destination)
 
         yield InjectedFault(
-            f"dropped {name}", _build_drop(source, destination), _heal_links, _build_constant_truth(truth), hangs=True
+            f"dropped {name}",
+            _build_drop(source, destination),
+            _restore_links,
+            _build_constant_truth(truth),
+            hangs=True,
         )
 
 
@@ -158,7 +162,7 @@ def _iterate_host_faults() -> Iterator[InjectedFault]:
         lambda _place: (Truth(frozenset({FaultClass.CONFIGURATION})),),
     )
     yield InjectedFault(
-        "hog beside one host",
+        "hog next to one host",
         lambda job, place: add_noisy_neighbors(job.hosts, list_hosts(place)[0], NOISY_NEIGHBORS),
         lambda job, place: add_noisy_neighbors(job.hosts, list_hosts(place)[0], 0),
         build_truth(machine_classes),
@@ -195,17 +199,17 @@ def _iterate_link_faults() -> Iterator[InjectedFault]:
         source, destination = SLOW_LINK_HOSTS[place]
         slow_link(job.hosts[source], SLOW_LINK_RATES[place], to=job.hosts[destination])
 
-    yield InjectedFault("slow link", slow_pair, _heal_links, lambda place: (build_link_truth(place),))
+    yield InjectedFault("slow link", slow_pair, _restore_links, lambda place: (build_link_truth(place),))
     yield InjectedFault(
         "slow egress",
         lambda job, place: slow_link(job.hosts[SLOW_SIDES[place][0]], SLOW_SIDES[place][1]),
-        _heal_links,
+        _restore_links,
         lambda place: (Truth(network, source=SLOW_SIDES[place][0]),),
     )
     yield InjectedFault(
         "slow ingress",
         lambda job, place: slow_link(job.hosts[SLOW_SIDES[place][0]], SLOW_SIDES[place][1], egress=False),
-        _heal_links,
+        _restore_links,
         lambda place: (Truth(network, destination=SLOW_SIDES[place][0]),),
     )
     loader = _build_script_fault("", "loader", frozenset({FaultClass.DATA}))
@@ -214,14 +218,14 @@ def _iterate_link_faults() -> Iterator[InjectedFault]:
         slow_pair(job, place)
         loader.strike(job, place)
 
-    def heal_both(job: HostedJob, place: int) -> None:
-        _heal_links(job, place)
-        loader.heal(job, place)
+    def undo_both(job: HostedJob, place: int) -> None:
+        _restore_links(job, place)
+        loader.undo(job, place)
 
     yield InjectedFault(
         "slow link and slow rank",
         inject_both,
-        heal_both,
+        undo_both,
         lambda place: (build_link_truth(place), *loader.truths(place)),
     )
 
@@ -247,14 +251,14 @@ def _build_script_fault(
                 rank, {"kind": kind, "seconds": part * SLOW_STEP_SHARE * STRENGTHS[place] * job.usual.step_seconds}
             )
 
-    def heal(job: HostedJob, place: int) -> None:
+    def undo(job: HostedJob, place: int) -> None:
         for rank in list_ranks(place):
             job.strike(rank, {})
 
     def list_truths(place: int) -> tuple[Truth, ...]:
         return (Truth(classes, () if everywhere else list_ranks(place), function=function),)
 
-    return InjectedFault(name, inject, heal, list_truths, hangs)
+    return InjectedFault(name, inject, undo, list_truths, hangs)
 
 
 def _build_rank_truth(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
@@ -284,6 +288,6 @@ def _build_drop(source: int | None, destination: int | None) -> Callable[[Hosted
     return inject
 
 
-def _heal_links(job: HostedJob, _place: int) -> None:
+def _restore_links(job: HostedJob, _place: int) -> None:
     for host in job.hosts:
-        heal_host(host)
+        restore_host(host)

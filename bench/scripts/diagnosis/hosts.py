@@ -62,7 +62,7 @@ _WITHOUT_NAME_SERVER = (
     'echo nameserver 127.0.0.1 > "$0" && mount --bind "$0" /etc/resolv.conf && exec "$@"',
     f"/dev/shm/{NAME}-resolv.conf",
 )
-"""torch asks for the name of each address, and nobody answers there: a refusal at once is better than seconds."""
+"""torch resolves the name of each address, and no server answers there: an immediate refusal saves seconds."""
 
 Value = TypeVar("Value")
 
@@ -110,7 +110,7 @@ class JobHost:
     @property
     def agent_report_path(self) -> Path:
         """What its agent has written down."""
-        return self.folder / f"told-{self.number}"
+        return self.folder / f"reports-{self.number}"
 
     def read_pid(self, rank: int) -> int:
         """Of the rank's process."""
@@ -185,7 +185,7 @@ class HostedJob:
         self.update_plan(probe=ProbeRequest(name, tuple(targets), tuple(map(tuple, targets.values()))))
 
     def request_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
-        """A behavior window of so many steps or seconds, on all ranks, from so many steps on."""
+        """Request a profile of `steps` steps or `seconds` on all ranks, which begins `ahead` steps from now."""
         first_step = max(host.heartbeat.step for host in self.hosts) + ahead
         self.update_plan(
             profile=ProfileRequest(name, first_step=first_step, steps=steps, seconds=seconds, sources=SourceNaming.SHOW)
@@ -216,7 +216,7 @@ class HostedJob:
     def wait_for(
         self, condition: Callable[[], Value | None], description: str, seconds: float = START_TIMEOUT_SECONDS
     ) -> Value:
-        """The first truthy answer of `condition`. Raises TimeoutError with the last words of the logs."""
+        """The first truthy answer of `condition`. Raises TimeoutError with the last lines of the logs."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -290,7 +290,7 @@ def set_cpu_quota(host: JobHost, cores: float | None) -> None:
 
 
 def slow_link(host: JobHost, rate: str, *, egress: bool = True, to: JobHost | None = None) -> None:
-    """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only its way to this host."""
+    """Slow its route to the others (egress) or theirs to it to `rate` (in tc's syntax); `to`: only to this host."""
     namespace, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
     tc = ("tc", "-n", namespace)
     if to is None:
@@ -304,7 +304,7 @@ def slow_link(host: JobHost, rate: str, *, egress: bool = True, to: JobHost | No
 
 
 def drop_packets(source: JobHost, destination: JobHost) -> None:
-    """What the one sends to the other goes to an address that nobody has."""
+    """What the one sends to the other goes to an unused address."""
     command = f"neigh replace {destination.address} lladdr {UNUSED_HARDWARE_ADDRESS} dev {INTERFACE} nud permanent"
     run_command("ip", "-n", source.namespace, *_split_command(command))
 
@@ -313,7 +313,7 @@ def _split_command(command: str) -> list[str]:
     return command.split()
 
 
-def heal_host(host: JobHost) -> None:
+def restore_host(host: JobHost) -> None:
     """Its network and its processors, as they were."""
     for namespace, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
         is_successful("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
@@ -329,8 +329,8 @@ def _build_cgroup_command(path: str, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def add_noisy_neighbors(hosts: Sequence[JobHost], victim: int, hogs: int) -> None:
-    """So many neighbors copy memory on the one processor that this host shares with them then, and take most of it;
-    the other hosts have the other processors. 0: it is over."""
+    """`hogs` neighbors copy memory on the one processor that this host shares with them then, and take most of it.
+    The other hosts have the other processors. 0: the neighbors end."""
     cgroups.kill_cgroup(HOGS_CGROUP)
     processors = os.sched_getaffinity(0)
     shared_processor = min(processors)
@@ -347,7 +347,7 @@ def add_noisy_neighbors(hosts: Sequence[JobHost], victim: int, hogs: int) -> Non
 
 
 def _set_cpu_weight(path: str, times: int) -> None:
-    """Its part of the processors, over that of a usual group beside it."""
+    """Its part of the processors, over that of a usual group next to it."""
     name, usual = ("cpu.weight", 100) if cgroups.is_v2() else ("cpu.shares", 1024)
     (cgroups.get_controller_folder("cpu", path) / name).write_text(str(times * usual))
 
@@ -361,7 +361,7 @@ def _pin_processes(host: JobHost, processors: set[int]) -> None:
 
 def _create_hosts(hosts: Sequence[JobHost]) -> None:
     cgroups.create_cgroup(NAME)
-    _set_cpu_weight(NAME, 100)  # whatever else the machine is busy with: the faults are ours
+    _set_cpu_weight(NAME, 100)  # other load of the machine must not act as a fault
     run_command("ip", "netns", "add", SWITCH)
     run_command("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
     run_command("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
@@ -378,7 +378,7 @@ def _create_hosts(hosts: Sequence[JobHost]) -> None:
 
 def _remove_hosts(hosts: Sequence[JobHost]) -> None:
     """Deleting a namespace takes the links with it."""
-    cgroups.kill_cgroup(NAME)  # with the hogs, whoever was killed before it could end them
+    cgroups.kill_cgroup(NAME)  # with hogs whose parent was killed before it could end them
     if cgroups.get_controller_folder("pids", NAME).exists():
         cgroups.remove_cgroup(NAME)
     for namespace in (*(host.namespace for host in hosts), SWITCH):

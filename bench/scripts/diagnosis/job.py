@@ -34,7 +34,7 @@ ACTIVATIONS, PARTIAL_SUMS, GRADIENTS = 16_384, 8_192, 393_216
 TOKENS_SIGMA = 20.0
 """Standard deviation of the logarithm of lengths, a second of the fault's strength."""
 OBJECTS_A_SECOND = 2e7
-"""That a collection looks at."""
+"""That a collection visits."""
 MAX_STEPS_APART = 8
 """No two ranks are."""
 USUAL_TOKENS = 1000
@@ -44,7 +44,7 @@ MATRIX_WIDTH = 96
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Each takes as long to load as the fault says."""
+    """Each takes as long to load as the fault sets."""
 
     def __len__(self) -> int:
         return 1 << 30
@@ -65,7 +65,7 @@ class RankJob:
         mesh = init_device_mesh("cpu", (STAGES, REPLICAS, TENSOR_RANKS), mesh_dim_names=("stage", "data", "tensor"))
         self.stage, self.replica = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
         self.data, self.tensor = mesh.get_group("data"), mesh.get_group("tensor")
-        self.neighbor = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
+        self.peer = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
         self.parameter = torch.nn.Parameter(torch.zeros(GRADIENTS))
         self.optimizer = torch.optim.SGD([self.parameter], lr=0.0)
         self.matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH)
@@ -89,20 +89,20 @@ class RankJob:
     def forward(self) -> None:
         activations = torch.zeros(ACTIVATIONS)
         if self.stage == 1:
-            dist.recv(activations, self.neighbor)
+            dist.recv(activations, self.peer)
         self.compute(FORWARD_SECONDS)
         self.sum_partials()
         if self.stage == 0:
-            dist.send(activations, self.neighbor)
+            dist.send(activations, self.peer)
 
     def backward(self) -> None:
         gradients = torch.zeros(ACTIVATIONS)
         if self.stage == 0:
-            dist.recv(gradients, self.neighbor)
+            dist.recv(gradients, self.peer)
         self.compute(BACKWARD_SECONDS)
         self.sum_partials()
         if self.stage == 1:
-            dist.send(gradients, self.neighbor)
+            dist.send(gradients, self.peer)
 
     def sum_partials(self) -> None:
         fault = read_fault()
@@ -122,7 +122,7 @@ class RankJob:
 
 
 def draw_tokens(step: int, replica: int) -> int:
-    """Lengths that differ by replica and step, the same in the mean, where the fault says so."""
+    """Lengths that differ by replica and step, the same in the mean, where the fault sets it."""
     fault = read_fault()
     if fault.get("kind") != "lengths":
         return USUAL_TOKENS
@@ -168,7 +168,7 @@ def augment_sample(seconds: float) -> None:
 
 
 def log_metrics(seconds: float) -> None:
-    """All ranks meet once more in each step, and somebody writes something down."""
+    """All ranks synchronize once more in each step, and one writes a record."""
     dist.barrier()
     time.sleep(seconds)
 
@@ -185,7 +185,7 @@ def agree_on_fault(step: int, fault: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect_garbage(seconds: float) -> None:
-    """Garbage that takes so long to be collected, about: each collection looks at all that there is."""
+    """Garbage whose collection takes about `seconds`: each collection visits all objects."""
     if not _heap:
         _heap.extend([] for _ in range(round(OBJECTS_A_SECOND * seconds)))
         for item in _heap:
@@ -198,7 +198,7 @@ _cached_fault: tuple[int, dict[str, Any]] = (-1, {})
 
 
 def read_fault() -> dict[str, Any]:
-    """Looked at anew only when the file has changed."""
+    """Read again only when the file has changed."""
     global _cached_fault
     path = FOLDER / f"fault-{os.environ['RANK']}.json"
     try:

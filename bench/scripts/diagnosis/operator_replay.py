@@ -1,8 +1,8 @@
 """From a recording to findings: the operator's own services and decisions, under the recording's clock.
 
-What the workers told then they tell again; what the operator asks for it gets from what was recorded of the same
-fault: the answer to a request for evidence with each worker's next words, a behavior window once its steps would be
-over, a probe once its turns would be. Nothing here judges anything.
+What the workers reported then they report again; what the operator requests it gets from what was recorded of the
+same fault: the answer to a request for evidence with each worker's next report, a profile once its steps would be
+over, a probe once its turns would be. No code here decides anything.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ JOB = TrainingJob("bench", "diagnosis", "uid", 1, JobSpec({}, HOSTS, spares=1, n
 POLICY = Policy(RemediationMode.ACT, frozenset(Remedy), max_restarts=10, restart_window=3600.0)
 SPARE = "host-spare"
 FAULT_PASS_INTERVAL_SECONDS = 0.5
-"""Between two looks while something is not dealt with."""
+"""Between two polls while something is not dealt with."""
 TRANSIT_SECONDS = 0.5
 """What patterns and probes take from the worker to the operator."""
 NO_PROMETHEUS = JobMetrics(prometheus_error="there is none")
@@ -62,7 +62,7 @@ NO_PROMETHEUS = JobMetrics(prometheus_error="there is none")
 
 @dataclass(frozen=True)
 class IncidentVersion:
-    """What an incident said from some moment on, seconds since the epoch."""
+    """An incident's content from some time on, seconds since the epoch."""
 
     reported_at: float
     incident: str
@@ -71,7 +71,7 @@ class IncidentVersion:
 
 
 class _Clock(OperatorRuntime):
-    """The recording's. Nobody waits for anything."""
+    """The recording's. No call waits."""
 
     def __init__(self, now: float) -> None:
         super().__init__(seed=0)
@@ -89,10 +89,10 @@ class _Clock(OperatorRuntime):
 
 
 def replay_operator(recording: Recording, *, knows_the_job: bool = True) -> list[IncidentVersion]:
-    """What its incidents say, one for each change; until a remedy would have begun a new round.
+    """The content of its incidents, one for each change; until a remedy would have begun a new round.
 
-    `knows_the_job`: the operator has looked into the waits that the job always has, in vain, as it does in its first
-    minutes.
+    `knows_the_job`: the operator has investigated the waits that the job always has, without result, as it does in its
+    first minutes.
     """
     return asyncio.run(_Operator(recording, knows_the_job).run())
 
@@ -102,7 +102,7 @@ class _Operator:
 
     def __init__(self, recording: Recording, knows_the_job: bool) -> None:
         self._recording, self._knows_the_job = recording, knows_the_job
-        first = recording.told[0]["at"]
+        first = recording.reports[0]["at"]
         self._clock = _Clock(first)
         self._memory = JobRegistry(first - 1000)
         self._sidecars = SidecarService(cast(Cluster, None), self._memory, self._clock)
@@ -113,13 +113,13 @@ class _Operator:
         self._answered: dict[str, str] = {}  # worker → request
         self._operations: dict[str, Evidence] = {}  # worker → the newest answer that has them
         self._profile: tuple[ProfileRequest, float] | None = None  # that is out, and by when its time is over
-        self._probes = _collect_probes(recording.told)
+        self._probes = _collect_probes(recording.reports)
         self._probed: tuple[str, float] | None = None
 
     async def run(self) -> list[IncidentVersion]:
         await self._publish_initial_state()
         membership = self._plan.membership
-        for report in self._recording.told:
+        for report in self._recording.reports:
             while self._due < report["at"]:
                 await self._run_pass(self._due)
                 if self._plan.membership != membership:
@@ -140,7 +140,9 @@ class _Operator:
     async def _publish_initial_state(self) -> None:
         """As it is once its workers train."""
         heartbeats = {
-            report["worker"]: report["heartbeat"] for report in reversed(self._recording.told) if "heartbeat" in report
+            report["worker"]: report["heartbeat"]
+            for report in reversed(self._recording.reports)
+            if "heartbeat" in report
         }
         names = sorted(heartbeats)
         members = tuple(
@@ -279,7 +281,7 @@ class _Operator:
 
 def _compute_usual_step_seconds(recording: Recording) -> float:
     """A step's length in the job's first steady steps, seconds."""
-    evidence = (report["evidence"] for report in recording.told if "evidence" in report)
+    evidence = (report["evidence"] for report in recording.reports if "evidence" in report)
     return float(median(window["baseline_seconds"] for answer in evidence for window in answer["windows"]))
 
 

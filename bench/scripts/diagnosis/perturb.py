@@ -1,8 +1,8 @@
-"""Perturbed copies of a recording: what another run of the same fault might have told.
+"""Perturbed copies of a recording: what another run of the same fault might have reported.
 
-- times: each step and collective takes a few per cent more or less, the same in all answers that tell of it;
-- lost: single steps of a rank, whole answers, polls, one rank's behavior window;
-- late: stalls are told up to a second later;
+- times: each step and collective takes a few per cent more or less, the same in all answers that hold it;
+- lost: single steps of a rank, whole answers, polls, one rank's profile;
+- late: stalls are reported up to a second later;
 - clocks: each worker's is minutes off;
 - another fault begins: in half of the copies the first seconds of another recorded one are laid over some steps.
 """
@@ -45,7 +45,7 @@ class Beginning:
 
     @classmethod
     def from_recording(cls, recording: Recording) -> Beginning | None:
-        """None: nobody's own work grew."""
+        """None: no rank's own work grew."""
         first_step = find_newest_step(recording, recording.began)
         last_step = max(first_step + 1, find_newest_step(recording, recording.began + BEGINNING_SECONDS))
         work = collect_own_work(recording)
@@ -70,15 +70,15 @@ def perturb_recording(recording: Recording, beginnings: Sequence[Beginning], see
 def collect_own_work(recording: Recording) -> dict[int, dict[int, float]]:
     """Rank → step → seconds."""
     work: dict[int, dict[int, float]] = {}
-    for report in recording.told:
+    for report in recording.reports:
         for window in report.get("evidence", {}).get("windows", ()):
             work.setdefault(window["rank"], {}).update(zip(window["steps"], window["compute_seconds"], strict=True))
     return work
 
 
 def find_newest_step(recording: Recording, moment: float) -> int:
-    """The newest step that some worker had told of by then."""
-    reports = (report for report in recording.told if "evidence" in report and report["at"] <= moment)
+    """The newest step that a worker had reported by then."""
+    reports = (report for report in recording.reports if "evidence" in report and report["at"] <= moment)
     return max(
         (window["steps"][-1] for report in reports for window in report["evidence"]["windows"] if window["steps"]),
         default=0,
@@ -111,20 +111,20 @@ class _Copy:
         patterns = dict(self._recording.patterns)
         if patterns and self._random.random() < LOST_PATTERN_SHARE:
             del patterns[self._random.choice(sorted(patterns))]
-        return replace(self._recording, told=reports, patterns=patterns)
+        return replace(self._recording, reports=reports, patterns=patterns)
 
     @cached_property
     def _workers(self) -> list[str]:
-        return sorted({report["worker"] for report in self._recording.told})
+        return sorted({report["worker"] for report in self._recording.reports})
 
     def _add_beginning(self, added: Floats) -> None:
-        began_at = self._recording.began or self._recording.told[0]["at"]
+        began_at = self._recording.began or self._recording.reports[0]["at"]
         first_step = find_newest_step(self._recording, began_at + self._random.uniform(*BEGIN_SECONDS))
         steps = np.arange(first_step, first_step + len(added)) % NOISE_STEPS
         self._more[steps] = added[:, self._draw.permutation(RANKS)]
 
     def _copy_reports(self) -> Iterator[dict[str, Any]]:
-        for report in self._recording.told:
+        for report in self._recording.reports:
             clock = self._clocks[report["worker"]]
             changed = {**report, "clock": clock}
             if "evidence" in report:

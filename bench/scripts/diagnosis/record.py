@@ -1,7 +1,7 @@
-"""Recordings: all that the operator would have been told of a fault on real ranks, kept to be replayed.
+"""Recordings: all reports that the operator would have received of a fault on real ranks, kept to be replayed.
 
 `python -m bench.scripts.diagnosis.record [PLACES [FAULT …]]` makes those that are missing. They are kept outside of the
-repository, by what makes them: who changes the trainer, the protocol or these scripts records anew.
+repository, keyed by what makes them: a change of the trainer, the protocol or these scripts requires new recordings.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ STEPS_FLUSH_SECONDS, LINKS_FLUSH_SECONDS = 6.0, 16.0
 new connections."""
 HEALTHY_SECONDS = 40.0
 MAX_CALM_RELATIVE_TIME, CALM_TIMEOUT_SECONDS = 1.1, 300.0
-"""Steps before a fault take so many times as long as the job's first ones at most. So long it is waited for that: on a
-machine that is busy otherwise a fault is not the one that is meant, and a healthy job is none."""
+"""The longest a step may take before a fault, as a multiple of the job's first ones, and how long to wait for that. On
+a busy machine a fault is not the intended one, and a healthy job does not look healthy."""
 PROFILE_DELAY_SECONDS, PROFILE_AHEAD_STEPS, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
-"""Seconds after a fault's beginning, steps ahead of then, and what the operator would ask for."""
+"""Seconds after a fault's beginning, steps ahead of then, and what the operator would request."""
 PROBE_DELAY_SECONDS = 24.0
 """Late: its bytes would be in the windows."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """`told`: each worker's words, oldest first: {"at": seconds since the epoch, "worker": …, and heartbeat, evidence,
-    fault or probe}. `began`: when the fault struck; 0: there was none."""
+    """`reports`: of each worker, oldest first: {"at": seconds since the epoch, "worker": …, and heartbeat, evidence,
+    fault or probe}. `began`: when the fault began; 0: there was none."""
 
     fault: str
     place: int
     began: float
     ended: float
-    told: Sequence[Mapping[str, Any]]
-    patterns: Mapping[int, bytes]  # by rank, of the behavior window that was asked for
+    reports: Sequence[Mapping[str, Any]]
+    patterns: Mapping[int, bytes]  # by rank, of the requested profile
     profiled: float  # when the last of them came; 0: none did
     load: float  # of the machine when it began, by its one-minute average
 
@@ -110,12 +110,12 @@ def record_faults(faults: Sequence[InjectedFault], places: int = PLACES) -> None
 
 def compute_depth(recording: Recording) -> float:
     """Of a fault: steps while it lasted over steps before it struck."""
-    earlier_reports = [report for report in recording.told if report["at"] < recording.began]
-    return measure_relative_time(recording.told) / measure_relative_time(earlier_reports)
+    earlier_reports = [report for report in recording.reports if report["at"] < recording.began]
+    return measure_relative_time(recording.reports) / measure_relative_time(earlier_reports)
 
 
 def measure_relative_time(reports: Iterable[Mapping[str, Any]]) -> float:
-    """Steps now over the job's first ones, by the ranks' last windows; infinite where none has told of any."""
+    """Steps now over the job's first ones, by the ranks' last windows; infinite where none has reported any."""
     relative_times = [
         mean(window["step_seconds"]) / window["baseline_seconds"] for window in _find_last_windows(reports)
     ]
@@ -150,7 +150,7 @@ def _record_fault(hosted_job: HostedJob, fault: InjectedFault, place: int) -> Re
             hosted_job.request_probe(f"probe-{hosted_job.plan.version + 1}")
             time.sleep(SLOW_SECONDS - PROBE_DELAY_SECONDS)
     finally:
-        fault.heal(hosted_job, place)
+        fault.undo(hosted_job, place)
     profiled, patterns = hosted_job.read_patterns(name)
     recording = listener.build_recording(fault.name, place, began_at, patterns, profiled)
     if fault.hangs:

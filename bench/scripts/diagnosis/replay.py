@@ -1,4 +1,4 @@
-"""Perturbed copies of all recordings, judged; what is right of the verdicts, by fault."""
+"""Perturbed copies of all recordings, diagnosed; what is right of the verdicts, by fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .record import HEALTHY, Recording, get_recording_path
 
 MIN_CONFIDENCE = 0.9
 NAIVE_VERDICT_SECONDS = 2.0
-"""Seconds that a naive rule is let look at the fault before its first answer counts."""
+"""Seconds that a naive rule may observe the fault before its first answer counts."""
 
 Key = tuple[str, frozenset[str]]
 """Class and kinds of witnesses of a verdict."""
@@ -55,9 +55,9 @@ class Outcome:
     place: int
     copy: int
     early: bool  # something was blamed before the fault began
-    first: ReplayVerdict | None  # that names somebody; None: nobody was
+    first: ReplayVerdict | None  # that names a worker; None: no worker was named
     last: ReplayVerdict | None
-    naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed somebody, and rightly
+    naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed a rank, and rightly
 
 
 Beginnings = Mapping[str, Sequence[Beginning]]
@@ -114,7 +114,7 @@ def _replay_copy(
     truths = fault.truths(place)
     versions = replay_operator(perturbed)
     verdicts = [
-        _judge_finding(version.finding, truths, version.reported_at - recording.began)
+        _check_finding(version.finding, truths, version.reported_at - recording.began)
         for version in versions
         if version.finding is not None and version.finding.culprit and version.reported_at > recording.began
     ]
@@ -126,11 +126,11 @@ def _replay_copy(
         early=any(version.reported_at <= recording.began for version in versions),
         first=verdicts[0] if verdicts else None,
         last=verdicts[-1] if verdicts else None,
-        naive={name: _judge_naive_rule(perturbed, rule, truths) for name, rule in rules.RULES.items()},
+        naive={name: _check_naive_rule(perturbed, rule, truths) for name, rule in rules.RULES.items()},
     )
 
 
-def _judge_finding(finding: Finding, truths: Sequence[Truth], after: float) -> ReplayVerdict:
+def _check_finding(finding: Finding, truths: Sequence[Truth], after: float) -> ReplayVerdict:
     named_truths = [truth for truth in truths if truth.is_named(finding)]
     return ReplayVerdict(
         after=after,
@@ -142,7 +142,7 @@ def _judge_finding(finding: Finding, truths: Sequence[Truth], after: float) -> R
     )
 
 
-def _judge_naive_rule(recording: Recording, rule: rules.Rule, truths: Sequence[Truth]) -> tuple[bool, bool]:
+def _check_naive_rule(recording: Recording, rule: rules.Rule, truths: Sequence[Truth]) -> tuple[bool, bool]:
     blamed = rules.find_first_blamed(recording, rule, NAIVE_VERDICT_SECONDS)
     return blamed is not None, blamed is not None and any(truth.is_blamed(blamed[1]) for truth in truths)
 

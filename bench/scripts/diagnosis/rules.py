@@ -1,6 +1,6 @@
 """Naive rules on the same answers, to compare with: a rank far from the median, and NVRx's two scores.
 
-All of them look at the ranks' own work in the windows that the operator got, once a second.
+All of them read the ranks' own work in the windows that the operator received, once a second.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ RULES: Mapping[str, Rule] = {
 
 
 def find_first_blamed(recording: Recording, rule: Rule, after: float) -> tuple[float, frozenset[int]] | None:
-    """When (seconds after its beginning) a rule first blames somebody from `after` seconds on, and whom."""
+    """When (seconds after its beginning) a rule first blames a rank from `after` seconds on, and which."""
     windows: dict[int, tuple[float, float]] = {}
-    for report in recording.told:
+    for report in recording.reports:
         for window in report.get("evidence", {}).get("windows", ()):
             if len(window["steps"]) >= MIN_STEPS:
                 windows[window["rank"]] = float(np.median(window["compute_seconds"])), window["baseline_own_seconds"]
-        since = report["at"] - (recording.began or recording.told[0]["at"])
+        since = report["at"] - (recording.began or recording.reports[0]["at"])
         if "evidence" in report and since >= after and len(windows) == RANKS:
             now, early = (np.array(column) for column in zip(*(windows[rank] for rank in range(RANKS)), strict=True))
             if blamed := rule(now, early):
@@ -62,7 +62,7 @@ def find_first_blamed(recording: Recording, rule: Rule, after: float) -> tuple[f
 
 
 def count_alarms(now: Floats, early: Floats, rule: Rule) -> int:
-    """Times that a rule begins to blame somebody. now: (windows, ranks), in order."""
+    """Times that a rule begins to blame a rank. now: (windows, ranks), in order."""
     blames = [bool(rule(row, early)) for row in now]
     return sum(blame and not was_blamed for was_blamed, blame in zip([False, *blames], blames, strict=False))
 

@@ -1,4 +1,4 @@
-"""How much the workers tell: of a behavior window, and of a connection."""
+"""How much the workers send: of a profile, and of a connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .faults import list_faults
 from .record import Recording, get_recording_path
 
 WINDOW_SECONDS = 5.0
-"""One of a connection's windows; three of them are told in an answer that is asked for once."""
+"""One of a connection's windows; an answer has three of them."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def measure_sizes(places: int) -> Sizes:
         pattern_bytes = max(
             pattern_bytes, *(len(json.loads(data)["pattern"] and data) for data in recording.patterns.values()), 0
         )
-        link_windows = [link for report in recording.told for link in report.get("evidence", {}).get("links", ())]
+        link_windows = [link for report in recording.reports for link in report.get("evidence", {}).get("links", ())]
         link_bytes += sum(map(_count_bytes, link_windows))
         seconds += sum(link["seconds"] for link in link_windows)
     return Sizes(pattern_bytes, link_bytes / max(seconds, 1.0))

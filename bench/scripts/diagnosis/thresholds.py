@@ -1,7 +1,7 @@
-"""Are the product's thresholds fitted to the faults that they are tried on? Each is found anew with one fault left out.
+"""Are the product's thresholds fitted to the faults that they are tried on? Each is fitted again without one fault.
 
-What scores best on all other faults judges the one that was left out; a threshold is tried at half and at twice what it
-is (of a ratio, what is above 1), the others as they are.
+What scores best on all other faults is applied to the one that was left out. A threshold is tried at half and at twice
+its value (of a ratio, what is above 1), the others as they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The replicas of a tiny GPT, trained one after the other in this process as a side's rules have it, without a clock.
 
-What judges, weighs and applies pseudo-gradients is the library's own: `weigh` and `OuterOptimizer`, on the units that
+What checks, weighs and applies pseudo-gradients is the library's own: `weigh` and `OuterOptimizer`, on the units that
 it makes of the model. Only the exchange is missing: all replicas are here.
 """
 
@@ -31,12 +31,12 @@ LOCAL_BATCH = 8
 SYNC_EVERY = 8
 """Steps between two synchronizations."""
 ONE_GARBLED, ALL_GARBLED = 0.2, 0.04
-"""How likely a period of dirty data has random bytes in place of one drawn replica's samples, and of everybody's."""
+"""The probability that dirty data replaces one drawn replica's samples by random bytes, and all replicas'."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, whatever the side."""
+    """What is trained on every side."""
 
     replicas: int
     steps: int
@@ -48,7 +48,7 @@ class Run:
     the means that they are held against, which in a real run it does not."""
     seed: int
     clean_periods: int = 0
-    """So many synchronizations come before the first garbled samples."""
+    """Synchronizations before the first garbled samples."""
     dirty: bool = False
 
     def draw_garbled_replicas(self, step: int) -> frozenset[int]:
@@ -191,6 +191,6 @@ def clip_mean(mean: Tensor, penalty: Penalty) -> Tensor:
 
 @torch.no_grad()
 def compute_held_out_loss(model: nn.Module, data: SourceCode) -> float:
-    """Mean over the sequences that nobody trains on, in nats a byte."""
+    """Mean over the sequences that no replica trains on, in nats a byte."""
     x, y = data.held_out()
     return float(compute_loss_sum(model, x, y)) / HELD_OUT_SEQUENCES

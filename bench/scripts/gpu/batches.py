@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU that computes. Each function fails by an AssertionError."""
+"""Batches in transfer to a GPU that computes. Each function fails by an AssertionError."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_copies_during_work() -> None:
 
 
 def check_memory_is_kept() -> None:
-    """The script drops each batch before the device has come to it, and asks for the next one of the same size."""
+    """The script drops each batch before the device has come to it, and requests the next one of the same size."""
     device = get_current_device()
     move, sums = create_batch_mover(device), []
     host_tensors = [torch.full((1 << 18,), float(number)).pin_memory() for number in range(50)]  # pinning may wait
@@ -49,7 +49,7 @@ def check_memory_is_kept() -> None:
 
 
 def check_loader_batches(workers: int) -> None:
-    """Batches on the device, from pinned memory, with so many workers of torch's DataLoader."""
+    """Batches on the device, from pinned memory, with `workers` workers of torch's DataLoader."""
     device = get_current_device()
     pinned = []
 
@@ -80,7 +80,7 @@ def get_current_device() -> torch.device:
 
 
 def launch_work(device: torch.device, seconds: float) -> torch.cuda.Event:
-    """Launches work that takes about so long at least, and returns before it is done. Its end is the event."""
+    """Launches work that takes at least about `seconds`, and returns before it is done. Its end is the event."""
     matrix = torch.zeros(4096, 4096, device=device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     matrix @ matrix  # the first one loads libraries

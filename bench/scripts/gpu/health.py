@@ -14,14 +14,14 @@ TIMEOUT_SECONDS = 30.0
 
 
 def watch_health(seconds: float) -> dict[str, Any]:
-    """While the GPU works for so long: its `health`, and the `events` that there were."""
+    """While the GPU works for `seconds`: its `health`, and its `events`."""
     monitor, busy = open_gpu_monitor(), Busy()
     deadline = time.monotonic() + TIMEOUT_SECONDS
     events: list[Any] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end or not monitor.health:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"NVML has told nothing in {TIMEOUT_SECONDS:g} s")
+            raise TimeoutError(f"NVML has reported nothing in {TIMEOUT_SECONDS:g} s")
         busy(0.2)
         wait_until_done()
         events += monitor.poll(time.monotonic())

@@ -2,7 +2,7 @@
 
 Environment: FOLDER, HOLD_BYTES, KERNEL_SECONDS, BACKEND. Of each rank, FOLDER/diary-<rank> has a line for each stage
 that it comes to: monotonic seconds, process id, `round <number> <stage>`. In step 3 of the first round a kernel of
-KERNEL_SECONDS is under way, in which the rank may be killed.
+KERNEL_SECONDS runs, during which the rank may be killed.
 """
 
 from __future__ import annotations

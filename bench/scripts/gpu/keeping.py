@@ -1,7 +1,7 @@
-"""What keeping a GPU's state costs its steps, and how soon it is back: ours beside torch's own checkpoints (DCP).
+"""What keeping a GPU's state costs its steps, and how soon it is back: ours against torch's own checkpoints (DCP).
 
 Each function runs in the one rank of `run_workers`. Layers of one size train under AdamW; a step has a kernel of a
-known length in it, so that it takes as long as a step of a larger model. What holds a step up is told by its own end:
+known length in it, so that it takes as long as a step of a larger model. What holds a step up is measured by its end:
 from a moment at which the GPU has nothing to do until it has done the step, with something kept before it or not.
 """
 
@@ -91,7 +91,7 @@ class Rank:
 
 def measure_snapshots(nbytes: int, step_seconds: float, runtime: str, count: int) -> dict[str, Any]:
     """Seconds of steps that begin with a snapshot which is kept (`with`), the first MAKE_SLOTS of which have memory
-    that none had before; of making each valid, beside the steps behind it (`settle`); of the longest of these
+    that no snapshot had before; of making each valid during the steps after it (`settle`); of the longest of these
     (`longest`), and of plain steps (`plain`). `longest_making`: of steps while memory is taken. `interval`: steps that
     the job would have between two snapshots. `digest`: of the state that the last one holds."""
     rank = Rank(nbytes, step_seconds)

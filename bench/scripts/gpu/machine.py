@@ -1,7 +1,7 @@
 """The machine with a GPU: whether there is one, what it is, and work of a known duration for it.
 
-PACEKEEPER_TEST_DEVICE=cpu takes the CPU in its place, so that all that a GPU runs can be tried without one: a sleep
-stands in for a kernel then, and no figure says anything.
+PACEKEEPER_TEST_DEVICE=cpu uses the CPU instead, so that all that a GPU runs can be tried without one: a sleep
+stands in for a kernel then, and no measurement is meaningful.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ print(json.dumps(found))
 def read_machine_facts() -> dict[str, Any]:
     """Card, driver, and versions of torch, CUDA and NCCL.
 
-    Asked in a process of its own: one that has touched CUDA cannot fork ranks any more.
+    Queried in a process of its own: one that has touched CUDA cannot fork ranks any more.
     """
     process = subprocess.run(
         [sys.executable, "-c", _FACTS_PROGRAM], capture_output=True, text=True, timeout=300, check=False

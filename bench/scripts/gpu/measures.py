@@ -26,7 +26,7 @@ FIRST_STEPS = 6
 
 
 class Slow(nn.Module):
-    """Linear layers, the first of which keeps the device busy for so many seconds before it computes."""
+    """Linear layers, the first of which keeps the device busy for `seconds` before it computes."""
 
     def __init__(self, busy: Busy, seconds: float, layers: int, width: int) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def parse_diary(lines: Sequence[Line], killed_at: float, held_bytes: int) -> Rec
 
 
 def _wait_for_line(folder: Path, process: subprocess.Popen[bytes], wanted: str) -> list[Line]:
-    """The diary, up to a line with these words."""
+    """The diary, up to a line with this text."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         path = folder / "diary-0"

@@ -21,9 +21,9 @@ TIMEOUT_SECONDS = 10.0
 
 
 def trace_all_reduces(nbytes: int, count: int) -> dict[str, Any]:
-    """What the plugin has told of `count` all-reduces of so many bytes, its steps measured.
+    """What the plugin has reported of `count` all-reduces of `nbytes` bytes, its steps measured.
 
-    `communicators`: their ids, sizes, places. `collectives`: what was told of. `waits`: seconds of all sends by
+    `communicators`: their ids, sizes, places. `collectives`: what was reported. `waits`: seconds of all sends by
     what they waited for; `seconds`: of all operations; `flows`: bytes sent by peer, as the sidecar adds them up.
     """
     dist.init_process_group(NCCL)

@@ -1,7 +1,7 @@
 """Runs a function in ranks that share one GPU: fresh processes, each a worker with one rank, as in pods of their own.
 
 Every worker finds the one GPU as its first (LOCAL_RANK 0). NCCL refuses two ranks of one host on one GPU: so each is
-told that it is a host of its own (NCCL_HOSTID), and its bytes go through sockets, by NCCL's proxy threads, as they do
+declared a host of its own (NCCL_HOSTID), and its bytes go through sockets, by NCCL's proxy threads, as they do
 between machines without RDMA. Over gloo tensors of a GPU are staged through pinned memory.
 """
 
@@ -48,7 +48,7 @@ def run_workers(
     """What `function` ("module:name"), called with these arguments, returns in each rank; all of it JSON.
 
     watched: whether each has a ring, so that it records, and NCCL's plugin.
-    Raises RuntimeError with the last words of ranks that failed, or that did not end in time.
+    Raises RuntimeError with the last lines of ranks that failed, or that did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as path:
         folder = Path(path)

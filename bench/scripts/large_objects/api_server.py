@@ -113,7 +113,7 @@ class Server:
         return web.json_response(body)
 
     async def watch(self, request: web.Request, kind: str) -> web.StreamResponse:
-        """From now on, and what is newer than was asked for."""
+        """From now on, and what is newer than requested."""
         response, queue = web.StreamResponse(), asyncio.Queue[bytes]()
         await response.prepare(request)
         since = int(request.query.get("resourceVersion") or 0)
@@ -135,7 +135,7 @@ class Server:
         return response
 
     def discover(self, path: str) -> Body | None:
-        """As much as kopf asks for: jobs, and what tells of new kinds and namespaces."""
+        """The lists that kopf requests: jobs, and new kinds and namespaces."""
         groups = {"pacekeeper.dev": "v1alpha1", "apiextensions.k8s.io": "v1"}
         kinds = {
             "/api/v1": ("namespaces", "Namespace", False),

@@ -1,4 +1,4 @@
-"""Calls to the API server of a measurement, many at once, and a watch that says when what happened."""
+"""Calls to the API server of a measurement, many at once, and a watch that records when events came."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 MAX_CONCURRENT_WRITES = 32
-"""Calls that are under way."""
+"""Calls in progress."""
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 TIMEOUT_SECONDS = 60.0
@@ -27,7 +27,7 @@ class Api:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_WRITES)
 
     async def call(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
-        """Raises RuntimeError with the server's words, or aiohttp's errors. What is asked too much is asked again."""
+        """Raises RuntimeError with the server's message, or aiohttp's errors. Rejected requests (429) are repeated."""
         data = None if body is None else json.dumps(body).encode()
         async with self._slots:
             while True:

@@ -1,7 +1,7 @@
 """Jobs as the operator keeps them, without a cluster: all of its own parts, and a small API server in memory.
 
 What reaches the operator is what a real API server and real sidecars would send: manifests, pods, heartbeats, faults.
-Only what lies behind them is missing: kubelets start every pod at once, ranks step when they are told to.
+Only what lies behind them is missing: kubelets start every pod at once, ranks step on request.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class BenchClock(OperatorRuntime):
         return self.passed
 
     async def run_with_timeout(self, seconds: float, work: Any) -> Any:
-        """Nobody waits here for what has not come yet."""
+        """This runtime does not wait for results that have not come yet."""
         return await super().run_with_timeout(min(seconds, 0.0), work)
 
 
 class BareApiServer:
-    """Objects by their path. Pods run as soon as they are made, each on a node of its own; `heard` is told of them."""
+    """Objects by their path. Pods run as soon as they are made, each on a node of its own: see `on_pod_event`."""
 
     def __init__(self, clock: BenchClock) -> None:
         self.clock = clock
@@ -73,7 +73,7 @@ class BareApiServer:
         self.nodes = 0
 
     async def watch(self, _path: str, _query: Mapping[str, str]) -> AsyncGenerator[Object]:
-        """Nobody watches here: `heard` is told."""
+        """Yields nothing: `on_pod_event` is called instead."""
         return
         yield
 
@@ -171,7 +171,7 @@ class Jobs:
         raise RuntimeError(f"job {context.job.name} is {context.cache.phase}, and does not go on")
 
     async def run_turn(self, context: JobContext) -> float:
-        """Its workers say how they are, then a pass looks at it; seconds of the processor that the pass has taken."""
+        """Its workers report their state, then a pass runs over it; processor seconds that the pass has taken."""
         self.clock.passed += 2.0
         await self.poll(context)
         return await self.run_pass(context)
@@ -198,7 +198,7 @@ class Jobs:
                 await self.sidecars.poll(self._build_caller(context, worker.name), heartbeat, plan.version, 0.0)
 
     async def stall(self, context: JobContext) -> None:
-        """All workers say that their ranks stand still; rank 0 holds them up. What is not dealt with waits."""
+        """All workers report that their ranks stall; rank 0 holds them up. What is not dealt with waits."""
         plan = context.cache.plan
         assert plan is not None
         faults = [
@@ -263,7 +263,7 @@ class Jobs:
         )
 
     def _on_pod_event(self, body: Object, deleted: bool) -> None:
-        """The watches' word on a pod, and on the node that it has."""
+        """The watches' events of a pod, and of the node that it has."""
         if not deleted:
             name = body["spec"]["nodeName"]
             if self.operator.stores.nodes.get(("", name)) is None:
@@ -306,7 +306,7 @@ def build_node(name: str, version: str) -> Object:
 
 
 def build_stall(worker: str, ranks: tuple[int, ...], membership: int, round_: int, now: float) -> FaultReport:
-    """What its launcher says; rank 0 has never come to the collective that the others are in."""
+    """What its launcher reports; rank 0 has never come to the collective that the others are in."""
     states = tuple(
         RankState(
             rank=rank,
@@ -329,7 +329,7 @@ def build_stall(worker: str, ranks: tuple[int, ...], membership: int, round_: in
 
 
 def build_crash(worker: str, membership: int, round_: int, step: int, now: float) -> FaultReport:
-    """What a launcher says of a rank that was killed."""
+    """What a launcher reports of a rank that was killed."""
     return FaultReport(
         f"{worker}-0f3a9c-r{round_}-rank-0",
         FaultKind.RANK_FAILED,

@@ -19,7 +19,7 @@ from .measurement import Measurement
 WORKERS, RANKS = 5_000, 8
 QUICK_WORKERS = 300
 HOLD_SECONDS = 30.0
-"""What the sidecars allow; how long it really holds a poll is the endpoint's to say."""
+"""What the sidecars allow; the endpoint decides how long it really holds a poll."""
 CONNECT_SECONDS = 120.0
 LIMIT_SECONDS = 30.0
 """Goal for all to be back."""
@@ -92,7 +92,7 @@ def _wait_until_settled(query_usage: Callable[[], dict[str, float]], workers: in
 
 @contextmanager
 def _run_endpoint(port: int, workers: int) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, float]]]]:
-    """What it has said first, with its process; and how to ask it how it fares."""
+    """Its first line, with its process; and a function that queries its usage."""
     command = [sys.executable, "-m", "bench.scripts.scale.endpoint", str(port), str(workers), str(RANKS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -100,7 +100,7 @@ def _run_endpoint(port: int, workers: int) -> Iterator[tuple[dict[str, Any], Cal
         stdin, stdout = process.stdin, process.stdout
 
         def query_usage() -> dict[str, float]:
-            stdin.write("look\n")
+            stdin.write("poll\n")
             stdin.flush()
             answer: dict[str, float] = json.loads(stdout.readline())
             return answer

@@ -1,6 +1,6 @@
-"""A Kubernetes of its own for a measurement: API server and etcd as in the test cluster, and nodes that kwok plays.
+"""A Kubernetes of its own for a measurement: API server and etcd as in the test cluster, and nodes that kwok simulates.
 
-No kubelet runs and no container starts; kwok (sigs.k8s.io/kwok) says of each pod that it does. Everything listens on
+No kubelet runs and no container starts; kwok (sigs.k8s.io/kwok) reports each pod as running. Everything listens on
 this machine's loopback, at ports that are free, in a folder that goes with it. A scheduler places pods until
 `stop_placing`. kwok renews no leases of nodes: nothing here reads them.
 """
@@ -105,7 +105,7 @@ class ControlPlane:
         self.stop("kube-scheduler")
 
     def check(self) -> None:
-        """Raises RuntimeError, with its last words, where one has ended by itself."""
+        """Raises RuntimeError, with its last output, where one has ended by itself."""
         for name, process in self._running.items():
             if process.poll() is not None:
                 log_tail = self.get_log_path(name).read_text(errors="replace")[-3000:]
@@ -138,7 +138,7 @@ def run_control_plane() -> Iterator[ControlPlane]:
 
 
 def find_free_port() -> int:
-    """Below those that the kernel gives to connections, so that none of them takes it meanwhile."""
+    """Below those that the kernel gives to connections, so that none of them takes it in between."""
     while True:
         port = random.randrange(20_000, 30_000)
         with suppress(OSError), socket.create_server(("", port)):

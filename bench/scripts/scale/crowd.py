@@ -1,4 +1,4 @@
-"""Many sidecars' polls, from one process: real TLS, real HTTP, a token each, and a heartbeat with news of steps.
+"""Many sidecars' polls, from one process: real TLS, real HTTP, a token each, and a heartbeat with new steps.
 
     python -m bench.scripts.scale.crowd <port> <workers> <ranks a worker> <seconds a poll may be held>
 
@@ -112,6 +112,6 @@ def _build_token(number: int) -> str:
 
 if __name__ == "__main__":
     file_limits.raise_file_limit()
-    logging.disable()  # each would say that nobody answers yet
+    logging.disable()  # each would report that there is no answer yet
     port, workers, ranks = map(int, sys.argv[1:4])
     asyncio.run(main(port, workers, ranks, float(sys.argv[4])))

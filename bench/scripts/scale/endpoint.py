@@ -1,9 +1,9 @@
-"""The operator's endpoint alone, in a process of its own: its server with TLS and its service, without the passes.
+"""The operator's endpoint by itself, in a process of its own: its server with TLS and its service, without the passes.
 
     python -m bench.scripts.scale.endpoint <port> <workers> <ranks a worker>
 
-Says the authority that callers are to trust, then `look` on standard input has it say how it fares; all in lines of
-JSON. The API server's review of tokens is left out: whoever says that he is a worker is one. Hidden from this are the
+Prints the authority that callers are to trust, then its usage for each `poll` on standard input; all in lines of
+JSON. The API server's review of tokens is left out: every caller that claims to be a worker is one. Not measured: the
 calls that a review costs (see decision 29).
 """
 

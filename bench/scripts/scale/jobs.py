@@ -1,8 +1,8 @@
-"""1,000 jobs of four workers: what the operator takes while they train, how soon one that starts anew knows them all,
+"""1,000 jobs of four workers: the operator's cost while they train, how soon a restarted operator has them all,
 and what becomes of them while the API server refuses nearly everything.
 
-A storm: all that the operator asks is answered 429 by the API server's own priority and fairness; but for its Lease,
-without which it would not act at all.
+A storm: the API server's own priority and fairness answers 429 to all requests of the operator, except to those for
+its Lease, without which it would not act at all.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STORM = "storm"
 
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
-    return asyncio.run(_measure(quick))
+    return asyncio.run(_measure_jobs(quick))
 
 
-async def _measure(quick: bool) -> list[Measurement]:
+async def _measure_jobs(quick: bool) -> list[Measurement]:
     jobs = 20 if quick else 1000
     idle, storm = (QUICK_IDLE_SECONDS, QUICK_STORM_SECONDS) if quick else (IDLE_SECONDS, STORM_SECONDS)
     async with create_testbed(jobs * WORKERS) as testbed:
@@ -58,24 +58,24 @@ async def _measure(quick: bool) -> list[Measurement]:
         testbed.kill_operator()
         testbed.start_operator({})
         known_seconds = await _wait_until_known(testbed, jobs)
-        log_progress(f"a new operator knows them all after {known_seconds:.1f} s")
+        log_progress(f"a new operator has loaded them all after {known_seconds:.1f} s")
         lost_jobs = await _count_lost_in_storm(testbed, jobs, storm)
     return [
         Measurement(f"cores while {jobs} jobs of {WORKERS} workers train", share, 0.5, "cores"),
         Measurement("passes that take more than 50 ms, of a hundred", 100 * late_passes / passes, 1.0, ""),
-        Measurement(f"a killed operator's successor knows {jobs} jobs", known_seconds, 30.0, "s"),
+        Measurement(f"a killed operator's successor has loaded {jobs} jobs", known_seconds, 30.0, "s"),
         Measurement(f"jobs that were touched or lost sight of in a storm of {storm:.0f} s", lost_jobs, 0, "jobs"),
     ]
 
 
 async def _wait_until_known(testbed: ScaleTestbed, jobs: int) -> float:
-    """Seconds until the operator says of every job that it runs, and hears all its workers; infinite: not in time."""
+    """Seconds until the operator reports every job as running, with all its workers; infinite: not in time."""
     start = time.monotonic()
     while time.monotonic() - start < TIMEOUT_SECONDS:
         if _read_running_counts(testbed) == (jobs, jobs * WORKERS):
             return time.monotonic() - start
         await asyncio.sleep(STATUS_POLL_SECONDS)
-    log_progress(f"the operator knows {_read_running_counts(testbed)} of {jobs} jobs and their workers")
+    log_progress(f"the operator reports {_read_running_counts(testbed)} of {jobs} jobs and their workers")
     return math.inf
 
 
@@ -106,7 +106,7 @@ async def _read_rounds(testbed: ScaleTestbed) -> dict[str, int]:
 
 
 async def _start_storm(testbed: ScaleTestbed) -> None:
-    """Everything that the operator's account asks, but for Leases."""
+    """All requests of the operator's account, except for Leases."""
     level = {
         "metadata": {"name": STORM},
         "spec": {
@@ -144,7 +144,7 @@ async def _count_refused_calls(testbed: ScaleTestbed) -> int:
 
 
 def _read_running_counts(testbed: ScaleTestbed) -> tuple[int, int]:
-    """(jobs that run, workers that are heard) as the operator says."""
+    """(jobs that run, workers that report) by the operator's metrics."""
     try:
         metrics = testbed.read_metrics("pacekeeper_jobs", "pacekeeper_workers_reporting")
     except OSError:  # it has just started

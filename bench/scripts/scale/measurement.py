@@ -15,7 +15,7 @@ class Measurement:
     goal: float
     unit: str
     anchor: str = ""
-    """What others have published, or this project measured before; "": nobody has."""
+    """What others have published, or this project measured before; "": no such value."""
 
     @property
     def holds(self) -> bool:

@@ -32,7 +32,7 @@ SETTLE_SECONDS = 30.0
 """All sidecars are back after an operator's restart."""
 TIMEOUT_SECONDS = 180.0
 BREAKER_SECONDS = 20.0
-"""For so long no node may be cordoned where the breaker has tripped."""
+"""How long no node may be cordoned where the breaker has tripped."""
 TAINT = "pacekeeper.dev/quarantine"
 QUARANTINES = f"{API_PATH}/nodequarantines"
 RAISED_LIMITS = {
@@ -60,10 +60,10 @@ ANCHORS = {150: "NVSentinel: 62 s", 375: "NVSentinel: 155 s", 750: "NVSentinel: 
 
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
-    return asyncio.run(_measure(QUICK if quick else FULL))
+    return asyncio.run(_measure_nodes(QUICK if quick else FULL))
 
 
-async def _measure(size: Size) -> list[Measurement]:
+async def _measure_nodes(size: Size) -> list[Measurement]:
     measurements: list[Measurement] = []
     async with create_testbed(size.nodes) as testbed, _watch_nodes(testbed.api) as observations:
         testbed.start_operator(RAISED_LIMITS | PATIENT_SETTINGS)
@@ -81,7 +81,7 @@ async def _measure(size: Size) -> list[Measurement]:
             for count, goal in size.fail:
                 measurements.append(await _measure_many_nodes(testbed, observations, count, goal, stagger))
         first_node = 0
-        for count, goal in size.fail:  # each others: what a GPU has shown before is no news
+        for count, goal in size.fail:  # other nodes each time: an XID that a GPU has shown before does not count again
             measurements.append(await _measure_xids(testbed, observations, range(first_node, first_node + count), goal))
             first_node += count
         testbed.restart_operator(SHIPPED_LIMITS)
@@ -92,13 +92,13 @@ async def _measure(size: Size) -> list[Measurement]:
 
 @dataclass
 class NodeObservations:
-    """What the watches have told, by node."""
+    """What the watches have received, by node."""
 
     marked_since: dict[str, float] = field(default_factory=dict)  # since when it is tainted and cordoned
     cordoned_ever: set[str] = field(default_factory=set)
     blocked_since: dict[str, float] = field(
         default_factory=dict
-    )  # since when its NodeQuarantine says that the breaker tripped
+    )  # since when its NodeQuarantine reports that the breaker tripped
     quarantines: set[str] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -152,7 +152,7 @@ async def _measure_single_nodes(testbed: ScaleTestbed, observations: NodeObserva
             observations, partial(observations.marked_since.__contains__, name), f"{name} is held"
         )
         seconds.append(observations.marked_since[name] - start if is_held else math.inf)
-    await _mend_nodes(testbed, observations, nodes)
+    await _restore_nodes(testbed, observations, nodes)
     seconds.sort()
     p99 = seconds[min(len(seconds) - 1, math.ceil(0.99 * len(seconds)) - 1)]
     median = statistics.median(seconds)
@@ -182,7 +182,7 @@ async def _measure_many_nodes(
         f"{count} nodes {timing}: {last_seconds:.2f} s, {used_seconds:.1f} s of a core, "
         f"{testbed.read_memory_mb():.0f} MB"
     )
-    await _mend_nodes(testbed, observations, nodes)
+    await _restore_nodes(testbed, observations, nodes)
     anchor = "" if stagger else ANCHORS.get(count, "")
     return Measurement(f"{count} nodes {timing}", last_seconds - stagger * (count - 1) / count, goal, "s", anchor)
 
@@ -190,7 +190,7 @@ async def _measure_many_nodes(
 async def _measure_xids(
     testbed: ScaleTestbed, observations: NodeObservations, indices: range, goal: float
 ) -> Measurement:
-    """From the moment in which Prometheus shows them. Their workers are replaced, but find no room."""
+    """From the moment in which Prometheus shows them. Their workers are replaced, but cannot be placed."""
     nodes, count = [format_node_name(i) for i in indices], len(indices)
     used_before, start = testbed.read_processor_seconds(), time.monotonic()
     testbed.prometheus.xids |= dict.fromkeys(nodes, GPU_HAS_FALLEN_OFF)
@@ -212,7 +212,7 @@ async def _measure_breaker(testbed: ScaleTestbed, observations: NodeObservations
     nodes, observations.cordoned_ever = [format_node_name(i) for i in range(count)], set()
     start = time.monotonic()
     writing = asyncio.gather(*(_write_condition(testbed.api, name, "True") for name in nodes))
-    await _wait_until(observations, lambda: bool(observations.blocked_since), "the breaker's word")
+    await _wait_until(observations, lambda: bool(observations.blocked_since), "the breaker's report")
     await writing
     await asyncio.sleep(BREAKER_SECONDS)
     cordoned, blocked_after = (
@@ -222,13 +222,13 @@ async def _measure_breaker(testbed: ScaleTestbed, observations: NodeObservations
     reported_count = testbed.read_metrics().count('reason="Breaker"')
     first, last = (blocked_after[0], blocked_after[-1]) if blocked_after else (math.inf, math.inf)
     log_progress(
-        f"{cordoned} of {count} nodes cordoned; said of {len(blocked_after)} after {first:.2f} to {last:.2f} s, "
+        f"{cordoned} of {count} nodes cordoned; reported for {len(blocked_after)} after {first:.2f} to {last:.2f} s, "
         f"of {reported_count} in the metrics"
     )
     return [
         Measurement(f"nodes cordoned of {count} that fail at once, breaker as shipped", cordoned, 0, "nodes"),
-        Measurement("the breaker's word in the first NodeQuarantine", first, 6.0, "s"),
-        Measurement("nodes of which it is not said", count - len(blocked_after), 0, "nodes"),
+        Measurement("the breaker's report in the first NodeQuarantine", first, 6.0, "s"),
+        Measurement("nodes without the breaker's report", count - len(blocked_after), 0, "nodes"),
     ]
 
 
@@ -243,7 +243,7 @@ async def _write_condition(api: Api, name: str, status: str) -> None:
     )
 
 
-async def _mend_nodes(testbed: ScaleTestbed, observations: NodeObservations, nodes: Sequence[str]) -> None:
+async def _restore_nodes(testbed: ScaleTestbed, observations: NodeObservations, nodes: Sequence[str]) -> None:
     """Nothing is wrong with them any more, and they are released."""
     await testbed.api.all(_write_condition(testbed.api, name, "False") for name in nodes)
     await _release_nodes(testbed, observations, nodes)
@@ -260,7 +260,7 @@ async def _release_nodes(testbed: ScaleTestbed, observations: NodeObservations, 
 
 
 async def _wait_until(observations: NodeObservations, condition: Callable[[], bool], description: str) -> bool:
-    """False: not within TIMEOUT_SECONDS, which is said."""
+    """False: not within TIMEOUT_SECONDS, which is logged."""
 
     async def wait() -> None:
         while not condition():

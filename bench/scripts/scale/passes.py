@@ -30,12 +30,12 @@ MANY_JOBS, QUICK_MANY_JOBS = 1_000, 60
 WORKERS_PER_JOB, PAST_INCIDENTS = 4, 10
 TIMED_PASSES = 15
 MAX_WORKER_COST_RATIO = 1.6
-"""Goal for a worker's part of a pass over four times as many workers. One that looked at each worker's peers would make
+"""Goal for a worker's part of a pass over four times as many workers. One that visited each worker's peers would make
 it four; 5,000 workers' objects do not stay in the caches in which those of a quarter do."""
 MAX_MANY_JOBS_RATIO = 2.0
 """Goal for a pass among MANY_JOBS jobs over one among a tenth of them. It calls the same functions as often: what grows
 is the time of each, as a thousand jobs' objects do not stay in the processor's caches from one pass to the job's next.
-It would be ten if a pass looked at all other jobs."""
+It would be ten if a pass visited all other jobs."""
 
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
@@ -46,7 +46,7 @@ def run_measurements(quick: bool) -> Sequence[Measurement]:
 
 @contextmanager
 def _configure_operator_gc() -> Iterator[None]:
-    """Which its process looks for seldom."""
+    """As in the operator's process: collections are rare."""
     thresholds = gc.get_threshold()
     reduce_gc_frequency()
     try:
@@ -57,7 +57,7 @@ def _configure_operator_gc() -> Iterator[None]:
 
 
 async def _measure_large_job(workers: int) -> Sequence[Measurement]:
-    """One job of so many workers, and one of a quarter."""
+    """One job of `workers` workers, and one of a quarter."""
     quarter_seconds = await _measure_idle_pass(workers // 4)
     jobs = Jobs()
     context = await _start_job(jobs, workers)
@@ -102,7 +102,7 @@ async def _time_idle_pass(jobs: Jobs, context: JobContext) -> float:
 
 
 def _time_plan_parts(context: JobContext) -> float:
-    """Seconds for what all workers are told of a new version."""
+    """Seconds until all workers' plans of a new version are built."""
     assert context.cache.plan is not None
     plan = Plan.from_json(context.cache.plan.to_json())
     gc.collect()
@@ -120,7 +120,7 @@ async def _time_stalls(jobs: Jobs, context: JobContext) -> tuple[float, int]:
     seconds = await jobs.run_pass(context)
     assert context.cache.desired is not None
     if not context.cache.desired.state.incidents.open:
-        raise RuntimeError("nobody has decided about the stalls")
+        raise RuntimeError("the operator has not decided about the stalls")
     return seconds, len(context.cache.faults)
 
 
@@ -138,7 +138,7 @@ async def _measure_many_jobs(job_count: int) -> Sequence[Measurement]:
 
 
 async def _time_passes(job_count: int) -> Sequence[float]:
-    """Seconds of passes over each of so many jobs of one namespace, in rising order."""
+    """Seconds of passes over each of `job_count` jobs of one namespace, in rising order."""
     jobs = Jobs()
     log_progress(f"{job_count} jobs of {WORKERS_PER_JOB} workers start")
     contexts = [await jobs.start(f"job-{number}", WORKERS_PER_JOB) for number in range(job_count)]

@@ -1,6 +1,6 @@
-"""A stand-in for Prometheus: its query API, for the operator's own questions, and the XIDs that it is told to show.
+"""A stand-in for Prometheus: its query API, for the operator's own queries, and the XIDs that it is set to return.
 
-It is no Prometheus: nothing is scraped, and no PromQL is read. What the operator asks for GPU errors is answered with
+It is no Prometheus: nothing is scraped, and no PromQL is read. A query for GPU errors is answered with
 the number of series that the cluster has, and those of XIDs; all else with nothing.
 """
 

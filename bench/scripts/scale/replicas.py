@@ -1,7 +1,7 @@
-"""How soon the operator that stands by has taken over: when the leader is killed, and when it is told to end.
+"""How soon the standby operator has taken over: when the leader is killed, and when it receives SIGTERM.
 
-Two operator processes beside the test cluster's API server (`make cluster`), each the real `python -m
-pacekeeper_operator`; an operator that is installed there is taken away. Ten suspended jobs lie there: what counts is
+Two operator processes with the test cluster's API server (`make cluster`), each the real `python -m
+pacekeeper_operator`; an operator that is installed there is removed. Ten suspended jobs exist there: what counts is
 when the new leader has made its first pass over all of them. With a restart of the API server before each end, too.
 """
 
@@ -223,7 +223,7 @@ def _run_two_operators() -> Iterator[Sequence[OperatorReplica]]:
 
 @contextmanager
 def _create_jobs() -> Iterator[None]:
-    """They and their namespaces go again; nobody runs who would take their finalizers off."""
+    """They and their namespaces are removed; no operator runs that would remove their finalizers."""
     try:
         for namespace in (SYSTEM_NAMESPACE, JOBS_NAMESPACE):
             _run_kubectl("create", "namespace", namespace)

@@ -2,15 +2,14 @@
 
     python -m bench.scripts.scale.sidecars     # {"api", "authority", "token", "folder", "of"} as JSON on its stdin
 
-`of`: "all" of them, "spares", or "others". What thousands are told together this process takes in for seconds, where
-each has a processor of its own in a cluster: a spare that is to be timed needs another one.
+`of`: "all" of them, "spares", or "others". This process needs seconds for a plan for thousands of workers. In a
+cluster each has a processor of its own: a spare that is to be timed needs another process.
 
 Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
-client (`pacekeeper.sidecar.operator_client`). Of their handshakes so many are under way at a time as one process can
-answer:
-thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its figures
-move a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks
-and when the last one was, and how many calls were refused so far.
+client (`pacekeeper.sidecar.operator_client`). At most as many handshakes are in progress at a time as one process can
+answer: thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its
+metrics vary a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given
+ranks and when the last one was, and how many calls were refused so far.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ REPORT_INTERVAL_SECONDS = 0.1
 STEP_TIME_VARIATION = 0.01
 """By so much a rank's step times differ from one telling to the next."""
 WAIT_SHARE = 0.05
-"""Of a step, that all ranks wait: jobs that wait for a tenth of it are asked where that comes from, again and again."""
+"""Of a step, that all ranks wait: jobs that wait for a tenth of it are investigated again and again."""
 LABEL_JOB = "pacekeeper.dev/job"
 AUDIENCE = "pacekeeper"
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.2, 5.0
 MAX_CONCURRENT_CONNECTS = 128
 """Connections."""
 SIDECAR_GC_THRESHOLDS = 100_000, 50, 50
-"""When to look for garbage. By Python's own measure all objects of 5,000 sidecars, which have a few each, are looked
-through together, for 1.7 s in which nobody is heard."""
+"""Thresholds of the garbage collector. With Python's defaults one collection visits all objects of 5,000 sidecars, for
+1.7 s in which no sidecar makes progress."""
 KIND_FILTERS: dict[str, Callable[[bool], bool]] = {
     "all": lambda _: True,
     "spares": lambda spare: spare,
@@ -62,7 +61,7 @@ KIND_FILTERS: dict[str, Callable[[bool], bool]] = {
 
 
 @dataclass
-class SidecarFleet:
+class SidecarSet:
     api: Api
     folder: Path
     lives_here: Callable[[bool], bool]
@@ -101,16 +100,18 @@ def _is_spare(pod: dict[str, Any]) -> bool:
     return "requiredDuringSchedulingIgnoredDuringExecution" in anti_affinity
 
 
-async def _run_sidecar(fleet: SidecarFleet, pod: dict[str, Any], number: int) -> None:
-    settings = await _build_settings(fleet, pod)
+async def _run_sidecar(sidecar_set: SidecarSet, pod: dict[str, Any], number: int) -> None:
+    settings = await _build_settings(sidecar_set, pod)
     source_address = f"127.{2 + number // 62500}.{number // 250 % 250}.{1 + number % 250}"
     connector = aiohttp.TCPConnector(
-        ssl=fleet.get_ssl_context(settings.authority), keepalive_timeout=60, local_addr=(source_address, 0)
+        ssl=sidecar_set.get_ssl_context(settings.authority), keepalive_timeout=60, local_addr=(source_address, 0)
     )
-    async with aiohttp.ClientSession(connector=connector, trace_configs=[_limit_connects(fleet.begins)]) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, trace_configs=[_limit_connects(sidecar_set.begins)]
+    ) as session:
         client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF_SECONDS
         heartbeat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
-        fleet.counts["sidecars"] += 1
+        sidecar_set.counts["sidecars"] += 1
         is_training, held_seconds = False, 0.0
         try:
             while plan.role is not WorkerRole.LEAVE:
@@ -118,27 +119,27 @@ async def _run_sidecar(fleet: SidecarFleet, pod: dict[str, Any], number: int) ->
                 max_hold = min(settings.hold_seconds, max(wait, 2 * held_seconds))
                 try:
                     new_plan = await client.fetch_plan(
-                        _update_heartbeat(heartbeat, plan, fleet), plan.version, wait, max_hold
+                        _update_heartbeat(heartbeat, plan, sidecar_set), plan.version, wait, max_hold
                     )
                 except (OperatorUnavailable, RequestRejected) as error:
-                    fleet.counts["refused"] += 1
+                    sidecar_set.counts["refused"] += 1
                     print(error, file=sys.stderr, flush=True)
                     await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                     backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
                     continue
                 held_seconds = held_seconds if new_plan is not None else time.monotonic() - start
-                fleet.counts["polls"] += 1
+                sidecar_set.counts["polls"] += 1
                 backoff = FIRST_BACKOFF_SECONDS
                 if new_plan is not None:
                     is_training, was_training = new_plan.role is WorkerRole.MEMBER, is_training
-                    fleet.counts["training"] += is_training - was_training
+                    sidecar_set.counts["training"] += is_training - was_training
                     if is_training and not was_training:
-                        fleet.counts["taken"] += 1
-                        fleet.taken_at = time.monotonic()
+                        sidecar_set.counts["taken"] += 1
+                        sidecar_set.taken_at = time.monotonic()
                     plan, heartbeat = new_plan, _follow_plan(heartbeat, plan, new_plan)
         finally:
-            fleet.counts["sidecars"] -= 1
-            fleet.counts["training"] -= is_training
+            sidecar_set.counts["sidecars"] -= 1
+            sidecar_set.counts["training"] -= is_training
 
 
 def _limit_connects(connect_slots: asyncio.Semaphore) -> aiohttp.TraceConfig:
@@ -172,7 +173,7 @@ def _follow_plan(heartbeat: Heartbeat, previous: WorkerPlan, plan: WorkerPlan) -
     return heartbeat
 
 
-def _update_heartbeat(heartbeat: Heartbeat, plan: WorkerPlan, fleet: SidecarFleet) -> Heartbeat:
+def _update_heartbeat(heartbeat: Heartbeat, plan: WorkerPlan, sidecar_set: SidecarSet) -> Heartbeat:
     """With the steps that it has taken by now."""
     if heartbeat.state is not LauncherState.RUNNING:
         return heartbeat
@@ -180,7 +181,10 @@ def _update_heartbeat(heartbeat: Heartbeat, plan: WorkerPlan, fleet: SidecarFlee
     metrics = tuple(_draw_rank_metrics(rank) for rank in plan.ranks)
     steps_in_round = int((now - heartbeat.round_started_at) / STEP_SECONDS) + 1
     return replace(
-        heartbeat, step=int((now - fleet.began) / STEP_SECONDS), steps_in_round=steps_in_round, rank_metrics=metrics
+        heartbeat,
+        step=int((now - sidecar_set.began) / STEP_SECONDS),
+        steps_in_round=steps_in_round,
+        rank_metrics=metrics,
     )
 
 
@@ -190,7 +194,7 @@ def _draw_rank_metrics(rank: int) -> RankMetrics:
     return RankMetrics(rank, 8, step_seconds, own_seconds, own_seconds / 8, step_seconds - own_seconds, 8, STEP_SECONDS)
 
 
-async def _build_settings(fleet: SidecarFleet, pod: dict[str, Any]) -> SidecarSettings:
+async def _build_settings(sidecar_set: SidecarSet, pod: dict[str, Any]) -> SidecarSettings:
     """As the operator has written them into the pod, with a token as the kubelet would get it."""
     metadata, spec = pod["metadata"], pod["spec"]
     containers = [*spec.get("initContainers", ()), *spec["containers"]]
@@ -201,12 +205,12 @@ async def _build_settings(fleet: SidecarFleet, pod: dict[str, Any]) -> SidecarSe
     account = spec.get("serviceAccountName", "default")
     path = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account}/token"
     request = {"spec": {"audiences": [AUDIENCE], "expirationSeconds": 7200, "boundObjectRef": pod_reference}}
-    response = await fleet.api.call("POST", path, request)
-    file = fleet.folder / f"{metadata['uid']}.token"
+    response = await sidecar_set.api.call("POST", path, request)
+    file = sidecar_set.folder / f"{metadata['uid']}.token"
     file.touch(mode=0o600)
     file.write_text(response["status"]["token"])
     return SidecarSettings(
-        runtime=RuntimeFolder(fleet.folder),
+        runtime=RuntimeFolder(sidecar_set.folder),
         job=metadata["labels"][LABEL_JOB],
         worker=metadata["name"],
         operator=variables["PACEKEEPER_OPERATOR"],
@@ -218,10 +222,10 @@ async def _build_settings(fleet: SidecarFleet, pod: dict[str, Any]) -> SidecarSe
 async def _run_sidecars(config: dict[str, str]) -> None:
     context = ssl.create_default_context(cafile=config["authority"])
     async with connect_api(config["api"], config["token"], context) as api:
-        fleet = SidecarFleet(api, Path(config["folder"]), KIND_FILTERS[config["of"]])
-        watch_task = asyncio.create_task(api.watch("/api/v1/pods", fleet.on_pod_event, LABEL_JOB))
+        sidecar_set = SidecarSet(api, Path(config["folder"]), KIND_FILTERS[config["of"]])
+        watch_task = asyncio.create_task(api.watch("/api/v1/pods", sidecar_set.on_pod_event, LABEL_JOB))
         while not watch_task.done():
-            print(json.dumps({**fleet.counts, "taken_at": fleet.taken_at}), flush=True)
+            print(json.dumps({**sidecar_set.counts, "taken_at": sidecar_set.taken_at}), flush=True)
             await asyncio.sleep(REPORT_INTERVAL_SECONDS)
         await watch_task
 

@@ -1,8 +1,8 @@
 """One job of 5,000 workers: what the operator takes while it trains, and how soon a lost worker is replaced.
 
-A worker is lost when its pod is deleted at once, without a word; it is replaced when the spare has taken its ranks,
+A worker is lost when its pod is deleted at once, without a shutdown; it is replaced when the spare has its ranks,
 which its sidecar has from its plan. Spares' sidecars have a process of their own: that of the others needs some seconds
-of a processor to take in what 5,000 are told of a new plan, up to 4.2 of them without looking up.
+of a processor to process a new plan for 5,000 workers, up to 4.2 of them without other work.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ IDLE_SECONDS = 30.0
 SETTLE_SECONDS = 60.0
 """All are back, and polls are as long as they become."""
 CALM_SECONDS = 30.0
-"""After a loss: the job trains again, and all have heard so."""
+"""After a loss: the job trains again, and all workers have received the plan."""
 SPACED_LOSSES, CONSECUTIVE_LOSSES = 3, 5
 """Losses."""
 TIMEOUT_SECONDS = 120.0
 
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
-    return asyncio.run(_measure(*((40, 2.0) if quick else (5000, CALM_SECONDS))))
+    return asyncio.run(_measure_workers(*((40, 2.0) if quick else (5000, CALM_SECONDS))))
 
 
-async def _measure(workers: int, calm_seconds: float) -> list[Measurement]:
+async def _measure_workers(workers: int, calm_seconds: float) -> list[Measurement]:
     async with create_testbed(workers + CONSECUTIVE_LOSSES, spares_apart=True) as testbed:
         testbed.start_operator(PATIENT_SETTINGS)
         await testbed.make_job(NAME, workers, spares=CONSECUTIVE_LOSSES)

@@ -31,7 +31,7 @@ JOBS_PATH = f"{API_PATH}/namespaces/{JOB_NAMESPACE}/trainingjobs"
 TOKEN_SECONDS = 7200
 START_TIMEOUT_SECONDS = 900.0
 MIN_MEMORY_BYTES = 512 * 2**20
-"""The chart's limit; with more than a thousand workers half a MiB for each, as docs/install.md says."""
+"""The chart's limit; with more than a thousand workers half a MiB for each (docs/install.md)."""
 PATIENT_SETTINGS = {"PACEKEEPER_LEASE_SECONDS": "30s"}
 """An operator's settings while jobs begin: the work of thousands of kubelets and sidecars leaves it too little of two
 cores for a Lease of six seconds. What is measured is an operator as it is shipped."""
@@ -54,13 +54,13 @@ class ScaleTestbed:
     pid: int = 0
     """Of the operator."""
     sidecars: dict[str, float] = field(default_factory=dict)
-    """What the processes of all sidecars have said last: counts together, of moments the last one."""
+    """The last reports of the processes of all sidecars: sums of counts, and the latest of times."""
     reports: dict[str, dict[str, float]] = field(default_factory=dict)
     """The same of each process."""
     report_received: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start_operator(self, settings: Mapping[str, str]) -> None:
-        """`settings`: variables beside those that it needs here."""
+        """`settings`: variables in addition to those that it needs here."""
         endpoint, liveness, metrics = self.ports
         environment = {name: value for name, value in os.environ.items() if name != "NETRC"} | {
             "HOME": str(self.plane.folder),  # a pod has no .netrc, which would be read for each call
@@ -101,7 +101,7 @@ class ScaleTestbed:
         self.start_operator(settings)
 
     def kill_operator(self) -> None:
-        """Without a word."""
+        """Without a shutdown."""
         self.plane.kill(OPERATOR)
 
     def read_metrics(self, *names: str) -> str:
@@ -126,7 +126,7 @@ class ScaleTestbed:
         await self.api.call("POST", JOBS_PATH, body)
 
     async def wait_until_training(self, workers: int, sidecars: int = 0) -> None:
-        """So many workers of all jobs are members, and so many sidecars speak."""
+        """This many workers of all jobs are members, and this many sidecars report."""
         deadline, logged_at = time.monotonic() + START_TIMEOUT_SECONDS, 0.0
         while self.sidecars.get("training", 0) < workers or self.sidecars.get("sidecars", 0) < sidecars:
             self.plane.check()
@@ -138,7 +138,7 @@ class ScaleTestbed:
             await asyncio.sleep(0.5)
 
     async def wait_until(self, condition: Callable[[dict[str, float]], bool], seconds: float) -> bool:
-        """Of what the processes of all sidecars say; False: not within so many seconds."""
+        """Of what the processes of all sidecars report; False: not within this many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 while not condition(self.sidecars):
@@ -149,7 +149,7 @@ class ScaleTestbed:
         return True
 
     async def measure_idle_share(self, seconds: float) -> float:
-        """Of a core, that the operator takes while nothing happens for so long."""
+        """Of a core, that the operator takes while nothing happens for `seconds`."""
         used_before, start = self.read_processor_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
         return (self.read_processor_seconds() - used_before) / (time.monotonic() - start)
@@ -170,8 +170,8 @@ def log_progress(message: str) -> None:
 
 @asynccontextmanager
 async def create_testbed(nodes: int, *, spares_apart: bool = False) -> AsyncIterator[ScaleTestbed]:
-    """With so many nodes, and no jobs and no operator yet. `spares_apart`: spares' sidecars have a process of their
-    own, so that what is told a spare is not taken in behind what is told thousands of others."""
+    """With `nodes` nodes, and no jobs and no operator yet. `spares_apart`: spares' sidecars have a process of their
+    own, so that a plan for a spare does not wait behind the plans for thousands of others."""
     async with AsyncExitStack() as stack:
         plane = stack.enter_context(run_control_plane())
         api = await stack.enter_async_context(connect_api(plane.url, plane.admin_token, plane.build_ssl_context()))

@@ -20,7 +20,7 @@ SMALL_QUOTA, FULL_QUOTA = 40, 400
 """Thousandths of a core: a throttled trainer's, and what its manifest allows."""
 SLOW_LINK = "20mbit"
 FALLEN_OFF_THE_BUS = 79
-MEND_SECONDS = 60.0
+UNDO_SECONDS = 60.0
 OUTAGE_SECONDS = 20.0
 """Of storage and DNS: longer than the attempts that used to end a job."""
 QUOTA = "no-pods"
@@ -28,11 +28,11 @@ QUOTA = "no-pods"
 
 @dataclass
 class Disruptions:
-    """`mends`: what ends the faults that last. `operators`: whether they are struck, too."""
+    """`cleanups`: what ends the faults that last. `operators`: whether they are struck, too."""
 
     cluster: KubectlCluster
     random: random.Random
-    mends: ExitStack
+    cleanups: ExitStack
     operators: bool
 
     def draw(self) -> str:
@@ -45,7 +45,7 @@ class Disruptions:
         return list(self._kinds)
 
     def make(self, name: str, job: ClusterJob) -> str:
-        """The fault of this name, to this job or to what is below all; in words."""
+        """Inject the fault of this name into this job or the cluster; return its description."""
         return self._kinds[name](job)
 
     @property
@@ -58,15 +58,15 @@ class Disruptions:
         return {
             "rank killed": self._kill_rank,
             "rank stopped": self._stop_rank,
-            "container frozen": self._stop_worker,
+            "container stopped": self._stop_worker,
             "error raised": lambda job: self._request_script_fault(job, "raise"),
             "memory filled": lambda job: self._request_script_fault(job, "fill"),
-            "rank waits for ever": lambda job: self._request_script_fault(job, "hang"),
+            "rank waits indefinitely": lambda job: self._request_script_fault(job, "hang"),
             "sidecar killed": self._kill_sidecar,
             "worker deleted": lambda job: f"pod {job.delete_worker(self._draw_rank())}",
             "spare deleted": self._delete_spare,
             "node cordoned": self._cordon_node,
-            "kubelet frozen": self._stop_kubelet,
+            "kubelet stopped": self._stop_kubelet,
             "processor taken": self._throttle_trainer,
             "link slowed": self._slow_link,
             "cable pulled": self._disconnect_node,
@@ -124,45 +124,45 @@ class Disruptions:
         """By a person, who means to drain it."""
         node = job.find_node(self._draw_rank())
 
-        def mend() -> None:
+        def undo() -> None:
             self.cluster.kubectl("uncordon", node)
 
-        self.mends.callback(_retry_until_done, mend)
+        self.cleanups.callback(_retry_until_done, undo)
         self.cluster.kubectl("cordon", node)
         return node
 
     def _stop_kubelet(self, job: ClusterJob) -> str:
         node = self._draw_disconnectable_node(job)
-        self.mends.callback(faults.resume_kubelet, node)
+        self.cleanups.callback(faults.resume_kubelet, node)
         faults.stop_kubelet(node)
         return f"SIGSTOP to that of {node}"
 
     def _throttle_trainer(self, job: ClusterJob) -> str:
         worker = job.find_worker(self._draw_rank())
 
-        def mend() -> None:
+        def undo() -> None:
             with suppress(ClusterError, OSError, ValueError):  # another one may be in its place
                 faults.set_cpu_quota(job.namespace, worker, "trainer", FULL_QUOTA)
 
-        self.mends.callback(mend)
+        self.cleanups.callback(undo)
         faults.set_cpu_quota(job.namespace, worker, "trainer", SMALL_QUOTA)
         return f"{SMALL_QUOTA}m for {worker}"
 
     def _slow_link(self, job: ClusterJob) -> str:
         node = job.find_node(self._draw_rank())
-        self.mends.callback(faults.clear_link, node)
+        self.cleanups.callback(faults.clear_link, node)
         faults.slow_link(node, SLOW_LINK)
         return f"{SLOW_LINK} for {node}"
 
     def _disconnect_node(self, job: ClusterJob) -> str:
         node = self._draw_disconnectable_node(job)
-        self.mends.callback(faults.reconnect_node, node)
+        self.cleanups.callback(faults.reconnect_node, node)
         faults.disconnect_node(node)
         return node
 
     def _set_xid(self, job: ClusterJob) -> str:
         node = job.find_node(self._draw_rank())
-        self.mends.callback(_retry_until_done, lambda: faults.set_xid(node, 0))
+        self.cleanups.callback(_retry_until_done, lambda: faults.set_xid(node, 0))
         faults.set_xid(node, FALLEN_OFF_THE_BUS)
         return f"{FALLEN_OFF_THE_BUS} on {node}"
 
@@ -171,7 +171,7 @@ class Disruptions:
         return "all jobs"
 
     def _stop_prometheus(self, _job: ClusterJob) -> str:
-        self.mends.callback(faults.start_prometheus)
+        self.cleanups.callback(faults.start_prometheus)
         faults.stop_prometheus()
         return "all jobs"
 
@@ -187,7 +187,7 @@ class Disruptions:
 
     def _deny_new_pods(self, job: ClusterJob) -> str:
         """A worker is deleted while a ResourceQuota lets no pod in."""
-        self.mends.callback(
+        self.cleanups.callback(
             _retry_until_done, lambda: self._run_kubectl(job, "delete", "quota", QUOTA, "--ignore-not-found")
         )
         self._run_kubectl(job, "create", "quota", QUOTA, "--hard=pods=0")
@@ -200,7 +200,7 @@ class Disruptions:
         if leader and leader["spec"]["nodeName"] in nodes:
             raise ClusterError(f"the leading operator runs on one of {nodes}")
         for node in nodes:
-            self.mends.callback(faults.reconnect_node, node)
+            self.cleanups.callback(faults.reconnect_node, node)
             faults.disconnect_node(node)
         return " and ".join(nodes)
 
@@ -219,18 +219,18 @@ class Disruptions:
 
 
 def _find_leader() -> str:
-    """Raises ClusterError where nobody leads now."""
+    """Raises ClusterError if no operator leads now."""
     if not (leader := release.get_leader_name()):
         raise ClusterError("no operator leads")
     return leader
 
 
-def _retry_until_done(mend: Callable[[], None]) -> None:
+def _retry_until_done(undo: Callable[[], None]) -> None:
     """A node whose cable is back is not reached at once."""
-    deadline = time.monotonic() + MEND_SECONDS
+    deadline = time.monotonic() + UNDO_SECONDS
     while True:
         try:
-            return mend()
+            return undo()
         except (ClusterError, OSError):
             if time.monotonic() > deadline:
                 raise

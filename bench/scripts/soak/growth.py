@@ -14,7 +14,7 @@ MIN_SAMPLES, MIN_HOURS = 8, 0.5
 WARM_UP_SHARE = 0.25
 """Of the time that is known: until then memory fills that is kept and used again."""
 MAX_GROWTH_SHARE = 0.02
-"""Of its level an hour: what grows by less is not told from what settles."""
+"""Of its level per hour: less growth cannot be distinguished from settling."""
 STANDARD_ERRORS = 3.0
 """Standard errors: the slope that is at least there."""
 
@@ -38,7 +38,7 @@ class Growth:
 
 
 def estimate_growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
-    """samples: (seconds, value), in the order of time. None: there are too few, or of too short a time, to tell."""
+    """samples: (seconds, value), in the order of time. None: there are too few, or of too short a time."""
     if not samples:
         return None
     warm_at = samples[0][0] + WARM_UP_SHARE * (samples[-1][0] - samples[0][0])

@@ -1,4 +1,4 @@
-"""What must be true of jobs and nodes whenever all is calm, from what anybody can read in the cluster."""
+"""What must be true of jobs and nodes whenever all is calm, by the objects in the cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_nodes(nodes: Sequence[Body], quarantines: Sequence[Body]) -> list[str]
         if any(taint["key"] == TAINT_QUARANTINE for taint in node["spec"].get("taints", ()))
     }
     return [
-        *(f"{node} has our taint, and no NodeQuarantine says why" for node in sorted(tainted - named)),
+        *(f"{node} has our taint, and no NodeQuarantine names it" for node in sorted(tainted - named)),
         *(f"{node} is quarantined, and has not our taint" for node in sorted(active - tainted)),
     ]
 

@@ -30,7 +30,7 @@ COUNTED_KINDS = (
     "pods", "secrets", "configmaps", "services", "endpointslices", "leases", "networkpolicies", "serviceaccounts",
     "roles", "rolebindings", "controllerrevisions", "trainingjobs", "trainingjobstates", "nodequarantines",
 )  # fmt: skip
-"""That are counted. Events go by themselves, and Incidents are kept for as long as the chart says."""
+"""That are counted. Events expire, and Incidents are kept for as long as the chart sets."""
 
 MeterSubject = str
 """A process's life ("leader pacekeeper-x-y, start 0"), or CLUSTER."""
@@ -52,12 +52,12 @@ class Meters:
                 self.samples[subject, name].append((at, value))
 
     def compute_growth(self) -> dict[str, Growth]:
-        """By subject and figure, where there are samples enough to tell."""
+        """By subject and metric, where there are enough samples."""
         growths = {f"{subject}: {name}": estimate_growth(samples) for (subject, name), samples in self.samples.items()}
         return {name: growth for name, growth in growths.items() if growth is not None}
 
     def has_all_meters(self) -> bool:
-        """Whether `compute_growth` tells of each kind of process, and of the cluster."""
+        """Whether `compute_growth` covers each kind of process, and the cluster."""
         return all(
             any(name.startswith(kind) for name in self.compute_growth())
             for kind in (LEADER, STANDBY, SIDECARS, TRAINERS, CLUSTER)

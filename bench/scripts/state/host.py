@@ -3,7 +3,7 @@
 Each line of its input names a function of MODULE, its arguments and a time-out. For each it forks the ranks, which have
 torch imported by then; in a process group over gloo each calls the
 function with its rank and the arguments. It answers with a line: what they gave
-back, in rank order, or {"error": …}. A rank ends as one that is killed: nothing is closed, nobody is told.
+back, in rank order, or {"error": …}. A rank ends as one that is killed: nothing is closed, no peer is notified.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class RankHost:
         self._process = HostProcess(lambda: python or prepare_torchft_python(), arguments, logs / f"{module}.log")
 
     def call(self, function: str, timeout: float, **arguments: Any) -> list[Any]:
-        """What each rank gave back, in rank order. Raises SideFailedError with a traceback, or the host's words."""
+        """What each rank gave back, in rank order. Raises SideFailedError with a traceback, or the host's log."""
         try:
             answer = self._process.request({"function": function, "arguments": arguments, "timeout": timeout})
         except HostFailedError as error:

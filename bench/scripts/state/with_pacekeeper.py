@@ -1,7 +1,7 @@
 """Ours, and torch's own asynchronous checkpoints (DCP) of the same model in the same ranks.
 
 Each rank is a worker of its own, each worker on a node of its own, so that each keeps the other one's copies. The time
-of a call is what the training is held up by it: on a CPU nothing of it goes on beside.
+of a call is what the training is held up by it: on a CPU nothing of it overlaps with the training.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _time_call(call: Callable[[], T]) -> tuple[float, T]:
 
 
 def measure_snapshots(rank: int, layers: int, runtime: str, count: int) -> dict[str, Any]:
-    """Each taken as soon as the one before is with the neighbor; the last one is, too, when this returns.
+    """Each taken as soon as the one before is replicated; the last one is, too, when this returns.
 
     `held`: seconds of each snapshot, of which the first MAKE_SLOTS take memory. `plain`: of steps when nothing is sent;
     `copying`: of all from the first copy's beginning to the end of the last, of `count` copies. `interval`: steps that
@@ -154,7 +154,7 @@ def _wait_for_copy(own_rank: Rank, peer_folder: Path, version: StateVersion) -> 
     deadline = time.monotonic() + COPY_TIMEOUT_SECONDS
     while version not in dict(copies.list_versions()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{version} is not with the neighbor within {COPY_TIMEOUT_SECONDS:.0f} s")
+            raise TimeoutError(f"{version} is not replicated within {COPY_TIMEOUT_SECONDS:.0f} s")
         time.sleep(POLL_INTERVAL_SECONDS)
 
 
@@ -162,7 +162,7 @@ def measure_checkpoints(rank: int, layers: int, volume: str, count: int) -> dict
     """Seconds for which each side holds a step up, `count` times behind a first time, which takes memory: ours, DCP's
     asynchronous save, and the bare copy. Each is over before the next begins.
 
-    A side that fails on a rank is left alone from then on; `failures` has the reason.
+    A side that fails on a rank is skipped from then on; `failures` has the reason.
     """
     own_rank = Rank(rank, layers)
     store, folder = own_rank.open_store(None, "ab", f"{volume}/ours"), Path(volume)

@@ -13,7 +13,7 @@ LAYER_BYTES = 3 * 4 * WIDTH * WIDTH
 
 
 def count_layers(nbytes: int) -> int:
-    """So many that a rank's part of the state has about so many bytes."""
+    """Enough that a rank's part of the state has about `nbytes` bytes."""
     return max(1, round(nbytes / LAYER_BYTES))
 
 

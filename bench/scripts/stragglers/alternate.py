@@ -71,7 +71,7 @@ def alternate_blocks(run: Run, place: Place, mode: SyncMode) -> Outcome:
 
 
 def iterate_our_steps(run: Run, place: Place, job: pk.Job, data: SourceCode) -> Iterator[None]:
-    """Makes a step each time it is asked for the next item."""
+    """Makes a step for each next item."""
     pacer = StepPacer(run.draw_costs(), place.rank, run.unit_seconds)
     model = GPT(pacer)
     replica = job.replicate(model, units=lambda gpt: gpt.blocks)

@@ -3,7 +3,7 @@
 All take whole samples in the order of the stream, and no sample twice. The bound is the better of two: shares of each
 global batch that are chosen with that batch's draws known beforehand, and leases of a single sample, taken whenever a
 rank is free. Both are better than what a system can do that learns of a draw by waiting for it, or that works in local
-batches; `find_fixed_shares`, `compute_lease_rate` of a local batch and `compute_local_sgd_rate` tell how much of the
+batches; `find_fixed_shares`, `compute_lease_rate` of a local batch and `compute_local_sgd_rate` show how much of the
 bound is within reach of those.
 """
 
@@ -36,7 +36,7 @@ def find_fixed_shares(costs: Costs, global_batch: int) -> tuple[Shares, float]:
 
 
 def compute_foreseen_rate(costs: Costs, global_batch: int) -> float:
-    """Samples a unit of time where each batch is shared out in the best way for its own draws."""
+    """Samples per unit of time if each batch is distributed optimally for its own draws."""
     seconds = compute_step_times(costs, list_shares(global_batch, len(costs)), global_batch)
     return _count_samples(costs, global_batch) / float(seconds.min(axis=0).sum())
 
@@ -121,7 +121,7 @@ def compute_step_times(costs: Costs, candidates: npt.NDArray[np.int64], global_b
 
 
 def list_shares(total: int, ranks: int) -> npt.NDArray[np.int64]:
-    """Every way to give each of `ranks` ranks one of `total` samples or more: [way, rank]."""
+    """Every distribution of `total` samples over `ranks` ranks with one or more each: [distribution, rank]."""
     cuts = np.array(list(combinations(range(1, total), ranks - 1)), dtype=np.int64).reshape(-1, ranks - 1)
     edges = np.concatenate([np.zeros((len(cuts), 1), np.int64), cuts, np.full((len(cuts), 1), total)], axis=1)
     return np.diff(edges, axis=1)

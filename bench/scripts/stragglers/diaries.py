@@ -37,14 +37,14 @@ class Period:
     samples: tuple[int, ...]
     """Of each rank."""
     virtual: float
-    """Units of time that the draws alone take: of the rank that needs longest."""
+    """Units of time that the draws by themselves take: of the rank that needs longest."""
 
 
 Diary = Sequence[DiaryEntry]
 
 
 def list_complete_periods(diaries: Sequence[Diary]) -> list[Period]:
-    """In order, from the second on: nobody saw when the first began."""
+    """In order, from the second on: the beginning of the first was not observed."""
     steps = _group_by_period(diaries, find_last_period(diaries))
     ends = [max(rank_steps[-1].at for rank_steps in period if rank_steps) for period in steps]
     return [_build_period(period, end - begin) for period, (begin, end) in zip(steps[1:], pairwise(ends), strict=False)]

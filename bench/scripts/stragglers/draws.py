@@ -1,7 +1,7 @@
 """What each sample costs each rank, as a pure function of scenario, seed, rank and sample: the same for every side.
 
 The cost is keyed by rank *and* sample because which rank takes which sample depends on the side, and in A-EDiT on the
-race itself. So a cost belongs to the pair, whoever comes to ask for it, and nothing depends on the machine.
+race itself. So a cost belongs to the pair, and nothing depends on the machine.
 """
 
 from __future__ import annotations

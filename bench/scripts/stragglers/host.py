@@ -65,7 +65,7 @@ def run_ranks(ranks: Sequence[Callable[[], dict[str, Any]]], folder: Path, timeo
         wait_for_ranks(children, paths, timeout)
     finally:
         for pid in children:
-            os.kill(pid, signal.SIGKILL)  # ended or not: a child that nobody has waited for keeps its id
+            os.kill(pid, signal.SIGKILL)  # ended or not: a child that was not waited for keeps its id
             os.waitpid(pid, 0)
     answers = [json.loads(path.read_text()) for path in paths if path.exists()]
     errors = [answer["error"] for answer in answers if "error" in answer]

@@ -53,7 +53,7 @@ class Hosts:
         self.failures: list[Failure] = []
 
     def perform(self, run: Run, timeout: float, tries: int = 2) -> list[Outcome]:
-        """The outcomes in rank order. Raises RunFailedError with the first rank's traceback, or the host's words."""
+        """The outcomes in rank order. Raises RunFailedError with the first rank's traceback, or the host's log."""
         for attempt in range(1, tries + 1):
             try:
                 return self._perform(run, timeout)

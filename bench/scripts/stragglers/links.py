@@ -28,7 +28,7 @@ class Network:
 
 @contextmanager
 def create_network(ranks: int, rate: str) -> Iterator[Network | None]:
-    """All links are as fast as memory but that of SLOW_RANK, `rate` (in tc's words) both ways.
+    """All links are as fast as memory but that of SLOW_RANK, `rate` (in tc's syntax) in both directions.
 
     None: this machine does not allow it; root and iproute2 are needed.
     """

@@ -52,7 +52,7 @@ class Run:
         return self.sync_every * LOCAL_BATCH * self.unit_seconds
 
     def compute_rate_factor(self, samples: int) -> float:
-        """Factor of the learning rate when the job has used so many samples."""
+        """Factor of the learning rate when the job has used this many samples."""
         return max(0.0, 1 - samples / self.samples) if self.decays else 1.0
 
     def draw_costs(self) -> Costs:
@@ -74,7 +74,7 @@ class Run:
 
 @dataclass
 class Place:
-    """What a rank is given by its host beside the run itself."""
+    """What a rank is given by its host in addition to the run itself."""
 
     rank: int
     ports: tuple[int, ...]

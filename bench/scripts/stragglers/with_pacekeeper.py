@@ -78,7 +78,7 @@ def train_in_mode(
 
 
 class Periods:
-    """Tells the diary which synchronization comes next, and what this rank's data weighed in each."""
+    """Writes into the diary which synchronization comes next, and what this rank's data weighed in each."""
 
     def __init__(self, job: pk.Job, pacer: StepPacer) -> None:
         self.weights: list[float] = []
@@ -95,7 +95,7 @@ class Periods:
         self._pacer.period = len(self.weights) + 1
 
     def end(self) -> None:
-        """Between two steps: what came then, after a step that was made in Sync or by this rank alone?"""
+        """Between two steps: what came then, after a step that was made in Sync or by this rank only?"""
         if not self._local:
             self.weights.append(len(self._pacer.diary[-1].samples) / GLOBAL_BATCH)
             return

@@ -1,6 +1,6 @@
 """torchft's LocalSGD and DiLoCo, each rank a replica group of its own. Runs in torchft's virtual environment.
 
-At its best: the lighthouse looks for a quorum every 10 ms instead of every 100, models begin alike and are not sent
+At its best: the lighthouse checks for a quorum every 10 ms instead of every 100, models begin alike and are not sent
 around (init_sync=False), DiLoCo sends its pseudo-gradients in one bucket.
 
 Usually all four replicas belong to each quorum, and no rank's work is thrown away. `train_without_late` lets the quorum
@@ -130,7 +130,7 @@ def start_lighthouse(place: Place, quorum: int) -> LighthouseServer:
 
 
 def make_manager(run: Run, place: Place, state: RejoinState, quorum: int) -> tuple[Manager, TCPStore]:
-    """This rank's manager, and the store that its replica group (the rank alone) needs."""
+    """This rank's manager, and the store that its replica group (only this rank) needs."""
     address = run.addresses[place.rank]
     store = TCPStore(address, place.ports[place.rank], is_master=True, wait_for_workers=False)
     manager = Manager(

@@ -1,6 +1,6 @@
 """What every side trains: a tiny GPT on the same samples in the same order, at the pace that the draws set.
 
-The real work of a step takes milliseconds. Whatever is left of the drawn seconds is slept away, layer by layer as an
+The real work of a step takes milliseconds. The rest of the drawn seconds is slept away, layer by layer as an
 accelerator would take it, a third in the forward pass and two thirds in the backward pass, so that communication can be
 overlapped as in a real job, and two cores are enough for four ranks.
 """
@@ -33,7 +33,7 @@ class StepPacer:
     """Makes each local step take the seconds that its samples have drawn, and writes the rank's diary."""
 
     def __init__(self, costs: Costs, rank: int, unit_seconds: float) -> None:
-        """`unit_seconds`: of a sample of cost 1; 0: no sleep at all, the diary tells the draws all the same."""
+        """`unit_seconds`: of a sample of cost 1; 0: no sleep at all, the diary has the draws in any case."""
         self.diary: list[DiaryEntry] = []
         self.period = 1
         self._costs = costs[rank]

@@ -1,4 +1,4 @@
-"""What no plan can beat where flows are split at will: by cuts, and by a linear program of pairs of leaves and ways."""
+"""Bounds of all plans where flows are split at will: by cuts, and by a linear program of pairs of leaves and routes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pacekeeper_analysis.fabric.topology import Topology
 from .clusters import SimulatedFabric, Traffic
 
 MAX_VARIABLES = 20_000
-"""Of a linear program. Larger ones take minutes; cuts alone are a bound, too, and none that is easier to reach."""
+"""Of a linear program. Larger ones take minutes; cuts by themselves are a bound, too, and no looser one."""
 
 
 def compute_speed_bound(fabric: SimulatedFabric, traffic: Traffic) -> float:
-    """Of the slowest job, at most, as a part of what it reaches where nobody is held up."""
+    """Of the slowest job, at most, as a part of what it reaches where no job is held up."""
     topology, groups = fabric.topology, fabric.topology.groups
     pair = traffic.source * groups + traffic.destination
     demand = np.bincount(pair, traffic.demand * fabric.port, groups**2).astype(float).reshape(groups, groups)
@@ -30,7 +30,7 @@ def compute_speed_bound(fabric: SimulatedFabric, traffic: Traffic) -> float:
 
 
 def _solve_linear_program(topology: Topology, demand: Floats) -> float:
-    """Maximizes the speed: what each pair sends over its ways is its demand × speed, and no link is asked for more than
+    """Maximizes the speed: what each pair sends over its routes is its demand × speed, and no link carries more than
     it carries. demand: (groups, groups), in the topology's unit."""
     routes = topology.routes
     source, destination = np.nonzero(demand)

@@ -6,8 +6,8 @@ NIC's port, but a trunk as fast as eight. With dual ports each NIC has one in ea
 NIC, as in Alibaba's HPN (SIGCOMM 2024).
 
 Jobs reduce their gradients over a ring for each rail, as NCCL's channels do, in the order of
-`order.order_by_topology`: that
-first half of the remedy is given to all who plan. A ring's edges under one leaf meet nobody and are left out.
+`order.order_by_topology`: all planners get that first half of the remedy. A ring's edges under one leaf share no link
+and are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JOB_COUNT = 100
 JOB_HOSTS_RANGE = (2, 32)
 """Hosts of one of a hundred jobs, log-uniform: about 85 % of the cluster is in use."""
 TURNOVERS = 5
-"""So often each of them has been replaced, about, before we look."""
+"""How often each of them has been replaced, about, before the measurement."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class TrafficJob:
     """It computes and communicates by turns."""
 
     hosts: tuple[int, ...]  # in the order of its ranks
-    period: int  # slots of the circle that `shifts` looks at
-    busy: int  # slots in which it communicates, were it alone
+    period: int  # slots of the circle that `shifts` uses
+    busy: int  # slots in which it communicates, were it the only job
     stages: int = 1
 
     @property
@@ -71,7 +71,7 @@ class TrafficJob:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Flows between leaves; arrays, one entry a flow. `parts`: so many sub-connections is each flow split over."""
+    """Flows between leaves; arrays, one entry a flow. `parts`: how many sub-connections each flow is split over."""
 
     job: Ints
     sender: Ints  # NIC: host × NICS + rail
@@ -101,13 +101,13 @@ class Traffic:
 
     @cached_property
     def unit(self) -> float:
-        """What a weight of 1 sends, in speeds of a port, where nobody is held up: the busiest NIC all that it can."""
+        """What a weight of 1 sends, in speeds of a port, where no job is held up: the busiest NIC all that it can."""
         sent = (np.bincount(end, self.weight).max(initial=0.0) for end in (self.sender, self.receiver))
         return float(self.planes / max(1.0, *sent))
 
     @property
     def demand(self) -> Floats:
-        """Of each, in speeds of a port, where nobody is held up."""
+        """Of each, in speeds of a port, where no job is held up."""
         return self.weight.astype(float) * self.unit
 
 
@@ -180,7 +180,7 @@ def draw_eight_jobs(rng: np.random.Generator) -> list[TrafficJob]:
 
 def draw_hundred_jobs(rng: np.random.Generator, packed: bool) -> list[TrafficJob]:
     """Jobs come and go, and later ones fill the gaps. packed: with the first free hosts; else with any, as Kubernetes'
-    scheduler does where no labels of the fabric tell it better."""
+    scheduler does where no labels of the fabric improve the order."""
     free = np.ones(HOSTS, bool)
     running: list[list[int]] = []
     for turn in range(1 + TURNOVERS * JOB_COUNT):
@@ -196,7 +196,7 @@ def draw_hundred_jobs(rng: np.random.Generator, packed: bool) -> list[TrafficJob
 
 
 def _draw_job(hosts: Sequence[int], rng: np.random.Generator) -> TrafficJob:
-    """Periods divide one another, so that shifts hold for ever: CASSINI's best case. Bound by communication to a fifth
-    up to three fifths."""
+    """Periods divide one another, so that shifts hold without end: CASSINI's best case. Communication takes a fifth up
+    to three fifths."""
     period = int(rng.choice([6, 12, 24]))
     return TrafficJob(tuple(hosts), period, round(period * float(rng.uniform(0.2, 0.6))))

@@ -91,7 +91,7 @@ class FabricJob:
     def begin_round(
         self, routes: Mapping[RankPair, int], fingerprints: Mapping[RankPair, int], hops: Sequence[Hop]
     ) -> None:
-        """A new round of both ranks, over these ways; of none: the network chooses. fingerprints: of `JobTraffic`."""
+        """A new round of both ranks, over these routes; of none: the network chooses. fingerprints: of `JobTraffic`."""
         number = self._plan.membership + 1
         planned_paths = tuple(
             PlannedPath(*pair, format_spine_name(route), live_spines_fingerprint=fingerprints.get(pair, 0))
@@ -167,7 +167,7 @@ class Team:
     def wait_for(
         self, condition: Callable[[], Value | None], description: str, seconds: float = TIMEOUT_SECONDS
     ) -> Value:
-        """The first truthy answer of `condition`. Raises RuntimeError with the last words of the logs."""
+        """The first truthy answer of `condition`. Raises RuntimeError with the last lines of the logs."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if self._launchers.poll() is not None:
@@ -180,7 +180,7 @@ class Team:
         return value
 
     def pause(self, seconds: float) -> None:
-        """While all launchers hear from the operator."""
+        """While all launchers receive the operator's answers."""
         deadline = time.monotonic() + seconds
         while (remaining := deadline - time.monotonic()) > 0:
             for job in self.jobs:

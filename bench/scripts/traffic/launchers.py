@@ -84,7 +84,7 @@ def _run_launcher(place: Place) -> int:
     os.setgroups([])
     os.setgid(UNPRIVILEGED_USER_ID)
     os.setuid(UNPRIVILEGED_USER_ID)
-    _check_result(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))  # as after an exec: a launcher looks at its ranks in /proc
+    _check_result(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))  # as after an exec: a launcher reads its ranks' state in /proc
     settings = LauncherSettings.from_environment(os.environ)
     return launch_from_plan(Script(str(RANK_SCRIPT), False, ()), settings, RuntimeFolder.from_environment().create())
 

@@ -1,4 +1,4 @@
-"""Who chooses the way of each flow: `PLANNERS` by name, ours and those that it has to beat."""
+"""Choosers of each flow's route: `PLANNERS` by name, ours and those that it must outperform."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .speeds import PlannedTraffic
 MIN_PARTS, MAX_PARTS = 4, 16
 """Sub-connections of a flow. With four, more jobs have a small part each of a link, and seldom all want it at once."""
 NEAR_SPEED_SHARE = 0.99
-"""Part of the best speed that is near enough: nobody needs more sub-connections for the rest."""
+"""Part of the best speed that is near enough: the rest is not worth more sub-connections."""
 
 
 @dataclass(frozen=True)
 class PlannerCase:
-    """`traffic`: in so many parts as there are planes, so that a flow can use all ports of its NIC. `speed`: what no
+    """`traffic`: in as many parts as there are planes, so that a flow can use all ports of its NIC. `speed`: what no
     plan can beat. `happen`: by how much jobs happen to be shifted."""
 
     fabric: SimulatedFabric
@@ -65,7 +65,7 @@ def _assign_traffic(fabric: SimulatedFabric, traffic: Traffic) -> PlannedTraffic
 
 
 def _build_hash_planner(parts: int) -> Planner:
-    """ECMP: each flow anywhere by chance, but not over a dead link; there must be a way that is alive. E-ECMP (Meta,
+    """ECMP: each flow anywhere by chance, but not over a dead link; there must be a live route. E-ECMP (Meta,
     SIGCOMM 2024) hashes each of a flow's sub-connections by itself."""
 
     def plan(case: PlannerCase, rng: np.random.Generator) -> PlannedTraffic:
@@ -100,7 +100,7 @@ def _plan_crux(case: PlannerCase, _: np.random.Generator) -> PlannedTraffic:
 
 def _plan_least_loaded(case: PlannerCase, jobs: Ints) -> PlannedTraffic:
     """Flow by flow, in this order of jobs: the least of the fullest that it crosses, links of both leaves and ports of
-    both NICs. Nobody who has a way is moved."""
+    both NICs. No flow that has a route is moved."""
     fabric, topology, traffic = case.fabric, case.fabric.topology, case.traffic
     with np.errstate(divide="ignore"):
         slow_up, slow_down = 1.0 / topology.up, 1.0 / topology.down

@@ -10,7 +10,7 @@ import numpy as np
 from pacekeeper_analysis.fabric.load import Floats
 
 WINDOW_SECONDS, STEP_SECONDS = 2.0, 0.1
-"""Seconds over which a rate is looked at, and between two looks."""
+"""Seconds over which a rate is measured, and between two polls."""
 RECOVERED_RATE_SHARE = 0.9
 """Part of the best rate that counts as reached."""
 
@@ -22,7 +22,7 @@ class Progress:
     times: Floats
     done: Floats  # all-reduces that had ended by then
     ends: Floats  # the times at which one ended
-    rests: bool  # none is under way
+    rests: bool  # none is in progress
 
     @classmethod
     def read(cls, lines: Iterable[str]) -> Progress:
@@ -38,7 +38,7 @@ class Progress:
         return bool((self.ends > time).any())
 
     def measure_rate(self, begin: float, end: float) -> float:
-        """All-reduces a second; of those under way at either time the part that lies between counts."""
+        """All-reduces a second; of those in progress at either time the part that lies between counts."""
         first, last = np.interp([begin, end], self.times, self.done)
         return float(last - first) / (end - begin)
 

@@ -5,10 +5,10 @@ two ranks below two leaves, started by real launchers without privileges. *ECMP*
 draws the ports. *Planned* is the operator's joint plan (`decide.traffic`), brought into force by launchers and shim.
 Both sides of a seed have the same switches, in turns. A speed is in Mbit/s that each rank sends.
 
-One setting has as many links as all eight jobs have flows: whoever is planned well has a link of his own. The other one
-is oversubscribed.
+One setting has as many links as all eight jobs have flows: a good plan gives each flow a link of its own. The other
+one is oversubscribed.
 
-The simulator is asked for the same: leaves say which way each flow takes, and `fabric.load` what rate that comes to.
+The simulator computes the same: leaves report which route each flow takes, and `fabric.load` the resulting rate.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ JOB_COUNTS = (2, 4, 8)
 CUT_JOBS = 2
 SETTLE_SECONDS = 1.0
 RATE_POLL_SECONDS = 2.0
-"""Between two looks of the operator at the fabric (services.fabrics)."""
+"""Between two polls of the fabric by the operator (services.fabrics)."""
 CUT_RECOVERY_SECONDS = 14.0
 ALL_REDUCE_MBIT = ALL_REDUCE_BYTES * 8 / 1e6
 """That each of two ranks sends in an all-reduce."""
 
 MAX_ELSEWHERE_SHARE = 0.02
-"""Of the bytes, that may go by links on which no flow is known: acknowledgements, and what launchers say."""
+"""Of the bytes, that may go by links on which no flow is known: acknowledgements, and the launchers' messages."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def measure_fabric(sizes: Sizes) -> tuple[dict[str, Any], dict[str, bool]]:
     """Figures, and which goals hold."""
     with _create_bench(ROOMY, sizes) as bench:
         single_speed = bench.measure_single_job()
-        _log_progress(f"a job alone: {single_speed:.1f} Mbit/s")
+        _log_progress(f"a single job: {single_speed:.1f} Mbit/s")
         runs = list(bench.iterate_runs(sizes.seeds, JOB_COUNTS))
         cuts = [bench.cut(seed, single_speed) for seed in range(sizes.cuts)]
     with _create_bench(CROWDED, sizes) as bench:
@@ -124,13 +124,13 @@ class Bench:
         self._round_seconds: list[float] = []
 
     def measure_single_job(self) -> float:
-        """Mbit/s of a job that nobody holds up: what a whole link of the simulator's stands for."""
+        """Mbit/s of a job that no other holds up: what a whole link of the simulator's stands for."""
         first_job = self._team.jobs[:1]
         self._begin_rounds(first_job, self._switches.build_wiring(), None)
         return median(self._measure_speeds(first_job)[0][0] for _ in range(self._sizes.alone))
 
     def iterate_runs(self, seeds: int, counts: Sequence[int]) -> Iterator[Run]:
-        """Of so many jobs at once, both ways."""
+        """Of each of `counts` jobs at once, hashed by ECMP and planned."""
         start = time.monotonic()
         for seed in range(seeds):
             for count in counts:
@@ -144,7 +144,7 @@ class Bench:
                     yield run
 
     def cut(self, seed: int, single_speed: float) -> Cut:
-        """The link that the first job's rank 0 sends over; then the operator's looks, until well after the goal."""
+        """The link that the first job's rank 0 sends over; then the operator's polls, until well after the goal."""
         jobs, switches, team = self._team.jobs[:CUT_JOBS], self._switches, self._team
         switches.draw(seed)
         wiring = switches.build_wiring()
@@ -219,7 +219,7 @@ class Bench:
         return plan
 
     def _begin_rounds(self, jobs: Sequence[FabricJob], wiring: Wiring, plan: TrafficPlan | None) -> list[Flow]:
-        """A round of each, over the plan's ways, or over those that the network chooses. Answers what they send, two
+        """A round of each, over the plan's routes, or over those that the network chooses. Answers what they send, two
         flows of each job, once all are connected."""
         start = time.monotonic()
         for job in jobs:
@@ -237,7 +237,7 @@ class Bench:
         return [flow for job in jobs for flow in job.list_flows()]
 
     def _measure_speeds(self, jobs: Sequence[FabricJob]) -> tuple[list[float], float]:
-        """Mbit/s of each over the same seconds, and the load of the processors meanwhile."""
+        """Mbit/s of each over the same seconds, and the load of the processors during them."""
         self._go(jobs)
         self._team.pause(SETTLE_SECONDS)
         busy_before, began = _read_busy_seconds(), time.monotonic()
@@ -277,11 +277,11 @@ def count_fullest_link_flows(topology: Topology, flows: Sequence[Flow], routes: 
 
 
 def _check_sent_bytes(flows: Sequence[Flow], routes: Sequence[int], sent: Ints) -> None:
-    """That the bytes went where the leaves say: RuntimeError where other links carried them. sent: (leaves, spines)."""
+    """Check that the bytes went where the leaves report: RuntimeError if not. sent: (leaves, spines)."""
     elsewhere = sent.copy()
     elsewhere[[flow.source.leaf for flow in flows], list(routes)] = 0
     if elsewhere.sum() > MAX_ELSEWHERE_SHARE * sent.sum():
-        raise RuntimeError(f"leaves say that flows take {list(routes)}, and have sent {sent.tolist()} bytes")
+        raise RuntimeError(f"leaves report that flows take {list(routes)}, and have sent {sent.tolist()} bytes")
 
 
 def _list_leaves(flows: Sequence[Flow]) -> tuple[Ints, Ints]:

@@ -1,9 +1,9 @@
 """CASSINI's time shifts (NSDI 2024): jobs that communicate by turns with computing are shifted against each other.
 
-On a circle of one common period each link is asked for so much in each slot; what is above its capacity is *excess*,
+On a circle of one common period each link has a demand in each slot; what is above its capacity is *excess*,
 and shifts are chosen for the least of it. CASSINI chooses them link by link and joins them over a graph of jobs and
 links, which must have no circle; here one job after the other moves to its best shift, until none gains, which copes
-with any graph. Ways stay those of ECMP.
+with any graph. Routes stay those of ECMP.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shift_jobs(usage: LinkUsage, jobs: Sequence[TrafficJob], start: Ints) -> Int
 
 
 def _compute_contended_parts(usage: LinkUsage, jobs: int) -> Floats:
-    """(links, jobs): which part of it a job asks for, of those links that all jobs together would overload."""
+    """(links, jobs): which part of it a job demands, of those links that all jobs together would overload."""
     demand = np.bincount(usage.link, usage.part, len(usage.capacity))
     row = np.cumsum(demand > usage.capacity) - 1
     contended = (demand > usage.capacity)[usage.link]

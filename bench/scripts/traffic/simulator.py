@@ -1,7 +1,7 @@
-"""The simulator's half of the bench: all planners on all fabrics and sets of jobs, beside bounds; and planning's time.
+"""The simulator's half of the bench: all planners on all fabrics and sets of jobs, with bounds; and planning's time.
 
 Simulated at the level of flows, links shared fairly (`pacekeeper_analysis.fabric.load`). A speed is a part of what a
-job reaches where nobody holds it up: that of the `slowest` and the `mean` job where all communicate all the time, and
+job reaches where no other holds it up: that of the `slowest` and the `mean` job where all communicate all the time, and
 the mean one's `by_turns`, where they compute in between. All planners of a seed have the same jobs, draws and shifts.
 """
 

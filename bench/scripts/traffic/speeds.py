@@ -1,7 +1,7 @@
 """How fast jobs are under a plan: at once, where all communicate all the time, and by turns with computing.
 
-A speed is a part of what the job would reach alone on a fabric without a bottleneck; a ring is as fast as its slowest
-edge, and a job as its slowest ring.
+A speed is a part of what the job would reach as the only one on a fabric without a bottleneck. A ring is as fast as its
+slowest edge, and a job as its slowest ring.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PlannedTraffic:
     shifts: Ints | None = None  # of each job, slots; None: as they happen to be
 
     def compute_load(self, fabric: SimulatedFabric) -> float:
-        """The largest of a link, as a part of what it carries, were nobody held up."""
+        """The largest of a link, as a part of what it carries, were no job held up."""
         topology, traffic = fabric.topology, self.traffic
         demand = traffic.demand * fabric.port
         loads = compute_link_loads(topology, traffic.source, traffic.destination, self.routes, demand)

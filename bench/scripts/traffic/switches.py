@@ -1,4 +1,4 @@
-"""The switches of the real fabric: their seeds, a cut cable, and what they themselves say of flows and links."""
+"""The switches of the real fabric: their seeds, a cut cable, and what they report of flows and links."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Flow(NamedTuple):
 
 
 class Switches:
-    """`rate`: bits a second that each link carries, each way."""
+    """`rate`: bits per second that each link carries in each direction."""
 
     def __init__(self, fabric: HostedLeafSpine, rate: float) -> None:
         self._fabric = fabric
-        self._rate = f"{rate / 1e6:g}mbit"  # in tc's words
+        self._rate = f"{rate / 1e6:g}mbit"  # in tc's syntax
         self.spec = FabricSpec(
             spines=fabric.spines,
             levels=(LevelSpec(LABEL),),
@@ -65,7 +65,7 @@ class Switches:
 
     @contextmanager
     def cut(self, leaf: int, spine: int) -> Iterator[None]:
-        """The cable between them. Both ends see it, and the other leaves are told, as by a routing protocol."""
+        """The cable between them. Both ends detect it, and the other leaves are updated, as by a routing protocol."""
         self._fabric.cut_link(leaf, spine)
         try:
             yield
@@ -77,7 +77,7 @@ class Switches:
         return [self._fabric.read_sent_bytes(leaf) for leaf in range(self._fabric.leaves)]
 
     def _list_down_rates(self) -> LinkRates:
-        """What an exporter of the switches would say, of links that are down."""
+        """What an exporter of the switches would report of links that are down."""
         return {(f"l{leaf}", format_spine_name(spine)): 0.0 for leaf, spine in self._fabric.find_broken().links}
 
 

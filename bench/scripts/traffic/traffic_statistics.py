@@ -1,11 +1,12 @@
 """What the runs on the real fabric come to, and which goals hold.
 
-Where the fabric has room for all, a job that is planned has links of its own, and no luck of ECMP's gives it more:
-there no job may lose. Where it has not, a job that ECMP has left alone gives half of its link away: there it is all
-jobs of a run together that may not lose, and what they get is held to what the simulator says that there is to get.
+Where the fabric has capacity for all, a job that is planned has links of its own, and no draw of ECMP gives it more:
+there no job may lose. Where it has not, a job without collisions under ECMP gives half of its link away. There all jobs
+of a run together may not lose, and what they get is compared with the optimum of the simulator.
 
-The simulator is judged by means. A job collides or it does not, so that the median is the speed of whichever kind has
-one job more: it jumps between the two by a single run, and says nothing of either. It is told beside.
+Results of the simulator are compared by their means. A job collides or it does not, so that the median is the speed of
+whichever kind has one job more: it jumps between the two by a single run, and represents neither. It is reported for
+comparison.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Cut:
 
     recovered: float  # from the cut until all jobs were at the new best speed, and stayed there
     pause: float  # the longest between two all-reduces' ends
-    moved: int  # jobs that began a round over other ways
+    moved: int  # jobs that began a round over other routes
     strays: int
 
 
@@ -104,7 +105,7 @@ def compute_statistics(
 
 
 def _compute_count_statistics(runs: Sequence[Run], single_speed: float) -> dict[str, Any]:
-    """Of runs of so many jobs. A job *collides* where ECMP gives it a link with more flows than the plan has on any.
+    """Of runs with this number of jobs. A job *collides* if ECMP gives it a link with more flows than any of the plan.
     Ratios are planned over ECMP; the least ones of runs where all flows went as planned. None: there is no such run."""
     ecmp, planned = ([run for run in runs if run.planned is side] for side in (False, True))
     by_seed = {run.seed: run for run in planned}
@@ -152,7 +153,7 @@ def _round_least(ratios: Iterable[float]) -> float | None:
 
 
 def _compare_with_simulation(runs: Sequence[Run], single_speed: float) -> dict[str, float]:
-    """Beside the simulator: the median job, the slowest of each run, and how far apart they are job by job."""
+    """Against the simulator: the median job, the slowest of each run, and how far apart they are job by job."""
     speeds = [speed for run in runs for speed in run.speeds]
     expected = [single_speed * part for run in runs for part in run.simulated]
     errors = sorted(abs(speed / expected_speed - 1) for speed, expected_speed in zip(speeds, expected, strict=True))

@@ -207,12 +207,12 @@ def read_status(data: Any) -> object:
         return read_checkpoint_status(Path(file.name))
 
 
-STATUS = {"step": 100, "published_ns": 10**12, "failed_rank": 3, "error": "rank 3: no room"}
+STATUS = {"step": 100, "published_ns": 10**12, "failed_rank": 3, "error": "rank 3: no space"}
 
 BORDERS = [
-    Border("checkpoints", lambda: [build_volume()], mutate_volume, open_volume, judge=check_whole_or_none, cases=250),
-    Border("snapshots", lambda: [build_slot()], mutate_bytes, open_shared_memory, judge=check_whole_or_none, cases=200),
+    Border("checkpoints", lambda: [build_volume()], mutate_volume, open_volume, check=check_whole_or_none, cases=250),
+    Border("snapshots", lambda: [build_slot()], mutate_bytes, open_shared_memory, check=check_whole_or_none, cases=200),
     Border("snapshots of peers", lambda: [build_slot()], mutate_bytes, call_directly(unpack_from_peer), cases=200),
     Border("packed values", pack_examples, mutate_packed, call_directly(unpack_without_check), cases=400),
-    Border("news of checkpoints", lambda: [STATUS], mutate_text, call_directly(read_status), refusals=()),
+    Border("checkpoint status", lambda: [STATUS], mutate_text, call_directly(read_status), refusals=()),
 ]

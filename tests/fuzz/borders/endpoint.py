@@ -1,4 +1,4 @@
-"""What sidecars, or whoever calls itself so, send to the operator over HTTP."""
+"""What sidecars, or clients that claim to be sidecars, send to the operator over HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLAIMS = {"aud": ["pacekeeper"], "exp": NOW + 3600, "kubernetes.io": {"pod": {"n
 
 
 class Refused(Exception):
-    """With a status and words."""
+    """With a status and a message."""
 
 
 class _Clock(OperatorRuntime):
@@ -42,7 +42,7 @@ class _Clock(OperatorRuntime):
 
 
 class _Reviews:
-    """Nobody forges here: whatever is not refused before is this worker's."""
+    """No call here is forged: all that is not refused before is this worker's."""
 
     async def create(self, _kind: ResourceKind, body: Object) -> Object:
         extra = {"authentication.kubernetes.io/pod-name": [POD], "authentication.kubernetes.io/pod-uid": [UID]}
@@ -70,7 +70,7 @@ def serve_operator() -> Iterator[Enter]:
         headers = {"Authorization": f"Bearer header.{claims}.signature"}
         response = await client.post(call["path"], data=to_bytes(call["body"]), headers=headers)
         text = await response.text()
-        if response.status == 503:  # it is looked into
+        if response.status == 503:  # its token is under review
             return response.status
         if response.status >= 500:
             raise RuntimeError(f"status {response.status}: {text}")
@@ -111,7 +111,7 @@ def mutate_call(rng: Random, call: dict[str, Any]) -> Mutated:
 
 
 def mutate_path(rng: Random, valid: str) -> Mutated:
-    """The query, or a part of the way."""
+    """The query, or a part of the path."""
     mutated = mutate_word(rng, valid[4:])
     return Mutated("/v1/" + mutated.value.replace("#", "").replace(" ", "%20"), mutated.how)
 

@@ -1,4 +1,4 @@
-"""What ranks and people hand to the analysis: behavior windows, fabrics, groups, collectives, NCCL's words."""
+"""What ranks and people hand to the analysis: profiles, fabrics, groups, collectives, NCCL's output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build_pattern_documents() -> list[Any]:
 
 
 def read_answer(data: bytes) -> object:
-    """One rank's answer, and what a table makes of it beside the others'; it costs no other rank."""
+    """One rank's answer, and what a table makes of it with the others'; it affects no other rank."""
     others = [(rank, answer) for rank, answer in build_answers(PATTERNS, PATTERNS) if rank]
     answers = [(0, to_bytes(data)), *others]
     assert set(read_table(answers).ranks.tolist()) >= {1, 2, 3}

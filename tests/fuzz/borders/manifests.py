@@ -83,7 +83,7 @@ class Refused(Exception):
 
 
 def parse_admitted(plural: str, parse: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Takes a whole object as somebody writes it, and has the operator read what the API server makes of it."""
+    """Takes a whole object as a user writes it, and has the operator read what the API server makes of it."""
 
     def enter(body: object) -> object:
         try:

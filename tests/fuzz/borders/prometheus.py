@@ -1,4 +1,4 @@
-"""Prometheus' answers over HTTP: of whoever may export metrics, and of what stands between."""
+"""Prometheus' answers over HTTP: from exporters of metrics, and from proxies in between."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def query_prometheus() -> Iterator[Enter]:
 
 
 def check_error_length(result: Any, _valid: Any) -> str:
-    """People read the trouble in a condition."""
+    """Users read the error in a condition."""
     *_, unavailable, error = result
     if max(len(unavailable), len(error)) > 3_000:
-        return "its trouble takes thousands of characters"
+        return "its error takes thousands of characters"
     return ""
 
 
 BORDERS = [
     Border(
-        "Prometheus", lambda: [ANSWER], mutate_text, query_prometheus, refusals=(), judge=check_error_length, cases=120
+        "Prometheus", lambda: [ANSWER], mutate_text, query_prometheus, refusals=(), check=check_error_length, cases=120
     ),
 ]

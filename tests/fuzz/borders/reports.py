@@ -1,4 +1,4 @@
-"""What launchers, sidecars and ranks say of themselves, and what they are told, as JSON."""
+"""What launchers, sidecars and ranks report, and what they receive, as JSON."""
 
 from __future__ import annotations
 

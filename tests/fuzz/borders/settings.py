@@ -1,4 +1,4 @@
-"""What the platform team and the shell hand on: environment variables, and pods' last words."""
+"""What the platform team and the shell hand on: environment variables, and pods' termination messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_as_text(read: Any) -> Enter:
 
 
 def parse_probe(message: str) -> object:
-    """Of a pod that has ended with these words: they are shown, whatever they are."""
+    """Of a pod that has ended with this message: any message is shown."""
     state = {"terminated": {"exitCode": 0, "message": message}}
     pod = {"spec": {"nodeName": "n"}, "status": {"phase": "Succeeded", "containerStatuses": [{"state": state}]}}
     return ProbePod.parse(pod)

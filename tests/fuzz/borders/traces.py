@@ -28,7 +28,7 @@ Files = dict[str, Any]
 
 
 class Refused(Exception):
-    """By the command, in words."""
+    """By the command, as text."""
 
 
 @contextmanager

@@ -436,7 +436,7 @@ class TestFigures:
         assert told["gains_predicted"] == {"all": (1, 2), "Rebalance": (0, 1), "LocalSGD": (1, 1)}
         holds = told["holds"]
         assert isinstance(holds, dict)
-        assert not holds["nobody beats the clairvoyant"], "8 s are less than is possible"
+        assert not holds["no policy beats the clairvoyant"], "8 s are less than is possible"
         assert not holds["80% of gains within 20%"]
         assert holds["1.3 × on average"]
 

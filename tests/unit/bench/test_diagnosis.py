@@ -95,8 +95,8 @@ def recording(own: float = 0.05) -> Recording:
 
 
 def test_a_busy_machine_is_told_by_the_pace_of_its_steps() -> None:
-    assert measure_relative_time(recording().told) == pytest.approx(1.2)
-    assert measure_relative_time([words for words in recording().told if "evidence" not in words]) == math.inf
+    assert measure_relative_time(recording().reports) == pytest.approx(1.2)
+    assert measure_relative_time([words for words in recording().reports if "evidence" not in words]) == math.inf
 
 
 def test_recordings_of_a_busier_hour_are_brought_to_one_pace() -> None:
@@ -113,7 +113,7 @@ class TestPerturbed:
 
     def test_a_step_takes_the_same_in_all_answers_that_tell_of_it(self) -> None:
         seen: dict[tuple[int, int], set[float]] = {}
-        for words in perturb_recording(recording(), (), 3).told:
+        for words in perturb_recording(recording(), (), 3).reports:
             for window in words.get("evidence", {}).get("windows", ()):
                 for step, seconds in zip(window["steps"], window["compute_seconds"], strict=True):
                     seen.setdefault((window["rank"], step), set()).add(round(seconds, 12))
@@ -122,9 +122,9 @@ class TestPerturbed:
 
     def test_clocks_differ_by_minutes_and_stalls_keep_their_age(self) -> None:
         copy = perturb_recording(recording(), (), 4)
-        clocks = {words["worker"]: words["clock"] for words in copy.told}
+        clocks = {words["worker"]: words["clock"] for words in copy.reports}
         assert max(map(abs, clocks.values())) > 60
-        told = [words for words in copy.told if "fault" in words]
+        told = [words for words in copy.reports if "fault" in words]
         late = [words["at"] + words["clock"] - words["fault"]["noticed_at"] for words in told]
         assert all(0 <= seconds <= 1 for seconds in late)
 

@@ -77,7 +77,7 @@ def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None
         (True, "Active", ""),
         (False, "Blocked", ""),
         (False, "Active", "is quarantined, and has not our taint"),
-        (True, "", "no NodeQuarantine says why"),
+        (True, "", "no NodeQuarantine names it"),
         (False, "", ""),
     ],
 )

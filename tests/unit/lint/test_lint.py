@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import lint.__main__ as lint_main
 from lint.layout import MAX_FILES, check_hidden_imports, check_layout
 from lint.names import check_names
 from lint.prose import MAX_WORDS, check_module, check_page
@@ -160,6 +161,22 @@ class TestProse:
     )
     def test_a_banned_word_is_found_in_docstring_comment_and_message(self, source: str) -> None:
         assert len(check_text("a.py", source)) == 1
+
+    @pytest.mark.parametrize(
+        ("path", "count"),
+        [
+            *((path, 1) for path in ("bench/a.py", "examples/a.py", "lint/a.py", "testing/a.py", "tests/cluster/a.py")),
+            ("tests/unit/a.py", 0),
+            ("lint/prose.py", 0),
+        ],
+    )
+    def test_all_folders_except_unit_tests_are_checked(
+        self, path: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("# nobody\n")
+        monkeypatch.setattr(lint_main, "ROOT", tmp_path)
+        assert [found.path for found in lint_main.check_files([path])].count(path) == count
 
     @pytest.mark.parametrize(("text", "status"), [("# a behaviour\n", 65), ("# a behavior\n", 0)])
     def test_british_spelling_is_found(self, text: str, status: int, tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ def test_a_switch_that_is_off_leaves_nothing_behind(path: str) -> None:
 
 
 def test_every_value_is_tested() -> None:
-    known = {".".join(path) for path, _ in describe.leaves(json.loads(describe.SCHEMA.read_text()))}
+    known = {".".join(path) for path, _ in describe.iterate_leaves(json.loads(describe.SCHEMA.read_text()))}
     assert CHANGES.keys() | SWITCHES.keys() | ELSEWHERE.keys() == known
     assert len(CHANGES) + len(SWITCHES) + len(ELSEWHERE) == len(known), "each in one place"
 
@@ -522,7 +522,7 @@ def refusal(*arguments: str) -> str:
 def test_a_value_of_a_wrong_kind_is_refused_by_name(tmp_path: Path) -> None:
     """All at once: Helm names each."""
     schema = json.loads(describe.SCHEMA.read_text())
-    paths = [path for path, _ in describe.leaves(schema) if path != ("global",)]
+    paths = [path for path, _ in describe.iterate_leaves(schema) if path != ("global",)]
     words = refusal("--values", str(values_file(tmp_path, {path: {"no such thing!": [1]} for path in paths})))
     assert [".".join(path) for path in paths if ".".join(path) not in words] == []
 
@@ -530,7 +530,7 @@ def test_a_value_of_a_wrong_kind_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_name_that_is_no_value_is_refused(tmp_path: Path) -> None:
     """In each group; Helm names all of them."""
     schema = json.loads(describe.SCHEMA.read_text())
-    groups = {path[:-1] for path, _ in describe.leaves(schema)}
+    groups = {path[:-1] for path, _ in describe.iterate_leaves(schema)}
     words = refusal("--values", str(values_file(tmp_path, {(*path, "unheardOf"): 1 for path in groups})))
     assert words.count("unheardOf") == len(groups)
 
@@ -599,16 +599,18 @@ def _lenient(schema: Any, path: str) -> Iterator[str]:
 
 def test_every_value_is_described() -> None:
     schema = json.loads(describe.SCHEMA.read_text())
-    assert [path for path, part in describe.leaves(schema) if not part.get("description", "").endswith(".")] == []
+    assert [
+        path for path, part in describe.iterate_leaves(schema) if not part.get("description", "").endswith(".")
+    ] == []
 
 
 def test_the_schema_and_the_readme_say_what_stands_in_the_values() -> None:
     """`python charts/describe.py` brings them up to date."""
     text, schema = describe.VALUES.read_text(), json.loads(describe.SCHEMA.read_text())
     comments = describe.comments_of(text)
-    assert describe.described(schema, comments) == schema
+    assert describe.add_descriptions(schema, comments) == schema
     written = describe.README.read_text()
-    assert describe.readme(written, yaml.safe_load(text), schema, comments) == written
+    assert describe.render_readme(written, yaml.safe_load(text), schema, comments) == written
 
 
 def test_a_value_without_words_stops_the_description(

@@ -1,7 +1,7 @@
-"""What launchers say to each other at a meeting, and what ranks bring to their neighbors: over real connections.
+"""What launchers exchange at a rendezvous, and the peer replicas that ranks send: over real connections.
 
-A stranger knows no secret. A member does, and may be of another version, broken or hostile: it may end its own
-conversation, and nobody else's.
+A stranger has no secret. A member does, and may be of another version, broken or hostile: it may end its own
+connection, and no other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MEMBERSHIP = MembershipSecret(membership=5, secret="ab" * 32)
 KEY = "3"
 TIMEOUT_SECONDS = 30.0
 USED_HEADER_BYTES = 72
-"""Bytes of a slot's header that mean something; nobody reads what lies between them and SLOT_HEADER_BYTES."""
+"""Bytes of a slot's header that mean something; what lies between them and SLOT_HEADER_BYTES is not read."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def write_authenticated(channel: Any, message: Any) -> None:
 
 @contextmanager
 def run_server() -> Iterator[Enter]:
-    """Another member says it; afterwards two others still come together."""
+    """Another member sends it; afterwards two others still complete a rendezvous."""
     with create_loop() as loop:
 
         async def run_exchange(message: dict[str, Any]) -> object:
@@ -116,7 +116,7 @@ def build_participant_messages() -> list[dict[str, Any]]:
 
 @contextmanager
 def run_client() -> Iterator[Enter]:
-    """A host says it; the client goes on, and has taken it or left it."""
+    """A server sends it; the client goes on, and has accepted or ignored it."""
     with create_loop() as loop:
 
         async def run_exchange(view: Any) -> object:
@@ -238,15 +238,15 @@ def mutate_replica(rng: Random, message: dict[str, Any]) -> Mutated:
 
 
 BORDERS = [
-    Border("the meeting's host", build_participant_messages, mutate_participant, run_server, refusals=(), cases=150),
-    Border("the meeting's guest", lambda: [VIEW], mutate_line, run_client, refusals=(), cases=60),
+    Border("the rendezvous server", build_participant_messages, mutate_participant, run_server, refusals=(), cases=150),
+    Border("the rendezvous client", lambda: [VIEW], mutate_line, run_client, refusals=(), cases=60),
     Border(
-        "the neighbours' shelf",
+        "peer replicas",
         build_replicas,
         mutate_replica,
         run_replica_receiver,
         refusals=(),
-        judge=check_whole_or_none,
+        check=check_whole_or_none,
         cases=150,
     ),
 ]

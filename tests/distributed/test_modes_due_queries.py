@@ -1,4 +1,4 @@
-"""Asking what is due is a rank's own affair: whoever asks, what the ranks must do together they do at the ordinal."""
+"""Each rank reads by itself what is due: what the ranks must do together, they do at the same ordinal."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EDIT, ASYNC_EDIT = SyncMode.EDIT, SyncMode.ASYNC_EDIT
 
 
 @pytest.mark.parametrize("mode", [EDIT, ASYNC_EDIT])
-def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path: Path) -> None:
-    """More units than the two whose synchronization is under way at a time. Were the rest completed on the asking rank
-    alone, it would wait for its sync group, which waits for shards that the asking rank has to gather. One of the units
-    has no parameters, as those of `nn.Module.children` may."""
+def test_a_query_by_one_rank_of_a_mesh_holds_no_rank_up(mode: SyncMode, tmp_path: Path) -> None:
+    """More units than the two whose synchronization is in progress at a time. Were the rest completed only on the
+    querying rank, it would wait for its sync group, which waits for shards that this rank has to gather. One of the
+    units has no parameters, as those of `nn.Module.children` may."""
 
     def rank_main(rank: int) -> tuple[list[int], dict[int, str]]:
         if rank == 0:
@@ -38,13 +38,13 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
             optimizer.zero_grad()
             if job.rank == 0 and step.due("print", every=6):
                 due.append(job.step)
-            if mode is EDIT:  # a collective of the script's own, behind what only one rank asks
+            if mode is EDIT:  # a collective of the script's own, after a query of only one rank
                 torch.distributed.barrier()
             parameters[job.step] = compute_digest(net.parameters())
         return due, parameters
 
     (due, parameters), *others = run_ranks(rank_main, 4, runtime=tmp_path)
-    assert [asked for asked, _ in others] == [[]] * 3
+    assert [due_steps for due_steps, _ in others] == [[]] * 3
     assert due[-1] == 24
     if mode is EDIT:
         assert due == [8, 12, 20, 24]
@@ -52,10 +52,10 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
     assert [parameters[step] for step in due] == [sync_groups_other[step] for step in due]
 
 
-def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up() -> None:
-    """Two models of more units than are under way at a time. Rank 0 has used up all samples while rank 1 has two steps
-    to go, so it comes to a synchronization without a forward pass. Then rank 1 must not wait for it in anything but
-    this synchronization. And rank 1 evaluates the second model first."""
+def test_ranks_without_a_step_and_ranks_that_call_one_model_hold_no_rank_up() -> None:
+    """Two models of more units than are in progress at a time. Rank 0 has used up all samples while rank 1 has two
+    steps to go, so it comes to a synchronization without a forward pass. Then rank 1 must wait for it only in this
+    synchronization. And rank 1 evaluates the second model first."""
 
     def rank_main(rank: int) -> tuple[list[int], int, str]:
         job = pk.init(sync_mode=ASYNC_EDIT, sync_seconds=0.05)
@@ -82,8 +82,8 @@ def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up
     assert parameters == parameters_too
 
 
-def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) -> None:
-    """Rank 1 asks for the first time when the ranks have met: what was due then comes one ordinal later."""
+def test_ranks_make_different_queries_and_each_event_comes_once(tmp_path: Path) -> None:
+    """Rank 1 queries for the first time when the ranks have synchronized: what was due then comes one ordinal later."""
 
     def rank_main(rank: int) -> dict[str, list[int]]:
         if rank == 0:
@@ -106,11 +106,11 @@ def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) ->
         return due
 
     zero, one = run_ranks(rank_main, 2, runtime=tmp_path)
-    assert one == {"sparse": [12, 20], "late": [16, 20, 24], "print": []}  # 12: told at 16; 18 and 24
+    assert one == {"sparse": [12, 20], "late": [16, 20, 24], "print": []}  # 12: returned at 16; 18 and 24
     assert zero == {"sparse": [], "late": [], "print": [4, 8, 12, 16, 20, 24, 28]}
 
 
-def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None:
+def test_the_ranks_synchronize_when_all_optimizers_have_stepped(tmp_path: Path) -> None:
     """What the second one does is part of what they synchronize."""
 
     def rank_main(rank: int) -> list[str]:
@@ -127,7 +127,7 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            if step.due("look", every=4):
+            if step.due("poll", every=4):
                 found.append(compute_digest(net.parameters()))
         return found
 
@@ -138,8 +138,8 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mode", SyncMode)
 @pytest.mark.parametrize("before_the_microbatches", [False, True])
-def test_who_asks_before_the_optimizers_step_is_told_so(mode: SyncMode, before_the_microbatches: bool) -> None:
-    """In the first step, in Sync too: in a Local-SGD mode he would synchronize without it, and its peers with it."""
+def test_a_query_before_the_optimizers_step_is_an_error(mode: SyncMode, before_the_microbatches: bool) -> None:
+    """In the first step, in Sync too: in a Local-SGD mode this rank would synchronize without it, its peers with it."""
 
     def rank_main(_: int) -> str:
         job = pk.init(sync_mode=mode, sync_every=3)
@@ -156,7 +156,7 @@ def test_who_asks_before_the_optimizers_step_is_told_so(mode: SyncMode, before_t
                 optimizer.step()
             except RuntimeError as error:
                 return str(error)
-        return "nothing was said"
+        return "no error"
 
-    (said,) = run_ranks(rank_main, 1)
-    assert said == "step 1: step.due was called before optimizer.step(); call it afterwards"
+    (message,) = run_ranks(rank_main, 1)
+    assert message == "step 1: step.due was called before optimizer.step(); call it afterwards"
