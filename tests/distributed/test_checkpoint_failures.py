@@ -185,7 +185,7 @@ def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_whe
                     mend(volume)
             else:
                 wait_until(lambda: read_checkpoint_status(news).step == 8, "the one after that is kept")
-                assert (read_checkpoint_status(news).failed_rank, read_checkpoint_status(news).error) == (-1, "")
+                assert (read_checkpoint_status(news).failed_rank, read_checkpoint_status(news).error) == (None, "")
 
         assert run_ranks(lambda _: train(volume, 2, 9, meddle), RANKS, runtime=tmp_path / "runtime") == [(9, 0)] * RANKS
         assert {"step-00000002", "step-00000008", "step-00000009"} <= kept(volume)

@@ -40,7 +40,7 @@ def trains(one: LauncherTeam, names: str, round_: int) -> list[Heartbeat]:
 
     def beats() -> list[Heartbeat] | None:
         said = [one.workers[name].read_heartbeat() for name in names]
-        return said if all(beat.round == round_ and beat.first_step_at > 0 for beat in said) else None
+        return said if all(beat.round == round_ and beat.start.first_step_at is not None for beat in said) else None
 
     return one.wait_for(beats, f"round {round_} trains")
 
@@ -54,15 +54,17 @@ def test_a_killed_ranks_recovery_by_its_parts(tmp_path: Path, snapshots: int, or
     with training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
         first, second = trains(one, "ab", 1), trains(one, "ab", 2)
         (fault,) = one.workers["b"].read_faults(FaultKind.RANK_FAILED)
-    assert {(beat.origin, beat.teardown_seconds) for beat in first} == {("NOTHING", 0.0)}
+    assert {(beat.start.origin, beat.start.teardown_seconds) for beat in first} == {("NOTHING", 0.0)}
     for beat in second:
-        assert [one.stage for one in beat.start_stages] == list(StartStage)
-        seconds = [one.seconds for one in beat.start_stages]
+        assert [one.stage for one in beat.start.stages] == list(StartStage)
+        seconds = [one.seconds for one in beat.start.stages]
         assert seconds == sorted(seconds), "in their order"
-        assert seconds[-1] == pytest.approx(beat.first_step_at - beat.round_started_at, abs=0.05)
-        assert beat.teardown_seconds > 0
-        assert beat.origin in origins
-    recovery = max(beat.first_step_at for beat in second) - fault.noticed_at
+        assert beat.start.first_step_at is not None
+        assert beat.start.started_at is not None
+        assert seconds[-1] == pytest.approx(beat.start.first_step_at - beat.start.started_at, abs=0.05)
+        assert beat.start.teardown_seconds > 0
+        assert beat.start.origin in origins
+    recovery = max(beat.start.first_step_at or 0.0 for beat in second) - fault.noticed_at
     found = break_down_restart(recovery, second, ranks=2)
     assert found is not None
     assert sum(part.seconds for part in found.parts) == pytest.approx(recovery)
@@ -73,15 +75,17 @@ def test_a_killed_ranks_recovery_by_its_parts(tmp_path: Path, snapshots: int, or
 
 def test_a_newcomers_state_comes_from_its_neighbour(tmp_path: Path) -> None:
     with training(tmp_path) as one:
-        one.wait_for(lambda: min(beat.snapshot_step for beat in trains(one, "ab", 1)[:1]) > 5, "snapshots")
+        one.wait_for(
+            lambda: min(beat.checkpoint.snapshot_step or 0 for beat in trains(one, "ab", 1)[:1]) > 5, "snapshots"
+        )
         one.workers["b"].kill()
         one.workers["b"].wait()
         one.start("c")
         members = one.build_members(a=[0], c=[1])
         one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="ac")
         stayed, came = trains(one, "ac", 2)
-    assert (stayed.origin, came.origin) == ("MEMORY", "PEER")
-    assert came.teardown_seconds == 0
+    assert (stayed.start.origin, came.start.origin) == ("MEMORY", "PEER")
+    assert came.start.teardown_seconds == 0
     found = break_down_restart(20.0, [stayed, came], ranks=2)
     assert found is not None
     assert found.restored_from == "Peer"

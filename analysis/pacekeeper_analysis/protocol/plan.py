@@ -417,7 +417,7 @@ _SHARED_FIELDS = (
 """Fields that a plan and all of its parts have in common."""
 
 
-def choose_rendezvous(ports: Sequence[int], secret: str) -> tuple[int, str]:
+def choose_rendezvous(ports: Sequence[int | None], secret: str) -> tuple[int, str]:
     """Return the `store_port` and the secret of a new membership.
 
     `ports` are the `rendezvous_port`s of its members' heartbeats, in rank order. `secret` is a fresh one.
@@ -425,7 +425,8 @@ def choose_rendezvous(ports: Sequence[int], secret: str) -> tuple[int, str]:
     A member that announces no port has an older launcher, or an older sidecar, which would not pass the secret on. Then
     no member gets a secret, because members with a secret would reject that one.
     """
-    return (ports[0] if ports and ports[0] else Plan.store_port), (secret if ports and all(ports) else "")
+    first = ports[0] if ports else None
+    return (Plan.store_port if first is None else first), ("" if None in ports or not ports else secret)
 
 
 def _split_paths_by_position(paths: Paths, members: Sequence[Member]) -> Mapping[int, WorkerPaths]:

@@ -32,8 +32,10 @@ MAX_WORKER_FLOWS = 4096
 Name = Annotated[str, MaxLength(253)]
 MessageText = Annotated[str, Truncated(2_000)]
 Count = Annotated[int, Within(0)]
-Position = Annotated[int, Within(-1)]
-"""A step or a rank; -1 means none."""
+Position = Annotated[int, Within(0)]
+"""A step or a rank."""
+PositionOrNone = Annotated[int, Within(-1)]
+Port = Annotated[int, Within(1, 65535)]
 Seconds = Annotated[float, Within(0, 1e12)]
 Samples = Annotated[int, Within(0, 2**31)]
 """Samples of one rank in one step."""
@@ -131,6 +133,63 @@ class ReachedStage:
 
 
 @dataclass(frozen=True)
+class RoundStart:
+    """How the present round started on a worker. A new round begins with the defaults."""
+
+    started_at: Seconds | None = None  # None: its ranks do not run yet
+    restored_step: Position | None = None  # that its ranks continued from, 0: the beginning; None: not known yet
+    first_step_at: Seconds | None = None  # end of its first optimizer step; None: not completed yet
+    # Reported with the first step.
+    teardown_seconds: Seconds = 0.0  # from when the previous round's end was noticed until its ranks were gone
+    stages: Annotated[tuple[ReachedStage, ...], MaxLength(len(StartStage))] = ()  # (): not yet, or not reported
+    origin: Annotated[str, OneOf(frozenset(origin.name for origin in StateOrigin))] = StateOrigin.UNKNOWN.name
+    """Where the ranks' state came from: the farthest of their origins."""
+
+
+@dataclass(frozen=True)
+class StepProgress:
+    """How many optimizer steps a worker's slowest rank has completed."""
+
+    step: Position | None = None  # last completed step of the job; None: none
+    steps_in_round: Count = 0
+    total_steps: Annotated[int, Within(1)] | None = None  # that the script wants; None: unlimited, or not known
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What a worker holds and knows of the job's checkpoints."""
+
+    step: Position | None = None  # of the newest published one; None: none is known
+    snapshot_step: Position | None = None  # of the newest snapshot in memory; None: none
+    request: Count = 0  # last one answered
+    # Of the checkpoints of the whole job; only the worker of rank 0 reports them.
+    failed_rank: Position | None = None  # that could not save the newest checkpoint; None: saved, or not known
+    error: MessageText = ""  # path and reason; "": saved, or none was due
+    age_seconds: Seconds | None = None  # of the newest published one; None: none is known
+
+
+@dataclass(frozen=True)
+class BadLoss:
+    """A loss that is not finite."""
+
+    rank: Position
+    step: Position  # first such step in this round
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """How a worker's ranks train, by their script and the plan in force on them."""
+
+    managed: bool = False  # the script is managed: it uses the library, not only pacekeeper.auto
+    sync_mode: Mode = ""  # a plan.SyncMode, in force on this worker's ranks; "": monitored, or not known yet
+    global_batch: Annotated[int, Within(1, 2**40)] | None = None  # samples of the job in a step; None: not known
+    replica_ranks: Annotated[int, Within(1)] | None = None
+    """The script trains exactly with any multiple of this number of ranks. None: not known."""
+    refused: MessageText = ""  # why the ranks do not follow the newest plan, for people; "": they do
+    bad_loss: BadLoss | None = None  # the first one of the ranks here
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """A worker's present state. The launcher writes it, and the sidecar sends it with each poll of the plan."""
 
@@ -138,43 +197,22 @@ class Heartbeat:
     state: LauncherState = LauncherState.STARTING
     plan_version: Count = 0  # that the launcher follows
     membership: Count = 0
-    round: Count = 0  # last round started or agreed on; 0: none
+    round: Count = 0  # last round started or agreed on, from 1
     restarts: Count = 0  # rounds that the launchers started by themselves in this membership
-    step: Position = -1  # last completed optimizer step of its slowest rank; -1: none
-    steps_in_round: Count = 0
-    total_steps: Count = 0  # that the script wants of the job; 0: unlimited, or not known
-    checkpoint_step: Position = -1
-    snapshot_step: Position = -1
-    restored_step: Position = -1  # that the round started from
-    checkpoint_request: Count = 0  # last one answered
-    global_batch: Annotated[int, Within(0, 2**40)] = 0
-    replica_ranks: Count = 0  # the script trains exactly with any multiple of this number of ranks; 0: unknown
-    round_started_at: Seconds = 0.0
-    first_step_at: Seconds = 0.0  # end of the first optimizer step of the round; 0: none yet
-    # How the round started; reported with its first step.
-    teardown_seconds: Seconds = 0.0  # from when the previous round's end was noticed until its ranks were gone
-    start_stages: Annotated[tuple[ReachedStage, ...], MaxLength(len(StartStage))] = ()  # (): not yet, or not reported
-    origin: Annotated[str, OneOf(frozenset(origin.name for origin in StateOrigin))] = StateOrigin.UNKNOWN.name
-    """Where the ranks' state came from: the farthest of their origins."""
-    managed: bool = False  # the script is managed: it uses the library, not only pacekeeper.auto
-    sync_mode: Mode = ""  # a plan.SyncMode, in force on this worker's ranks; "": monitored, or not known yet
-    refused: MessageText = ""  # why the ranks do not follow the newest plan, for people; "": they do
-    bad_loss_rank: Position = -1  # a rank here whose loss is not finite; -1: none
-    bad_loss_step: Position = -1  # first such step in this round
+    start: RoundStart = RoundStart()
+    progress: StepProgress = StepProgress()
+    checkpoint: CheckpointReport = CheckpointReport()
+    training: TrainingReport = TrainingReport()
     launcher_silent_seconds: Seconds = 0.0  # since its last sign of life, by the sidecar; also 0 before and after it
     unkillable_ranks: Annotated[tuple[Count, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # still running long after SIGKILL
-    # Of the checkpoints of the whole job; only the worker of rank 0 reports them.
-    checkpoint_failed_rank: Position = -1  # that could not save the newest checkpoint; -1: saved
-    checkpoint_error: MessageText = ""  # path and reason; "": saved, or none was due
-    checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest published one; -1: none known
-    rendezvous_port: Annotated[int, Within(0, 65535)] = 0  # for serving a rendezvous; 0: an older launcher
-    probe_port: Annotated[int, Within(0, 65535)] = 0  # for answering link probes; 0: an older launcher
+    rendezvous_port: Port | None = None  # for serving a rendezvous; None: an older launcher
+    probe_port: Port | None = None  # for answering link probes; None: an older launcher
     rank_metrics: Annotated[
         tuple[RankMetrics, ...], MaxLength(MAX_WORKER_RANKS)
     ] = ()  # of the ranks here; (): none trains yet
     gpus: Annotated[tuple[GpuHealth, ...], MaxLength(MAX_WORKER_GPUS)] = ()  # from NVML in the pod
     paths: Annotated[tuple[PathReport, ...], MaxLength(MAX_WORKER_PATHS)] = ()  # that begin here
-    sent_at: Seconds = 0.0  # by the clock of the other times, shows its offset; 0: not given
+    sent_at: Seconds | None = None  # by the clock of the other times, shows its offset; None: not given
 
     def to_json(self) -> dict[str, Any]:
         """Return the heartbeat as JSON, without fields that have their default.
@@ -222,11 +260,11 @@ class RankState:
     rank: Count
     phase: Annotated[str, OneOf(frozenset(phase.name for phase in Phase))]
     phase_seconds: Seconds
-    step: Position
+    step: PositionOrNone
     collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))]
     """NONE: the rank is outside collectives."""
     group: Count
-    sequence: Position  # of the last collective entered in the group
+    sequence: PositionOrNone  # of the last collective entered in the group
     collectives_entered: Count  # in this round, over all groups: the rank with the fewest was left behind
     waiting_seconds: Seconds  # since it entered the collective, or since its last sign of progress
     process_state: Annotated[str, MaxLength(1)]  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
@@ -238,7 +276,7 @@ class RankState:
     device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
     device_group: Count = 0
     device_sequence: Count = 0
-    peer: Position = -1  # global rank that it sends to or receives from; -1: none, or any sender
+    peer: PositionOrNone = -1  # global rank that it sends to or receives from; -1: none, or any sender
     entered: Annotated[str, MaxLength(2_000)] = ""
     """How far it has come in each of its groups (`communicators.format_entered`). "": its library does not report it"""
     ended: bool = False  # its process has exited with code 0
@@ -273,12 +311,12 @@ class FaultReport:
     round: Count
     noticed_at: Seconds
     membership: Count = 0
-    rank: Position = -1  # that failed; -1: the fault concerns the worker
+    rank: PositionOrNone = -1  # that failed; -1: the fault concerns the worker
     exit_code: Annotated[int, Within(-1024, 2**31)] = 0  # negative: the signal
     out_of_memory: bool = False  # the cgroup's oom_kill counter rose
     completed_step: bool = False  # whether the rank had completed a step in this round
-    step: Position = -1
-    ended_peer: Position = -1  # rank that exited with code 0 and for which this one waited; -1: none
+    step: PositionOrNone = -1
+    ended_peer: PositionOrNone = -1  # rank that exited with code 0 and for which this one waited; -1: none
     error: Annotated[str, Truncated(8_000)] = ""  # the script's last lines
     ranks: Annotated[tuple[RankState, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], MaxLength(64)] = ()  # of a stall: peers that did not answer
@@ -351,7 +389,7 @@ class LinkWindow:
 
     local: Annotated[str, MaxLength(64)]  # address:port
     remote: Annotated[str, MaxLength(64)]
-    rank: Position = -1  # that owns it; -1: not a rank's, or not known
+    rank: PositionOrNone = -1  # that owns it; -1: not a rank's, or not known
     age: Count = 0  # windows ago: 0 is the newest
     seconds: Seconds = 0.0  # that the window took
     acked_bytes: Count = 0  # sent and acknowledged in it
@@ -420,7 +458,7 @@ class Evidence:
 
 
 def _drop_defaults(record: Any) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, of a dataclass and of those in its tuples."""
+    """Return the fields that differ from their defaults, of a dataclass and of those in its fields and tuples."""
     defaults = _get_field_defaults(type(record))  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     return {name: _to_plain_json(value) for name, value in vars(record).items() if value != defaults[name]}
 

@@ -27,50 +27,56 @@ class TrainingProgress:
     @property
     def step(self) -> int:
         """The last step that some member has reported as completed; -1: none."""
-        return max((heartbeat.step for heartbeat in self.heartbeats), default=-1)
+        steps = (heartbeat.progress.step for heartbeat in self.heartbeats)
+        return max((step for step in steps if step is not None), default=-1)
 
     @cached_property
     def steps_in_round(self) -> int:
         """The least number of steps that a member has completed in its present round; 0: there is no report."""
-        return min((heartbeat.steps_in_round for heartbeat in self.heartbeats), default=0)
+        return min((heartbeat.progress.steps_in_round for heartbeat in self.heartbeats), default=0)
 
     @cached_property
     def sync_modes(self) -> frozenset[str]:
         """The modes in which members train, by their reports."""
-        return frozenset(heartbeat.sync_mode for heartbeat in self.heartbeats)
+        return frozenset(heartbeat.training.sync_mode for heartbeat in self.heartbeats)
 
     @property
     def restored_step(self) -> int:
         """The step from which the present round started; 0: the beginning, or not known."""
-        return max([0, *(heartbeat.restored_step for heartbeat in self.heartbeats)])
+        return max((heartbeat.start.restored_step or 0 for heartbeat in self.heartbeats), default=0)
 
     @property
     def total_steps(self) -> int | None:
         """Number of steps that the script runs. 0: not reported, or its ranks disagree. None: no rank has begun."""
-        reported = {heartbeat.total_steps for heartbeat in self.heartbeats if heartbeat.steps_in_round > 0}
+        reports = (heartbeat.progress for heartbeat in self.heartbeats)
+        reported = {report.total_steps or 0 for report in reports if report.steps_in_round > 0}
         return None if not reported else reported.pop() if len(reported) == 1 else 0
 
     @property
     def checkpoint_step(self) -> int:
-        return max((heartbeat.checkpoint_step for heartbeat in self.heartbeats), default=-1)
+        """The step of the newest checkpoint; -1: none is known."""
+        steps = (heartbeat.checkpoint.step for heartbeat in self.heartbeats)
+        return max((step for step in steps if step is not None), default=-1)
 
     @property
     def checkpoint_age(self) -> float:
         """Seconds since the newest checkpoint was published; 0: not known."""
-        return max(0.0, max((heartbeat.checkpoint_age_seconds for heartbeat in self.heartbeats), default=0.0))
+        return max((heartbeat.checkpoint.age_seconds or 0.0 for heartbeat in self.heartbeats), default=0.0)
 
     @property
     def snapshot_step(self) -> int:
         """The step of the newest snapshot in the members' memory; -1: there is none."""
-        return max((heartbeat.snapshot_step for heartbeat in self.heartbeats), default=-1)
+        steps = (heartbeat.checkpoint.snapshot_step for heartbeat in self.heartbeats)
+        return max((step for step in steps if step is not None), default=-1)
 
     @cached_property
     def training_since(self) -> float | None:
         """When every member had completed the present round's first step; None: some have not yet."""
         times = [
-            heartbeat.first_step_at
+            heartbeat.start.first_step_at
             for heartbeat in self.heartbeats
-            if heartbeat.first_step_at > 0 and heartbeat.round == self.round and heartbeat.membership == self.membership
+            if heartbeat.start.first_step_at is not None
+            and (heartbeat.membership, heartbeat.round) == (self.membership, self.round)
         ]
         return max(times) if times and len(times) == self.member_count else None
 
@@ -80,22 +86,25 @@ class TrainingProgress:
 
         All members begin together, so that no member's report can make it longer.
         """
-        reported = [
-            heartbeat for heartbeat in self.heartbeats if heartbeat.first_step_at > heartbeat.round_started_at > 0
-        ]
-        return min((heartbeat.first_step_at - heartbeat.round_started_at for heartbeat in reported), default=0.0)
+        starts = (heartbeat.start for heartbeat in self.heartbeats)
+        seconds = (
+            start.first_step_at - start.started_at
+            for start in starts
+            if start.first_step_at is not None and start.started_at is not None
+        )
+        return min((duration for duration in seconds if duration > 0), default=0.0)
 
     @property
     def global_batch(self) -> int:
         """Samples per step of the whole job; 0: the script does not report it."""
-        return max((heartbeat.global_batch for heartbeat in self.heartbeats), default=0)
+        return max((heartbeat.training.global_batch or 0 for heartbeat in self.heartbeats), default=0)
 
     @property
     def replica_ranks(self) -> int:
         """The job trains exactly with any multiple of this number of ranks; 0: the script does not report it."""
-        return max((heartbeat.replica_ranks for heartbeat in self.heartbeats), default=0)
+        return max((heartbeat.training.replica_ranks or 0 for heartbeat in self.heartbeats), default=0)
 
     @property
     def refusal(self) -> str:
         """Why ranks do not follow the newest plan, from their reports; "": they follow it."""
-        return next((heartbeat.refused for heartbeat in self.heartbeats if heartbeat.refused), "")
+        return next((heartbeat.training.refused for heartbeat in self.heartbeats if heartbeat.training.refused), "")

@@ -868,7 +868,7 @@ def _explain_refusal(observation: Observation, policy: Policy, diagnosis: Diagno
         return _explain_deferral(observation, policy, diagnosis, strategy)
     if diagnosis.bottleneck is not observation.state.adaptation.investigation.last_bottleneck:
         return "the next steps have to show the same first"
-    if any(view.heartbeat is not None and not view.heartbeat.sync_mode for view in observation.members):
+    if any(view.heartbeat is not None and not view.heartbeat.training.sync_mode for view in observation.members):
         return "the ranks do not report the mode that they train in: is their library older than the operator?"
     if observation.state.adaptation.mode_refusal:
         return f"the ranks refused it: {observation.state.adaptation.mode_refusal}"
@@ -899,7 +899,7 @@ def _explain_deferral(observation: Observation, policy: Policy, diagnosis: Diagn
 
 def is_managed(observation: Observation) -> bool:
     """Return whether the script uses the library and so follows the plan, as far as is reported."""
-    return all(view.heartbeat is None or view.heartbeat.managed for view in observation.members)
+    return all(view.heartbeat is None or view.heartbeat.training.managed for view in observation.members)
 
 
 def _is_mode_in_cool_down(observation: Observation) -> bool:

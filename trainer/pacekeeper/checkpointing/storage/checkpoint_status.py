@@ -26,12 +26,14 @@ class CheckpointStatus:
 
     step: Annotated[int, Within(-1)] = -1  # of the newest checkpoint; -1: none
     published_ns: Annotated[int, Within(0, 2.0**63)] = 0  # CLOCK_MONOTONIC of this host when it was published, or found
-    failed_rank: Annotated[int, Within(-1)] = -1  # rank on which the newest attempt failed; -1: none, or unknown
+    failed_rank: Annotated[int, Within(0)] | None = (
+        None  # rank on which the newest attempt failed; None: none, or unknown
+    )
     error: Annotated[str, Truncated(500)] = ""  # path and reason; "": the newest attempt was published
 
-    def compute_age(self, now: float) -> float:
-        """Return the age of the newest checkpoint in seconds; -1: none. `now`: monotonic seconds of the same host."""
-        return -1.0 if self.step < 0 else round(max(0.0, now - self.published_ns * 1e-9), 1)
+    def compute_age(self, now: float) -> float | None:
+        """Return the age of the newest checkpoint in seconds; None: none. `now`: monotonic seconds of the same host."""
+        return None if self.step < 0 else round(max(0.0, now - self.published_ns * 1e-9), 1)
 
 
 NO_CHECKPOINT_STATUS = CheckpointStatus()
@@ -45,10 +47,10 @@ def read_checkpoint_status(path: Path) -> CheckpointStatus:
         return NO_CHECKPOINT_STATUS
 
 
-def parse_failed_rank(reason: str) -> int:
-    """Return the rank that is named first in the ranks' reasons; -1: none."""
+def parse_failed_rank(reason: str) -> int | None:
+    """Return the rank that is named first in the ranks' reasons; None: none."""
     match = re.match(r"rank (\d+):", reason)
-    return int(match[1]) if match else -1
+    return int(match[1]) if match else None
 
 
 class CheckpointReporter(Protocol):
@@ -59,7 +61,7 @@ class CheckpointReporter(Protocol):
 
     def report_published(self, step: int) -> None: ...
 
-    def report_failure(self, error: str, rank: int = -1) -> None: ...
+    def report_failure(self, error: str, rank: int | None = None) -> None: ...
 
 
 class NullCheckpointReporter:
@@ -69,7 +71,7 @@ class NullCheckpointReporter:
 
     def report_published(self, step: int) -> None: ...
 
-    def report_failure(self, error: str, rank: int = -1) -> None: ...
+    def report_failure(self, error: str, rank: int | None = None) -> None: ...
 
 
 class CheckpointStatusFile:
@@ -87,7 +89,7 @@ class CheckpointStatusFile:
     def report_published(self, step: int) -> None:
         self._write(CheckpointStatus(step, time.monotonic_ns()))
 
-    def report_failure(self, error: str, rank: int = -1) -> None:
+    def report_failure(self, error: str, rank: int | None = None) -> None:
         self._write(replace(self._status, failed_rank=rank, error=error[:500]))
 
     def _write(self, status: CheckpointStatus) -> None:

@@ -24,7 +24,7 @@ def test_a_failure_stands_beside_the_newest_that_is_kept_until_the_next_one_is(t
     file = CheckpointStatusFile(path)
     file.report_published(10)
     kept = read_checkpoint_status(path)
-    assert (kept.step, kept.failed_rank, kept.error) == (10, -1, "")
+    assert (kept.step, kept.failed_rank, kept.error) == (10, None, "")
     file.report_failure("/checkpoints: full" + "!" * 1_000, 3)
     assert read_checkpoint_status(path) == replace(kept, failed_rank=3, error="/checkpoints: full" + "!" * 482)
     file.report_published(30)
@@ -32,7 +32,7 @@ def test_a_failure_stands_beside_the_newest_that_is_kept_until_the_next_one_is(t
         read_checkpoint_status(path).step,
         read_checkpoint_status(path).failed_rank,
         read_checkpoint_status(path).error,
-    ) == (30, -1, "")
+    ) == (30, None, "")
 
 
 def test_a_new_round_knows_how_old_the_newest_is_where_it_was_kept_here(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_new_round_knows_how_old_the_newest_is_where_it_was_kept_here(tmp_path
 
 def test_the_age_is_never_negative_and_not_known_without_a_checkpoint() -> None:
     news = replace(NO_CHECKPOINT_STATUS, step=5, published_ns=10 * 10**9)
-    assert (news.compute_age(12.5), news.compute_age(9.0), NO_CHECKPOINT_STATUS.compute_age(12.5)) == (2.5, 0.0, -1.0)
+    assert (news.compute_age(12.5), news.compute_age(9.0), NO_CHECKPOINT_STATUS.compute_age(12.5)) == (2.5, 0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,8 @@ def test_only_rank_0_under_a_launcher_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "rank"), [("rank 12: OSError: full; rank 13: OSError: full", 12), ("the store is gone", -1), ("", -1)]
+    ("reason", "rank"),
+    [("rank 12: OSError: full; rank 13: OSError: full", 12), ("the store is gone", None), ("", None)],
 )
-def test_the_rank_that_failed_first_is_known_from_the_reason(reason: str, rank: int) -> None:
+def test_the_rank_that_failed_first_is_known_from_the_reason(reason: str, rank: int | None) -> None:
     assert parse_failed_rank(reason) == rank
