@@ -165,7 +165,7 @@ class SimulatedRank:
             out_of_memory=self.out_of_memory,
             completed_step=self.steps_in_round > 0,
             monitored=self.training_round is not None,
-            step=self.step,
+            step=None if self.step < 0 else self.step,
             error=self.error,
             lost_peer=self.exit_code is not None and is_peer_loss(self.exit_code, self.error),
         )
@@ -214,7 +214,7 @@ class SimulatedRank:
                 step_ended = segment.started_at + done * segment.seconds if done else step_ended
             fields |= {
                 "collectives_entered": training_round.sync_points + has_arrived,
-                "sequence": training_round.sync_points + has_arrived - 1,
+                "sequence": training_round.sync_points + has_arrived,
             }
             if has_arrived:
                 fields |= {"collective": Collective.ALL_REDUCE, "collective_since_ns": int(1e9 * segment.end_at)}

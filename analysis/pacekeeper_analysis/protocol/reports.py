@@ -34,7 +34,6 @@ MessageText = Annotated[str, Truncated(2_000)]
 Count = Annotated[int, Within(0)]
 Position = Annotated[int, Within(0)]
 """A step or a rank."""
-PositionOrNone = Annotated[int, Within(-1)]
 Port = Annotated[int, Within(1, 65535)]
 Seconds = Annotated[float, Within(0, 1e12)]
 Samples = Annotated[int, Within(0, 2**31)]
@@ -260,11 +259,11 @@ class RankState:
     rank: Count
     phase: Annotated[str, OneOf(frozenset(phase.name for phase in Phase))]
     phase_seconds: Seconds
-    step: PositionOrNone
+    step: Position | None  # last completed step of the job; None: none
     collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))]
     """NONE: the rank is outside collectives."""
     group: Count
-    sequence: PositionOrNone  # of the last collective entered in the group
+    sequence: Count  # of the last collective entered in the group, from 1
     collectives_entered: Count  # in this round, over all groups: the rank with the fewest was left behind
     waiting_seconds: Seconds  # since it entered the collective, or since its last sign of progress
     process_state: Annotated[str, MaxLength(1)]  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
@@ -276,7 +275,7 @@ class RankState:
     device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
     device_group: Count = 0
     device_sequence: Count = 0
-    peer: PositionOrNone = -1  # global rank that it sends to or receives from; -1: none, or any sender
+    peer: Position | None = None  # global rank that it sends to or receives from; None: none, or any sender
     entered: Annotated[str, MaxLength(2_000)] = ""
     """How far it has come in each of its groups (`communicators.format_entered`). "": its library does not report it"""
     ended: bool = False  # its process has exited with code 0
@@ -311,12 +310,12 @@ class FaultReport:
     round: Count
     noticed_at: Seconds
     membership: Count = 0
-    rank: PositionOrNone = -1  # that failed; -1: the fault concerns the worker
+    rank: Position | None = None  # that failed; None: the fault concerns the worker
     exit_code: Annotated[int, Within(-1024, 2**31)] = 0  # negative: the signal
     out_of_memory: bool = False  # the cgroup's oom_kill counter rose
     completed_step: bool = False  # whether the rank had completed a step in this round
-    step: PositionOrNone = -1
-    ended_peer: PositionOrNone = -1  # rank that exited with code 0 and for which this one waited; -1: none
+    step: Position | None = None  # last completed step of the rank, or of the slowest one here; None: none
+    ended_peer: Position | None = None  # rank that exited with code 0 and for which this one waited
     error: Annotated[str, Truncated(8_000)] = ""  # the script's last lines
     ranks: Annotated[tuple[RankState, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], MaxLength(64)] = ()  # of a stall: peers that did not answer
@@ -326,8 +325,8 @@ class FaultReport:
     # Of a stall, for people; "": nothing is known.
     ras: MessageText = ""  # NCCL's own report (RAS) on the communicators
     transfers: MessageText = ""  # what transfers in progress over NCCL wait for
-    xid: Count = 0
-    sent_at: Seconds = 0.0  # by the clock of `noticed_at`, shows its offset; 0: not given
+    xid: Count = 0  # of a GPU_ERROR
+    sent_at: Seconds | None = None  # by the clock of `noticed_at`, shows its offset; None: not given
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -389,7 +388,7 @@ class LinkWindow:
 
     local: Annotated[str, MaxLength(64)]  # address:port
     remote: Annotated[str, MaxLength(64)]
-    rank: PositionOrNone = -1  # that owns it; -1: not a rank's, or not known
+    rank: Position | None = None  # that owns it; None: not a rank's, or not known
     age: Count = 0  # windows ago: 0 is the newest
     seconds: Seconds = 0.0  # that the window took
     acked_bytes: Count = 0  # sent and acknowledged in it

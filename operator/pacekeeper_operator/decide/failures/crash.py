@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pacekeeper_analysis.failures.crash import is_peer_consequence
+from pacekeeper_analysis.failures.crash import describe_reached_step, is_peer_consequence
 from pacekeeper_analysis.failures.repetition import RepeatedFailure
 from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport
 
@@ -96,7 +96,7 @@ def _decide_crash(
         worker=fault.worker,
         settled_faults=tuple(round_fault.name for round_fault in round_faults),
         routine=True,
-        last_step=max(fault.step, observation.progress.step),
+        last_step=max(-1 if fault.step is None else fault.step, observation.progress.step),
         error=extract_error_signature(fault),
         no_progress=not fault.completed_step,
         repetition=repetition,
@@ -265,12 +265,13 @@ def extract_error_signature(fault: FaultReport) -> str:
 
 
 def _describe_progress(fault: FaultReport) -> str:
-    if fault.ended_peer >= 0:
+    progress = describe_reached_step(fault.step)
+    if fault.ended_peer is not None:
         return (
-            f"after step {fault.step}: rank {fault.ended_peer} had exited with code 0, and this rank waited "
+            f"{progress}: rank {fault.ended_peer} had exited with code 0, and this rank waited "
             "for it (do all ranks get the same number of batches?)"
         )
-    return f"after step {fault.step}" if fault.step >= 0 else "before its first step"
+    return progress
 
 
 def _describe_exit(fault: FaultReport) -> str:

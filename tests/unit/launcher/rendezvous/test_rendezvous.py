@@ -79,7 +79,7 @@ def test_whose_ranks_had_ended_well_when_a_round_ended_is_told_until_the_next_on
         following = advance_rendezvous(meeting, by_worker(*again))
         assert (following.round, following.build_view("b", "first").finished_rank) == (5, 2)
         over = advance_rendezvous(following, by_worker(replace(finished, round=5), replace(failed, round=5)))
-        assert over.build_view("b", "first").finished_rank == -1
+        assert over.build_view("b", "first").finished_rank is None
 
 
 def test_only_a_few_of_those_that_have_not_come_are_named() -> None:

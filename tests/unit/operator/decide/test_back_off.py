@@ -54,7 +54,7 @@ class Job:
 
     def ends(self, *, error: str = AWAY, halts: bool = True, **changes: Any) -> DesiredState:
         """The round ends before its first step; `halts`: the launchers begin no other one."""
-        how: dict[str, Any] = {"exit_code": 1, "error": error, "completed_step": False, "step": -1, **changes}
+        how: dict[str, Any] = {"exit_code": 1, "error": error, "completed_step": False, "step": None, **changes}
         noticed = {"membership": self.world.plan.membership, "noticed_at": self.world.now}
         fault = build_crash("j-w1-0", 1, self.round, **noticed, **how)
         if not halts:

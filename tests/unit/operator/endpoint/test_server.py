@@ -1008,8 +1008,9 @@ class TestClocks:
     @pytest.mark.parametrize(
         ("noticed", "sent", "placed"),
         [
+            (NOW + 7200, None, NOW),
+            (NOW - 7200, None, NOW - 3600),
             (NOW + 7200, 0.0, NOW),
-            (NOW - 7200, 0.0, NOW - 3600),
             (NOW, NOW + 10**9, NOW - 3600),
             (NOW + 10**9, NOW, NOW),
         ],
@@ -1020,7 +1021,7 @@ class TestClocks:
         job: JobCache,
         monkeypatch: pytest.MonkeyPatch,
         noticed: float,
-        sent: float,
+        sent: float | None,
         placed: float,
     ) -> None:
         monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)

@@ -227,7 +227,7 @@ def _observe_rank(
     `state`: None if it is not monitored. `memory_ran_out`: the kernel has killed a process of this worker for lack of
     memory in this round. `ended_rank`: a global rank that has exited with code 0.
     """
-    step = -1 if state is None else int(state["step"])
+    step = None if state is None or state["step"] < 0 else int(state["step"])
     completed_step = state is not None and int(state["steps_in_round"]) > 0
     observation = RankObservation(
         rank.start.rank,
@@ -247,7 +247,7 @@ def _observe_rank(
         error="\n".join(filter(None, (tail, rank.end_details))),
         out_of_memory=memory_ran_out and not lost_peer,  # of the rank itself, or of a child that it needed
         lost_peer=lost_peer and ended_rank is None,
-        ended_peer=ended_rank if lost_peer and ended_rank is not None else -1,
+        ended_peer=ended_rank if lost_peer else None,
     )
 
 

@@ -56,7 +56,7 @@ class ParticipantReport:
     workers: Count = 1  # number of launchers of the membership, from its plan
     first_round: Count = 1  # from the plan: no round of the membership has a lower number
     restart_limit: Count = 0  # from the plan
-    first_rank: Position = -1  # the lowest of its ranks in the job
+    first_rank: Position | None = None  # the lowest of its ranks in the job; None: it has none
     finished_round: Count = 0  # the last one in which all its ranks exited with code 0; 0: none
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class RendezvousView:
     reason: Annotated[str, Truncated(2_000)] = ""  # why it is HALTED
     # While gathering: the first workers of the previous round that are not ready again.
     missing: Annotated[tuple[Name, ...], MaxLength(64)] = ()
-    finished_rank: Position = -1  # one that had exited with code 0 when the previous round ended; -1: none
+    finished_rank: Position | None = None  # one that had exited with code 0 when the previous round ended
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,7 +112,7 @@ class Rendezvous:
     restarts: int = 0
     participants: Mapping[str, str] = field(default_factory=dict)  # worker → incarnation, in the round
     endings: tuple[tuple[str, RanksEnding], ...] = ()  # how the round's launchers ended, in order of arrival
-    finished_rank: int = -1  # one that had exited with code 0 when the round ended; -1: none
+    finished_rank: int | None = None  # one that had exited with code 0 when the round ended
     reason: str = ""
     missing: tuple[str, ...] = ()  # the first of `participants` that are not ready
 
@@ -142,7 +142,7 @@ def advance_rendezvous(rendezvous: Rendezvous, reports: Mapping[str, Participant
     if rendezvous.stage is RendezvousStage.RUNNING:
         ended = [report for report in reports.values() if _has_left(rendezvous, report)]
         if ended:
-            rendezvous = replace(rendezvous, stage=RendezvousStage.GATHERING, endings=(), finished_rank=-1, port=0)
+            rendezvous = replace(rendezvous, stage=RendezvousStage.GATHERING, endings=(), finished_rank=None, port=0)
         elif _has_finished(rendezvous, reports):
             return replace(rendezvous, stage=RendezvousStage.FINISHED)
     if rendezvous.stage is RendezvousStage.GATHERING:
@@ -189,12 +189,14 @@ def _collect_endings(
     return tuple(endings.items())
 
 
-def _find_finished_rank(rendezvous: Rendezvous, reports: Mapping[str, ParticipantReport]) -> int:
+def _find_finished_rank(rendezvous: Rendezvous, reports: Mapping[str, ParticipantReport]) -> int | None:
     """Return the lowest rank that finished in the last round; the known one if its launcher has disconnected."""
     finished = [
         report.first_rank
         for worker, report in reports.items()
-        if rendezvous.participants.get(worker) == report.incarnation and 0 < report.finished_round == rendezvous.round
+        if report.first_rank is not None
+        and rendezvous.participants.get(worker) == report.incarnation
+        and 0 < report.finished_round == rendezvous.round
     ]
     return min(finished, default=rendezvous.finished_rank)
 

@@ -35,10 +35,10 @@ class RankObservation:
     out_of_memory: bool = False
     completed_step: bool = False  # in this round
     monitored: bool = False  # the script records its steps
-    step: int = -1
+    step: int | None = None  # last completed one of the job; None: none
     error: str = ""  # last lines of its standard error
     lost_peer: bool = False  # it failed because it lost a peer (pacekeeper_analysis.failures.crash)
-    ended_peer: int = -1  # rank that had exited with code 0 before and whose absence made it fail; -1: none
+    ended_peer: int | None = None  # rank that had exited with code 0 before and whose absence made it fail
     managed: bool = False  # the library exits with LEFT_EXIT_CODE once the ranks have agreed to leave
 
 
@@ -218,7 +218,7 @@ def build_participant_report(state: RoundState, plan: WorkerPlan, settings: Laun
         workers=plan.workers,
         first_round=plan.round,
         restart_limit=plan.restarts,
-        first_rank=min(plan.ranks, default=-1),
+        first_rank=min(plan.ranks, default=None),
         finished_round=state.finished_round,
     )
 
@@ -342,7 +342,7 @@ def _report_settled_failure(round_pass: _RoundPass) -> None:
         return
     if view is not None and view.membership == state.membership and _is_settled(view, state.failure.round):
         if view.ended_by in {"", round_pass.settings.worker}:
-            is_consequence = state.ending is RanksEnding.CONNECTION and state.failure.ended_peer < 0
+            is_consequence = state.ending is RanksEnding.CONNECTION and state.failure.ended_peer is None
             round_pass.emit(
                 NotifyFault(replace(state.failure, ended_peer=view.finished_rank) if is_consequence else state.failure)
             )

@@ -63,7 +63,7 @@ def tried(
     step_seconds: float = 0.1,
     *,
     pace: float = 0.0,
-    first_step_at: float = NOW - 5,
+    first_step_at: float | None = NOW - 5,
     ways: Mapping[RankPair, int] = NEW,
     incident: Incident = INCIDENT,
     changes: tuple[RouteChange, ...] | None = None,
@@ -109,7 +109,7 @@ class TestMeasured:
         assert build_job_status(found, build_policy(), JobStatus()).phase is JobPhase.RUNNING, "meanwhile it trains"
 
     def test_before_the_first_step_nothing_is_known(self) -> None:
-        found, _ = goes_on(tried(first_step_at=0.0))
+        found, _ = goes_on(tried(first_step_at=None))
         assert (incident(found).outcome, incident(found).live) == (None, False)
 
     def test_steps_that_have_become_shorter_keep_the_ways(self) -> None:

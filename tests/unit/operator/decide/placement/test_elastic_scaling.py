@@ -19,7 +19,9 @@ START, RESTART = 30.0, 5.0
 """What the operator takes them for in these worlds."""
 
 
-def world(replicas: int = 4, replica_ranks: int = 1, fewest: int = 2, each: int = 1, **changes: Any) -> Observation:
+def world(
+    replicas: int = 4, replica_ranks: int | None = 1, fewest: int = 2, each: int = 1, **changes: Any
+) -> Observation:
     """A job that may train with `fewest` workers, and has no spares."""
     its = build_job(replicas, 0, min_replicas=fewest, nproc_per_node=each, scheduling_timeout=300.0)
     found = change_members(build_training(replicas, 0, job=its), training={"replica_ranks": replica_ranks})
@@ -90,7 +92,7 @@ class TestGoingOn:
         ("changes", "why"),
         [
             ({"fewest": 4}, "spec.minReplicas"),
-            ({"replica_ranks": 0}, "the script does not say that it trains as exactly with fewer"),
+            ({"replica_ranks": None}, "the script does not say that it trains as exactly with fewer"),
             ({"replica_ranks": 4}, "no whole replica is left"),
             ({"operator_age": 9.0}, "a spare may not have been heard yet"),
         ],
@@ -235,4 +237,4 @@ def test_as_many_as_hold_whole_replicas() -> None:
         6,
         8,
     ]
-    assert elastic_scaling.round_to_whole_replicas(world(8, replica_ranks=0), 5) == 5
+    assert elastic_scaling.round_to_whole_replicas(world(8, replica_ranks=None), 5) == 5
