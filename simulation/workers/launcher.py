@@ -260,7 +260,7 @@ class SimulatedLauncher(Process):
     def _start_round(self, command: StartRound) -> None:
         plan, now = command.plan, self._world.now()
         states = {rank.local: rank.build_state(now) for rank in self.ranks if rank.training_round is not None}
-        earlier_seconds = plan.step_seconds
+        earlier_seconds = plan.step_seconds or 0.0
         if self._stall_detector is not None:
             earlier_seconds = self._stall_detector.step_seconds(states) or earlier_seconds
         self._stop_stall_detector()

@@ -261,7 +261,7 @@ class Plan:
     metrics_deadband: _Seconds = (
         0.05  # a rank reports metrics at once if they differ by this fraction from the last report
     )
-    step_seconds: _Seconds = 0.0  # of the slowest rank when this membership began; 0: unknown
+    step_seconds: _Seconds | None = None  # of the slowest rank when this membership began; None: unknown
     stop: Stop = Stop.NO
     leaving: _Names = ()  # members whose pods are ending: their ranks save, then leave
     secret: str = field(default="", repr=False)  # of the membership, hex; "": from an older operator
@@ -391,7 +391,7 @@ class WorkerPlan:
     profile: ProfileRequest | None = None
     paths: WorkerPaths | None = None
     metrics_deadband: _Seconds = 0.05
-    step_seconds: _Seconds = 0.0  # of the job's slowest rank, as the operator measured it; 0: unknown
+    step_seconds: _Seconds | None = None  # of the job's slowest rank, as the operator measured it; None: unknown
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # members authenticate each other with it, hex; spares get none
 

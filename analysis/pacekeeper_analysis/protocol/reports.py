@@ -45,16 +45,16 @@ StepSeries = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], MaxLength(
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """How a rank trains now: means over its window of steps. 0 means not known (yet)."""
+    """How a rank trains now: means over its window of steps. None means not known (yet)."""
 
     rank: Count
     steps: Count = 0  # of the window, with its present share of the batch
-    step_seconds: Seconds = 0.0
-    compute_seconds: Seconds = 0.0  # own work in a step, without waits for peers
-    compute_seconds_per_sample: Seconds = 0.0  # a step of a monitored script counts as one sample
-    wait_seconds: Seconds = 0.0  # waits for peers in a step
-    share: Samples = 0  # samples in a step; 0: unknown
-    first_steps_seconds: Seconds = 0.0  # median time of the job's first steady steps, as measured here
+    step_seconds: Seconds | None = None
+    compute_seconds: Seconds | None = None  # own work in a step, without waits for peers
+    compute_seconds_per_sample: Seconds | None = None  # a step of a monitored script counts as one sample
+    wait_seconds: Seconds | None = None  # waits for peers in a step
+    share: Samples | None = None  # samples in a step
+    first_steps_seconds: Seconds | None = None  # median time of the job's first steady steps, as measured here
     synchronization_seconds: Seconds = 0.0  # for which a synchronization blocked it; 0: none did
 
 
@@ -72,7 +72,7 @@ class LauncherState(StrEnum):
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """NVML's report of one GPU over the last ten minutes. 0 means not known, or nothing to report."""
+    """NVML's report of one GPU over the last ten minutes. None means not known; a count of 0 may be unknown, too."""
 
     gpu: Name  # UUID
     signs: Annotated[tuple[Annotated[str, MaxLength(40)], ...], MaxLength(16)] = ()  # of failures.gpu_health.Sign
@@ -80,13 +80,13 @@ class GpuHealth:
     lifetime_errors: Count = 0  # uncorrected, in its whole life
     remapped_rows: Count = 0  # in its whole life
     pcie_replays: Count = 0
-    pcie_width: Count = 0  # lanes, now
-    pcie_generation: Count = 0  # now
+    pcie_width: Count | None = None  # lanes, now
+    pcie_generation: Count | None = None  # now
     nvlink_errors: Count = 0  # replays and recoveries
     throttled_minutes: Count = 0  # in which the hardware throttled its clocks
-    clock_share: Annotated[float, Within(0, 1)] = 0.0  # of its highest clock, in the last minute under load
-    temperature: Count = 0  # °C now: of chip or memory, the hotter one
-    power: Annotated[float, Within(0, 1e6)] = 0.0  # W
+    clock_share: Annotated[float, Within(0, 1)] | None = None  # of its highest clock, in the last minute under load
+    temperature: Count | None = None  # °C now: of chip or memory, the hotter one
+    power: Annotated[float, Within(0, 1e6)] | None = None  # W
 
 
 class PathFault(StrEnum):
@@ -352,8 +352,8 @@ class RankWindow:
     squares: StepSeries = ()  # of these lengths, summed; (): only the sums of the lengths are known
     sync_mode: Mode = ""  # a plan.SyncMode, in force during the whole window
     transfers: StepSeries = ()  # of the last synchronizations in Local-SGD modes: seconds they blocked the rank
-    baseline_seconds: Seconds = 0.0  # median time of the job's first steady steps, as measured here; 0: not known
-    baseline_own_seconds: Seconds = 0.0  # median own work in these steps; 0: not known
+    baseline_seconds: Seconds | None = None  # median time of the job's first steady steps, as measured here
+    baseline_own_seconds: Seconds | None = None  # median own work in these steps
     share_granularity: Annotated[int, Within(1, 2**31)] = 1  # a rank's share is a multiple of it (static shapes)
 
     def __post_init__(self) -> None:
@@ -420,8 +420,8 @@ class LinkProbe:
     """What a launcher measured toward another one, on the operator's request."""
 
     target: Name  # worker
-    bytes_per_second: Seconds = 0.0  # of the fastest transfer; 0: none came through
-    ping_seconds: Seconds = 0.0  # median; 0: none was answered
+    bytes_per_second: Seconds | None = None  # of the fastest transfer; None: none came through
+    ping_seconds: Seconds | None = None  # median; None: none was answered
     pings_lost: Count = 0
     failed: MessageText = ""  # why the measurement failed; "": it did not
 

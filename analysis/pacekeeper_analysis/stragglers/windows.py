@@ -168,12 +168,12 @@ def _subtract_seconds(
 
 def find_baseline_seconds(windows: Sequence[RankWindow]) -> float:
     """Return the step time of the job's first steady steps: the smallest, since late ranks missed them."""
-    return min((window.baseline_seconds for window in windows if window.baseline_seconds > 0), default=0.0)
+    return min((window.baseline_seconds for window in windows if window.baseline_seconds), default=0.0)
 
 
 def find_baseline_exposed(windows: Sequence[RankWindow]) -> float | None:
     """Return the communication in those steps that no computation hid: the waits of the rank that waited least."""
-    waits = (w.baseline_seconds - w.baseline_own_seconds for w in windows if w.baseline_own_seconds > 0)
+    waits = ((w.baseline_seconds or 0.0) - w.baseline_own_seconds for w in windows if w.baseline_own_seconds)
     shortest = min(waits, default=None)
     return None if shortest is None else max(0.0, shortest)
 

@@ -640,7 +640,7 @@ class TestRounds:
     def test_the_known_step_time_goes_with_it(self) -> None:
         assert self.moved().step_seconds == 0.1
         silent = replace(build_training().metrics, step_seconds=None)
-        assert self.moved(metrics=silent).step_seconds == 0.0
+        assert self.moved(metrics=silent).step_seconds is None
         known = build_training()
         known = known.with_desired(known.desired.with_plan(step_seconds=0.4))
         world = replace(change_worker(known, "j-w0-0", gone=True), metrics=silent)

@@ -169,8 +169,11 @@ def _is_explained_by_profile(observation: Observation, diagnosis: Diagnosis) -> 
 def has_all_work_grown(observation: Observation) -> bool:
     """Return whether own work has grown since the first steady steps on most ranks: that delays transfers, too."""
     windows = [window for answer in observation.evidence for window in answer.windows if window.steps]
-    with_baseline = [w for w in windows if w.baseline_own_seconds > 0]
-    growth = [float(np.median(window.compute_seconds)) / window.baseline_own_seconds for window in with_baseline]
+    growth = [
+        float(np.median(window.compute_seconds)) / window.baseline_own_seconds
+        for window in windows
+        if window.baseline_own_seconds
+    ]
     return bool(growth) and float(np.median(growth)) >= observation.job.spec.detection.straggler_slowdown
 
 

@@ -166,7 +166,7 @@ def test_of_gpus_a_sign_is_written_at_once_and_their_figures_now_and_then(tmp_pa
     path = tmp_path / "heartbeat.json"
     file = HeartbeatFile(path, "w")
 
-    def written(now: float, *signs: str, temperature: int) -> int:
+    def written(now: float, *signs: str, temperature: int) -> int | None:
         file.write(Heartbeat("w", gpus=(GpuHealth("GPU-1", signs, temperature=temperature),)), now)
         (gpu,) = Heartbeat.from_json(json.loads(path.read_text())).gpus
         return gpu.temperature

@@ -95,7 +95,7 @@ def test_of_how_many_steps_with_the_plans_shares_they_are() -> None:
 def test_what_nobody_knows_is_none() -> None:
     silent = metrics({"w0": read_rank_rows([RankMetrics(0), RankMetrics(1)])}, PLAN, JobMetrics())
     assert silent == JobMetrics(unreported_members=("w1",)), "who tells that there is nothing yet has told"
-    watched = metrics({"w0": read_rank_rows([figures(0, share=0), figures(1, share=0)])}, PLAN, JobMetrics())
+    watched = metrics({"w0": read_rank_rows([figures(0, share=None), figures(1, share=None)])}, PLAN, JobMetrics())
     assert (watched.throughput, watched.peer_slowdown, watched.relative_time) == (None, None, 1.0)
     assert metrics({}, Plan(), JobMetrics()) == JobMetrics()
 
