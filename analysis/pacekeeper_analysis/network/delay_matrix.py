@@ -237,7 +237,7 @@ def _list_connection_ends(evidence: Sequence[Evidence]) -> Iterable[_LinkEnd]:
                 _name_end(report.worker, end.remote, end.local),
             )
             counted = (end.acked_bytes, end.busy_seconds, end.receiver_limited_seconds, end.retransmitted_bytes)
-            sums = (*counted, end.early_bytes, end.early_busy_seconds)
+            sums = (*counted, end.early_bytes or 0, end.early_busy_seconds or 0.0)
             yield _LinkEnd(report.worker, end.rank, here, there, end.age, sums)
 
 

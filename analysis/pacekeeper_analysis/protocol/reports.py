@@ -133,7 +133,7 @@ class ReachedStage:
 
 @dataclass(frozen=True)
 class RoundStart:
-    """How the present round started on a worker. A new round begins with the defaults."""
+    """How the present round started on a worker; a new round begins with the defaults."""
 
     started_at: Seconds | None = None  # None: its ranks do not run yet
     restored_step: Position | None = None  # that its ranks continued from, 0: the beginning; None: not known yet
@@ -398,8 +398,9 @@ class LinkWindow:
     retransmitted_bytes: Count = 0
     unsent_bytes: Count = 0  # waiting at its end
     min_round_trip_seconds: Seconds = 0.0
-    early_bytes: Count = 0  # acknowledged in a fast window among the connection's first ones; 0: not known
-    early_busy_seconds: Seconds = 0.0  # in that window
+    # Of a fast window among the connection's first ones; None: not known.
+    early_bytes: Count | None = None  # acknowledged in it
+    early_busy_seconds: Seconds | None = None
 
 
 @dataclass(frozen=True)
