@@ -208,8 +208,8 @@ class TestIntoLocalSgd:
     def test_where_it_may_not_be_the_trouble_is_written_down_once(
         self, changes: dict[str, Any], allow: set[Remedy], words: str
     ) -> None:
-        of_policy = build_policy(allow=frozenset(allow))
-        world = change_members(replace(build_training(), metrics=SLOW_LINK), training={"sync_mode": "Sync"}, **changes)
+        of_policy, training = build_policy(allow=frozenset(allow)), {"sync_mode": "Sync", **changes}
+        world = change_members(replace(build_training(), metrics=SLOW_LINK), training=training)
         thought, world = looked_into(world, of_policy, exposed=0.25)
         assert thought.desired.plan.sync_mode is SyncMode.SYNC
         (incident,) = thought.desired.state.incidents.current

@@ -202,4 +202,4 @@ def test_a_heartbeat_that_a_full_volume_refuses_is_said_once_and_written_when_th
     volume.mkdir()
     with missed.suppress_errors("the heartbeat"):
         file.write(beat, 1.15)
-    assert json.loads(path.read_text())["step"] == 3
+    assert json.loads(path.read_text())["progress"] == {"step": 3}

@@ -510,10 +510,10 @@ class TestWhyNotAMode:
         assert self.why(shown=Bottleneck.VOLATILE) == "the next steps have to show the same first"
 
     def test_the_ranks_do_not_know_modes(self) -> None:
-        assert self.why(sync_mode="").startswith("the ranks do not report the mode that they train in")
+        assert self.why(training={"sync_mode": ""}).startswith("the ranks do not report the mode that they train in")
 
     def test_the_script_cannot_be_steered(self) -> None:
-        assert self.why(managed=False).startswith("the script does not use the library")
+        assert self.why(training={"managed": False}).startswith("the script does not use the library")
 
     def test_what_ranks_do_together_is_waited_for_where_the_script_is_only_watched(self) -> None:
         found = change_members(answered(plan={"evidence_parts": (EvidencePart.WINDOWS,)}), training={"managed": False})
