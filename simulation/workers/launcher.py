@@ -276,7 +276,7 @@ class SimulatedLauncher(Process):
     def _start_round(self, command: StartRound) -> None:
         plan, now = command.plan, self._world.now()
         states = self._build_states(now)
-        earlier_seconds = plan.step_seconds or None
+        earlier_seconds = plan.step_seconds
         if self._stall_detector is not None:
             earlier_seconds = self._stall_detector.step_seconds(states) or earlier_seconds
         self._stop_stall_detector()

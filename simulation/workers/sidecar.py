@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from http import HTTPStatus
-from operator import attrgetter
 from typing import Any
 
 from pacekeeper.sidecar.launcher_monitor import MIN_SILENCE_SECONDS, LauncherSilence
@@ -19,9 +18,9 @@ from pacekeeper.sidecar.leader_address import LeaderAddress, parse_named_leader
 from pacekeeper.sidecar.operator_client import OPERATOR_ANSWER_SECONDS, OperatorUnavailable, RequestRejected
 from pacekeeper.sidecar.rank_metrics import CurrentRankMetrics, MetricsReporter, measure_rank
 from pacekeeper.sidecar.settings import SidecarSettings
-from pacekeeper.sidecar.sidecar import FINAL_REPORT_SECONDS, QUIET_FIELDS, RING_POLL_INTERVAL_SECONDS, _quantize_silence
+from pacekeeper.sidecar.sidecar import FINAL_REPORT_SECONDS, RING_POLL_INTERVAL_SECONDS, select_urgent_fields
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
-from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbeat, LauncherState, RankMetrics
+from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, LauncherState, RankMetrics
 
 from ..loop import Process
 from ..operators.endpoint import EndpointReply
@@ -39,7 +38,6 @@ _LAUNCHER_POLL_SECONDS = 0.5
 _FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.2, 5.0
 _TOKEN_SECONDS = 2_880.0
 """Age at which the kubelet renews the token."""
-_get_urgent_fields = attrgetter(*(name for name in Heartbeat.__dataclass_fields__ if name not in QUIET_FIELDS))
 _FINAL_STATUSES = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
@@ -137,14 +135,13 @@ class SimulatedSidecar(Process):
         """Return the heartbeat to send now."""
         self._launcher.refresh_heartbeat()
         seconds = self._silence.seconds
-        return {
-            **vars(self._folder.heartbeat),
-            "gpus": [vars(health) for health in self._folder.heartbeat.gpus],
-            "start_stages": [vars(stage) for stage in self._folder.heartbeat.start_stages],
-            "rank_metrics": [asdict(metrics) for metrics in self._falsify_metrics(self._metrics.take_report())],
-            "launcher_silent_seconds": round(seconds, 1) if seconds >= MIN_SILENCE_SECONDS else 0.0,
-            "sent_at": self._world.wall_time(self._worker.node),
-        }
+        heartbeat = replace(
+            self._folder.heartbeat,
+            rank_metrics=self._falsify_metrics(self._metrics.take_report()),
+            launcher_silent_seconds=round(seconds, 1) if seconds >= MIN_SILENCE_SECONDS else 0.0,
+            sent_at=self._world.wall_time(self._worker.node),
+        )
+        return heartbeat.to_json()
 
     def _falsify_metrics(self, all_metrics: tuple[RankMetrics, ...]) -> tuple[RankMetrics, ...]:
         match self._worker.wrong_metrics:
@@ -157,9 +154,8 @@ class SimulatedSidecar(Process):
         return all_metrics
 
     def _select_urgent_fields(self) -> tuple[Any, ...]:
-        """Return the heartbeat without the fields that can wait."""
-        heartbeat, silence = self._folder.heartbeat, _quantize_silence(self._silence.seconds)
-        return _get_urgent_fields(heartbeat), heartbeat.gpu_signs, silence, self._metrics.urgent_changes
+        """Return what of the heartbeat cannot wait for the next poll."""
+        return select_urgent_fields(self._folder.heartbeat, self._silence.seconds, self._metrics.urgent_changes)
 
     # Loops.
 

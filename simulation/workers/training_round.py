@@ -276,7 +276,7 @@ class TrainingRound:
                 step_ended = segment.started_at + done * segment.seconds if done else step_ended
             fields |= {
                 "collectives_entered": self.sync_points + has_arrived,
-                "sequence": self.sync_points + has_arrived - 1,
+                "sequence": self.sync_points + has_arrived,
             }
             if has_arrived:
                 fields |= {"collective": Collective.ALL_REDUCE, "collective_since_ns": int(1e9 * segment.end_at)}

@@ -44,7 +44,7 @@ def main(folder: str, rank: int, shape: str, addresses: Sequence[str]) -> None:
     for _ in range(LINK_WINDOW_COUNT * SAMPLES_PER_LINK_WINDOW + 1):
         connections.sample(time.monotonic())
         time.sleep(SAMPLE_SECONDS)
-    windows = [replace(window, early_bytes=0, early_busy_seconds=0.0) for window in connections.windows()]
+    windows = [replace(window, early_bytes=None, early_busy_seconds=None) for window in connections.windows()]
     print(json.dumps(Evidence("why", f"w{rank}", 1, links=tuple(windows)).to_json()), flush=True)
     while sys.stdin.readline().strip():  # the others may not be done yet
         for _ in range(BLOCKED_SAMPLES):

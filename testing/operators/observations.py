@@ -8,6 +8,7 @@ from typing import Any
 
 from pacekeeper_analysis.protocol.plan import Member, Plan
 from pacekeeper_analysis.protocol.reports import (
+    CheckpointReport,
     Evidence,
     FaultKind,
     FaultReport,
@@ -15,6 +16,9 @@ from pacekeeper_analysis.protocol.reports import (
     LauncherState,
     RankState,
     RankWindow,
+    RoundStart,
+    StepProgress,
+    TrainingReport,
 )
 from pacekeeper_operator.api.training_job import JobSpec, RemediationMode, RemediationSpec, Remedy, TrainingJob
 from pacekeeper_operator.decide.evaluate import PassResult
@@ -73,14 +77,10 @@ def build_training(replicas: int = 4, spares: int = 1, step: int = 500, **change
         state=LauncherState.RUNNING,
         membership=1,
         round=1,
-        step=step,
-        steps_in_round=step,
-        checkpoint_step=step - 10,
-        restored_step=0,
-        global_batch=32,
-        round_started_at=NOW - 301,
-        first_step_at=NOW - 300,
-        managed=True,
+        progress=StepProgress(step=step, steps_in_round=step),
+        checkpoint=CheckpointReport(step=step - 10),
+        start=RoundStart(restored_step=0, started_at=NOW - 301, first_step_at=NOW - 300),
+        training=TrainingReport(global_batch=32, managed=True),
         rendezvous_port=31000,
     )
     warm_heartbeat = Heartbeat(state=LauncherState.WARM, rendezvous_port=31000)
@@ -109,7 +109,9 @@ def build_training(replicas: int = 4, spares: int = 1, step: int = 500, **change
 def build_untrained(replicas: int = 4, spares: int = 1, **changes: Any) -> Observation:
     """The same in a job that has not completed a step so far."""
     observation = change_members(
-        build_training(replicas, spares, **changes), first_step_at=0.0, step=-1, steps_in_round=0
+        build_training(replicas, spares, **changes),
+        start={"first_step_at": None},
+        progress={"step": None, "steps_in_round": 0},
     )
     return observation.with_desired(observation.desired.with_lifecycle(training_since=None))
 
@@ -151,7 +153,7 @@ def change_worker(
     gone: bool = False,
     **changes: Any,
 ) -> Observation:
-    """`pod`, `heartbeat`: fields to change; `gone`: its pod is; other changes are of the view."""
+    """`pod`, `heartbeat`: fields to change (`change_heartbeat`); `gone`: its pod is; other changes are of the view."""
     views = []
     for view in observation.workers:
         if view.name == name:
@@ -159,13 +161,25 @@ def change_worker(
             if pod and changed.pod is not None:
                 changed = replace(changed, pod=replace(changed.pod, **pod))
             if heartbeat and changed.heartbeat is not None:
-                changed = replace(changed, heartbeat=replace(changed.heartbeat, **heartbeat))
+                changed = replace(changed, heartbeat=change_heartbeat(changed.heartbeat, heartbeat))
             view = replace(changed, pod=None) if gone else changed
         views.append(view)
     return replace(observation, workers=tuple(views))
 
 
+def change_heartbeat(heartbeat: Heartbeat, changes: Mapping[str, Any]) -> Heartbeat:
+    """Returns it with these fields. A mapping has the fields to change in a part: `{"progress": {"step": 7}}`."""
+    return replace(
+        heartbeat,
+        **{
+            name: replace(getattr(heartbeat, name), **value) if isinstance(value, Mapping) else value
+            for name, value in changes.items()
+        },
+    )
+
+
 def change_members(observation: Observation, **heartbeat: Any) -> Observation:
+    """Returns it with these fields of all members' heartbeats (`change_heartbeat`)."""
     for member in observation.plan.members:
         observation = change_worker(observation, member.worker, heartbeat=heartbeat)
     return observation

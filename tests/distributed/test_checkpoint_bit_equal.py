@@ -187,7 +187,7 @@ def test_a_killed_rank_in_a_local_mode_goes_on_from_the_snapshot(mode: SyncMode,
     faults = [{"rank": 2, "round": 1, "step": 11, "kind": "sigkill"}]
     with run_training(tmp_path / "run", mode=mode, shares=None, SLEEP=0.02, FAULTS=json.dumps(faults)) as one:
         run_to_the_end(one)
-        assert {one.workers[name].read_heartbeat().sync_mode for name in "ab"} == {mode}
+        assert {one.workers[name].read_heartbeat().training.sync_mode for name in "ab"} == {mode}
     first, second = list_restored_steps(tmp_path / "run")
     assert first == 0
     assert 0 < second < UNTIL

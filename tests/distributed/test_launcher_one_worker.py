@@ -43,12 +43,8 @@ def test_a_script_without_faults_runs_to_its_end(tmp_path: Path) -> None:
         ]
         assert one.workers["a"].read_faults() == []
         heartbeat = one.workers["a"].read_heartbeat()
-        assert (heartbeat.state, heartbeat.round, heartbeat.step, heartbeat.restarts) == (
-            LauncherState.FINISHED,
-            1,
-            3,
-            0,
-        )
+        reached = (heartbeat.state, heartbeat.round, heartbeat.progress.step, heartbeat.restarts)
+        assert reached == (LauncherState.FINISHED, 1, 3, 0)
 
 
 def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
@@ -75,8 +71,8 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         worker = one.workers["a"]
         (fault,) = one.wait_for(lambda: worker.read_faults(FaultKind.GPU_ERROR), "the fault")
         assert (fault.xid, fault.worker, fault.round, fault.error) == (79, "a", 1, "XID 79 on GPU-1")
-        step = worker.read_heartbeat().step
-        one.wait_for(lambda: worker.read_heartbeat().step > step, "the ranks train on")
+        step = worker.read_heartbeat().progress.step or 0
+        one.wait_for(lambda: (worker.read_heartbeat().progress.step or 0) > step, "the ranks train on")
         for xid in (31, 31, 31, 13, 31):  # a kernel with a wild pointer
             double.send_event(0, XID, xid)
         double.send_event(0, XID, 62)
@@ -91,14 +87,14 @@ def test_the_checkpoint_status_of_rank_0_is_in_the_heartbeat(tmp_path: Path) -> 
         worker = one.workers["a"]
         status_file = CheckpointStatusFile(worker.runtime.checkpoints)
         status_file.report_published(1)
-        one.wait_for(lambda: worker.read_heartbeat().checkpoint_age_seconds >= 0, "a checkpoint is kept")
+        one.wait_for(lambda: worker.read_heartbeat().checkpoint.age_seconds is not None, "a checkpoint is kept")
         status_file.report_failure("/checkpoints: no space", 1)
-        one.wait_for(lambda: worker.read_heartbeat().checkpoint_error, "the failure")
-        assert worker.read_heartbeat().checkpoint_failed_rank == 1
-        before = worker.read_heartbeat().checkpoint_age_seconds
-        one.wait_for(lambda: worker.read_heartbeat().checkpoint_age_seconds > before, "it grows older")
+        one.wait_for(lambda: worker.read_heartbeat().checkpoint.error, "the failure")
+        assert worker.read_heartbeat().checkpoint.failed_rank == 1
+        before = worker.read_heartbeat().checkpoint.age_seconds or 0.0
+        one.wait_for(lambda: (worker.read_heartbeat().checkpoint.age_seconds or 0.0) > before, "it grows older")
         status_file.report_published(5)
-        one.wait_for(lambda: not worker.read_heartbeat().checkpoint_error, "the next one is kept")
+        one.wait_for(lambda: not worker.read_heartbeat().checkpoint.error, "the next one is kept")
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounts need root")
@@ -120,10 +116,10 @@ def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path
                 lambda: len(one.read_diary(0)) > step + 300, "the ranks train on, through more than a page of records"
             )
             assert worker.poll() is None
-            written = worker.read_heartbeat().step
+            written = worker.read_heartbeat().progress.step or 0
             assert worker.log.read_text().count(message) == 1
             (worker.runtime.root / "filler").unlink()
-            one.wait_for(lambda: worker.read_heartbeat().step > written + 100, "it is written again")
+            one.wait_for(lambda: (worker.read_heartbeat().progress.step or 0) > written + 100, "it is written again")
 
     run_ranks(main, 1)
 

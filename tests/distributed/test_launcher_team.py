@@ -49,7 +49,7 @@ def test_the_address_of_the_rendezvous_comes_from_its_servers_heartbeat(tmp_path
         for name in "abc":
             one.start(name)
             one.wait_for_state(name, LauncherState.WARM)
-        ports = {name: one.workers[name].read_heartbeat().rendezvous_port for name in "abc"}
+        ports = {name: one.workers[name].read_heartbeat().rendezvous_port or 0 for name in "abc"}
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((one.workers["a"].address, ports["a"]))  # held before there is a plan
         members = one.build_members(a=[0], b=[1], c=[2])
@@ -152,7 +152,7 @@ def test_a_spare_takes_over_a_lost_workers_rank(tmp_path: Path) -> None:
         one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="acd")
         assert_finished(one, "a", "c", "d")
         assert one.read_diary(1)[-1].endswith("end")
-        assert one.workers["d"].read_heartbeat().step == 60
+        assert one.workers["d"].read_heartbeat().progress.step == 60
 
 
 def test_a_member_that_becomes_a_spare_ends_its_rank_and_stays_warm(tmp_path: Path) -> None:

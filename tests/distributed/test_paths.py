@@ -532,7 +532,7 @@ class Job:
             membership=self._membership,
             round=self._membership,
             members=members,
-            store_port=self.read_heartbeat(0).rendezvous_port,
+            store_port=self.read_heartbeat(0).rendezvous_port or Plan.store_port,
             paths=Paths(wanted, hops, self.first_port, self.first_port + 999),
         ).with_membership_secret(Plan(), "5ec2e7" * 8)
         for worker, runtime in enumerate(self.runtimes):

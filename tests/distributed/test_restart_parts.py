@@ -42,7 +42,7 @@ def wait_until_training(one: LauncherTeam, names: str, round_: int) -> list[Hear
         heartbeats = [one.workers[name].read_heartbeat() for name in names]
         return (
             heartbeats
-            if all(heartbeat.round == round_ and heartbeat.first_step_at > 0 for heartbeat in heartbeats)
+            if all(heartbeat.round == round_ and heartbeat.start.first_step_at is not None for heartbeat in heartbeats)
             else None
         )
 
@@ -60,15 +60,17 @@ def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
     with start_training(tmp_path, FAULTS=CRASH, SNAPSHOT_EVERY=snapshots) as one:
         first, second = wait_until_training(one, "ab", 1), wait_until_training(one, "ab", 2)
         (fault,) = one.workers["b"].read_faults(FaultKind.RANK_FAILED)
-    assert {(heartbeat.origin, heartbeat.teardown_seconds) for heartbeat in first} == {("NOTHING", 0.0)}
-    for heartbeat in second:
-        assert [one.stage for one in heartbeat.start_stages] == list(StartStage)
-        seconds = [one.seconds for one in heartbeat.start_stages]
+    assert {(heartbeat.start.origin, heartbeat.start.teardown_seconds) for heartbeat in first} == {("NOTHING", 0.0)}
+    for start in (heartbeat.start for heartbeat in second):
+        assert [one.stage for one in start.stages] == list(StartStage)
+        seconds = [one.seconds for one in start.stages]
         assert seconds == sorted(seconds), "in their order"
-        assert seconds[-1] == pytest.approx(heartbeat.first_step_at - heartbeat.round_started_at, abs=0.05)
-        assert heartbeat.teardown_seconds > 0
-        assert heartbeat.origin in origins
-    recovery = max(heartbeat.first_step_at for heartbeat in second) - fault.noticed_at
+        assert start.first_step_at is not None
+        assert start.started_at is not None
+        assert seconds[-1] == pytest.approx(start.first_step_at - start.started_at, abs=0.05)
+        assert start.teardown_seconds > 0
+        assert start.origin in origins
+    recovery = max(heartbeat.start.first_step_at or 0.0 for heartbeat in second) - fault.noticed_at
     found = break_down_restart(recovery, second, ranks=2)
     assert found is not None
     assert sum(part.seconds for part in found.parts) == pytest.approx(recovery)
@@ -80,7 +82,10 @@ def test_the_recovery_of_a_killed_rank_is_reported_by_its_parts(
 def test_the_state_of_a_new_worker_comes_from_its_peer_replica(tmp_path: Path) -> None:
     with start_training(tmp_path) as one:
         one.wait_for(
-            lambda: min(heartbeat.snapshot_step for heartbeat in wait_until_training(one, "ab", 1)[:1]) > 5, "snapshots"
+            lambda: (
+                min(heartbeat.checkpoint.snapshot_step or 0 for heartbeat in wait_until_training(one, "ab", 1)[:1]) > 5
+            ),
+            "snapshots",
         )
         one.workers["b"].kill()
         one.workers["b"].wait()
@@ -88,8 +93,8 @@ def test_the_state_of_a_new_worker_comes_from_its_peer_replica(tmp_path: Path) -
         members = one.build_members(a=[0], c=[1])
         one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5), to="ac")
         stayed, came = wait_until_training(one, "ac", 2)
-    assert (stayed.origin, came.origin) == ("MEMORY", "PEER")
-    assert came.teardown_seconds == 0
+    assert (stayed.start.origin, came.start.origin) == ("MEMORY", "PEER")
+    assert came.start.teardown_seconds == 0
     found = break_down_restart(20.0, [stayed, came], ranks=2)
     assert found is not None
     assert found.restored_from == "Peer"

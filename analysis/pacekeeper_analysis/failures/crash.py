@@ -34,7 +34,7 @@ _OWN_GPU_ERROR = re.compile(r"CUDA error: ")
 
 def is_peer_consequence(fault: FaultReport) -> bool:
     """Return whether the rank failed because a peer was gone. A peer that ended with success does not count."""
-    return fault.ended_peer < 0 and not fault.out_of_memory and is_peer_loss(fault.exit_code, fault.error)
+    return fault.ended_peer is None and not fault.out_of_memory and is_peer_loss(fault.exit_code, fault.error)
 
 
 def is_peer_loss(exit_code: int, error: str) -> bool:
@@ -47,3 +47,8 @@ def is_peer_loss(exit_code: int, error: str) -> bool:
     if exit_code == -signal.SIGABRT:
         return _WATCHDOG_ABORT.search(error) is not None and _OWN_GPU_ERROR.search(error) is None
     return exit_code > 0 and _CONNECTION_LOST.search(error) is not None
+
+
+def describe_reached_step(step: int | None) -> str:
+    """Return when a rank stopped, by its last completed step; None: it has completed none."""
+    return "before its first step" if step is None else f"after step {step}"

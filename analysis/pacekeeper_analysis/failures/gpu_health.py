@@ -241,13 +241,13 @@ def examine_gpu(gpu: str, samples: Sequence[GpuSample], busy_first: GpuSample | 
         lifetime_errors=min(last.lifetime_errors or 0, MAX_COUNTER_VALUE),
         remapped_rows=last.remapped_rows or 0,
         pcie_replays=replays,
-        pcie_width=last.pcie_width or 0,
-        pcie_generation=last.pcie_generation or 0,
+        pcie_width=last.pcie_width or None,
+        pcie_generation=last.pcie_generation or None,
         nvlink_errors=link_errors,
         throttled_minutes=throttled,
         clock_share=_compute_clock_share(samples),
-        temperature=max(last.temperature or 0, last.memory_temperature or 0, 0),
-        power=max(last.power or 0.0, 0.0),
+        temperature=max(last.temperature or 0, last.memory_temperature or 0, 0) or None,
+        power=max(last.power or 0.0, 0.0) or None,
     )
 
 
@@ -289,17 +289,31 @@ def list_gpu_signs(gpus: Collection[GpuHealth]) -> Iterator[ObservedGpuSign]:
                 )
 
 
+def _describe_throttling(gpu: GpuHealth) -> str:
+    parts = [f"in {gpu.throttled_minutes} of the last {GPU_RATE_WINDOW_MINUTES} minutes"]
+    if gpu.clock_share is not None:
+        parts.append(f"{gpu.clock_share:.0%} of its clock")
+    if gpu.temperature is not None:
+        parts.append(f"{gpu.temperature} °C")
+    if gpu.power is not None:
+        parts.append(f"{gpu.power:.0f} W")
+    return ", ".join(parts)
+
+
+def _describe_pcie(gpu: GpuHealth) -> str:
+    lanes = None if gpu.pcie_width is None else f"{gpu.pcie_width} lanes"
+    generation = None if gpu.pcie_generation is None else f"generation {gpu.pcie_generation}"
+    return " of ".join(filter(None, (lanes, generation)))
+
+
 _KNOWN_GPU_SIGNS = frozenset(GpuSign)
 _SIGN_MEASUREMENTS: Mapping[GpuSign, Callable[[GpuHealth], str]] = {
     GpuSign.MEMORY_ERRORS: lambda gpu: f"{gpu.memory_errors} in ten minutes, {gpu.lifetime_errors} in its life",
     GpuSign.PCIE_REPLAYS: lambda gpu: f"{gpu.pcie_replays} in ten minutes",
     GpuSign.NVLINK_ERRORS: lambda gpu: f"{gpu.nvlink_errors} in ten minutes",
-    GpuSign.THROTTLED: lambda gpu: (
-        f"in {gpu.throttled_minutes} of the last {GPU_RATE_WINDOW_MINUTES} minutes, {gpu.clock_share:.0%} of its clock,"
-        f" {gpu.temperature} °C, {gpu.power:.0f} W"
-    ),
-    GpuSign.PCIE_FELL: lambda gpu: f"{gpu.pcie_width} lanes of generation {gpu.pcie_generation}",
-    GpuSign.PCIE_LOW: lambda gpu: f"{gpu.pcie_width} lanes of generation {gpu.pcie_generation}",
+    GpuSign.THROTTLED: _describe_throttling,
+    GpuSign.PCIE_FELL: _describe_pcie,
+    GpuSign.PCIE_LOW: _describe_pcie,
 }
 
 
@@ -326,8 +340,8 @@ def _has_lost_links(samples: Sequence[GpuSample]) -> bool:
     return bool(link_counts) and link_counts[-1] < max(link_counts)
 
 
-def _compute_clock_share(samples: Sequence[GpuSample]) -> float:
-    """Return the share of the highest clock under load in the last minute. 0 if not known."""
+def _compute_clock_share(samples: Sequence[GpuSample]) -> float | None:
+    """Return the share of the highest clock under load in the last minute. None if not known."""
     shares = [
         sample.clock / sample.clock_maximum
         for sample in samples
@@ -336,4 +350,4 @@ def _compute_clock_share(samples: Sequence[GpuSample]) -> float:
         and sample.clock_maximum
         and samples[-1].taken_at - sample.taken_at <= PCIE_BELOW_MAXIMUM_SECONDS
     ]
-    return min(median(shares), 1.0) if shares else 0.0
+    return min(median(shares), 1.0) if shares else None

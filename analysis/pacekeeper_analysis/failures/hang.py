@@ -25,6 +25,7 @@ from ..protocol.reports import (
     FaultReport,
     RankState,
 )
+from .crash import describe_reached_step
 from .wait_graph import PendingCollective, WaitGraph, WaitSinks, name_ranks
 
 MIN_COMMUNICATION_HANG_SECONDS = 10.0
@@ -291,10 +292,13 @@ def _build_verdict(kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict
 
 def _describe_rank(rank: RankState) -> str:
     if rank.ended:
-        return f"rank {rank.rank}: exited with code 0 after step {rank.step}, so it enters no more collectives"
+        return (
+            f"rank {rank.rank}: exited with code 0 {describe_reached_step(rank.step)}, so it enters no more collectives"
+        )
+    position = "no step" if rank.step is None else f"step {rank.step}"
     advice = f"; it waits for {rank.waits_for}: {LONG_WAIT_REMEDY}" if rank.waits_for else ""
     return (
-        f"rank {rank.rank}: step {rank.step}, {_describe_position(rank)}, no progress for "
+        f"rank {rank.rank}: {position}, {_describe_position(rank)}, no progress for "
         f"{rank.waiting_seconds:.1f} s, "
         f"process state {rank.process_state or 'gone'}, {_find_innermost_call(rank) or 'no stack'}{advice}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..protocol.reports import FaultReport, Position
@@ -42,7 +42,7 @@ class RepeatedFailure:
         states = [rank for fault in stalls for rank in fault.ranks if rank.rank in culprits]
         if not states or verdict.kind not in _SCRIPT_HANG_KINDS:
             return self
-        updated = self._with_end(min(rank.step for rank in states), newest)
+        updated = self._with_end(find_least_step(rank.step for rank in states), newest)
         is_early = updated is not self and max(rank.waiting_seconds for rank in states) < OUTSIDE_COLLECTIVES_SECONDS
         return None if is_early and updated.ends > _MAX_HANGS_ENDED_SOON else updated
 
@@ -56,12 +56,18 @@ class RepeatedFailure:
     def __str__(self) -> str:
         return f"{self.ends} rounds have ended after step {self.step}, and none got further"
 
-    def _with_end(self, step: int, fault: FaultReport) -> RepeatedFailure:
+    def _with_end(self, step: int | None, fault: FaultReport) -> RepeatedFailure:
         """Return the count with a round that ended after `step`.
 
         A failure before a rank's first step in the round does not count, because a dependency (names, storage) may be
         missing. Ends before the furthest step do not count either.
         """
-        if not fault.completed_step or fault.round <= self.round or step < (self.step or 0):
+        if step is None or not fault.completed_step or fault.round <= self.round or step < (self.step or 0):
             return self
         return RepeatedFailure(step, self.ends + 1 if step == self.step else 1, fault.round)
+
+
+def find_least_step(steps: Iterable[int | None]) -> int | None:
+    """Return the last step that all ranks have completed, from the last one of each. None: some have completed none."""
+    known = list(steps)
+    return None if None in known else min((step for step in known if step is not None), default=None)

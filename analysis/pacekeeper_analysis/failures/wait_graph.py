@@ -192,11 +192,11 @@ class _WaitPosition:
     identity: int  # of the group
     sequence: int
     collective: str
-    peer: int
+    peer: int | None  # None: none, or any sender
 
     @property
     def accepts_any_sender(self) -> bool:
-        return not self.on_gpu and self.collective == _RECEIVE and self.peer < 0
+        return not self.on_gpu and self.collective == _RECEIVE and self.peer is None
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -214,7 +214,7 @@ def _conjugate_wait(count: int) -> str:
 def _locate_rank(rank: RankState) -> _WaitPosition | None:
     """Return the collective in which the rank waits. None if its number is not comparable with another rank's."""
     if rank.device == Device.STARTED.name:
-        position = _WaitPosition(True, rank.device_group, rank.device_sequence, rank.device_collective, -1)
+        position = _WaitPosition(True, rank.device_group, rank.device_sequence, rank.device_collective, None)
         return position if rank.device_group else None
     if rank.device == Device.RUNNING.name or rank.collective == Collective.NONE.name:
         return None
@@ -315,8 +315,9 @@ class _GroupMembers:
         communicator = self._told.get((rank, position.identity))
         if communicator is not None:
             return self._read(communicator.members), communicator.name
-        if position.peer in self._present and position.peer != rank:
-            return ((rank, position.peer) if position.collective == _SEND else (position.peer, rank)), ""
+        peer = position.peer
+        if peer is not None and peer in self._present and peer != rank:
+            return ((rank, peer) if position.collective == _SEND else (peer, rank)), ""
         return (), ""
 
 

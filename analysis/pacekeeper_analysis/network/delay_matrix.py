@@ -223,7 +223,7 @@ class _LinkEnd(NamedTuple):
     """One rank's report of a connection or flow, which has two ends."""
 
     worker: str
-    rank: int  # -1: not owned by a rank
+    rank: int | None  # None: not owned by a rank
     here: Hashable  # name of this end, common to both ranks
     there: Hashable  # name of the other end
     age: int
@@ -238,7 +238,7 @@ def _list_connection_ends(evidence: Sequence[Evidence]) -> Iterable[_LinkEnd]:
                 _name_end(report.worker, end.remote, end.local),
             )
             counted = (end.acked_bytes, end.busy_seconds, end.receiver_limited_seconds, end.retransmitted_bytes)
-            sums = (*counted, end.early_bytes, end.early_busy_seconds)
+            sums = (*counted, end.early_bytes or 0, end.early_busy_seconds or 0.0)
             yield _LinkEnd(report.worker, end.rank, here, there, end.age, sums)
 
 
@@ -255,14 +255,14 @@ def _build_cells(
 ) -> tuple[list[DelayCell], int]:
     ends, owners = list(reported), defaultdict[Hashable, set[tuple[int, str]]](set)
     for end in ends:
-        if end.rank >= 0:
+        if end.rank is not None:
             owners[end.here].add((end.rank, end.worker))
     sums: dict[tuple[int, int, int], list[float]] = defaultdict(lambda: [0.0] * 6)
     same_node: dict[tuple[int, int], bool] = {}
     unknown: set[Hashable] = set()
     for end in ends:
         peer_owners = owners.get(end.there, set())
-        if end.rank < 0 or len(owners[end.here]) != 1 or len(peer_owners) != 1:
+        if end.rank is None or len(owners[end.here]) != 1 or len(peer_owners) != 1:
             unknown.add((end.here, end.there))
             continue
         ((rank, worker),) = peer_owners

@@ -179,7 +179,7 @@ def _has_failed(probes: Sequence[LinkProbe]) -> bool:
 
 
 def _get_rate(probes: Sequence[LinkProbe]) -> float:
-    return min(MAX_COMPARED_BYTES_PER_SECOND, max(probe.bytes_per_second for probe in probes))
+    return min(MAX_COMPARED_BYTES_PER_SECOND, max(probe.bytes_per_second or 0.0 for probe in probes))
 
 
 def _get_ping(probes: Sequence[LinkProbe]) -> float:

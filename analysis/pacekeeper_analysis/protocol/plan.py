@@ -261,7 +261,7 @@ class Plan:
     metrics_deadband: _Seconds = (
         0.05  # a rank reports metrics at once if they differ by this fraction from the last report
     )
-    step_seconds: _Seconds = 0.0  # of the slowest rank when this membership began; 0: unknown
+    step_seconds: _Seconds | None = None  # of the slowest rank when this membership began; None: unknown
     stop: Stop = Stop.NO
     leaving: _Names = ()  # members whose pods are ending: their ranks save, then leave
     secret: str = field(default="", repr=False)  # of the membership, hex; "": from an older operator
@@ -391,7 +391,7 @@ class WorkerPlan:
     profile: ProfileRequest | None = None
     paths: WorkerPaths | None = None
     metrics_deadband: _Seconds = 0.05
-    step_seconds: _Seconds = 0.0  # of the job's slowest rank, as the operator measured it; 0: unknown
+    step_seconds: _Seconds | None = None  # of the job's slowest rank, as the operator measured it; None: unknown
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # members authenticate each other with it, hex; spares get none
 
@@ -417,7 +417,7 @@ _SHARED_FIELDS = (
 """Fields that a plan and all of its parts have in common."""
 
 
-def choose_rendezvous(ports: Sequence[int], secret: str) -> tuple[int, str]:
+def choose_rendezvous(ports: Sequence[int | None], secret: str) -> tuple[int, str]:
     """Return the `store_port` and the secret of a new membership.
 
     `ports` are the `rendezvous_port`s of its members' heartbeats, in rank order. `secret` is a fresh one.
@@ -425,7 +425,8 @@ def choose_rendezvous(ports: Sequence[int], secret: str) -> tuple[int, str]:
     A member that announces no port has an older launcher, or an older sidecar, which would not pass the secret on. Then
     no member gets a secret, because members with a secret would reject that one.
     """
-    return (ports[0] if ports and ports[0] else Plan.store_port), (secret if ports and all(ports) else "")
+    first = ports[0] if ports else None
+    return (Plan.store_port if first is None else first), ("" if None in ports or not ports else secret)
 
 
 def _split_paths_by_position(paths: Paths, members: Sequence[Member]) -> Mapping[int, WorkerPaths]:

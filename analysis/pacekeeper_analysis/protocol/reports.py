@@ -32,8 +32,9 @@ MAX_WORKER_FLOWS = 4096
 Name = Annotated[str, MaxLength(253)]
 MessageText = Annotated[str, Truncated(2_000)]
 Count = Annotated[int, Within(0)]
-Position = Annotated[int, Within(-1)]
-"""A step or a rank; -1 means none."""
+Position = Annotated[int, Within(0)]
+"""A step or a rank."""
+Port = Annotated[int, Within(1, 65535)]
 Seconds = Annotated[float, Within(0, 1e12)]
 Samples = Annotated[int, Within(0, 2**31)]
 """Samples of one rank in one step."""
@@ -44,16 +45,16 @@ StepSeries = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], MaxLength(
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """How a rank trains now: means over its window of steps. 0 means not known (yet)."""
+    """How a rank trains now: means over its window of steps. None means not known (yet)."""
 
     rank: Count
     steps: Count = 0  # of the window, with its present share of the batch
-    step_seconds: Seconds = 0.0
-    compute_seconds: Seconds = 0.0  # own work in a step, without waits for peers
-    compute_seconds_per_sample: Seconds = 0.0  # a step of a monitored script counts as one sample
-    wait_seconds: Seconds = 0.0  # waits for peers in a step
-    share: Samples = 0  # samples in a step; 0: unknown
-    first_steps_seconds: Seconds = 0.0  # median time of the job's first steady steps, as measured here
+    step_seconds: Seconds | None = None
+    compute_seconds: Seconds | None = None  # own work in a step, without waits for peers
+    compute_seconds_per_sample: Seconds | None = None  # a step of a monitored script counts as one sample
+    wait_seconds: Seconds | None = None  # waits for peers in a step
+    share: Samples | None = None  # samples in a step
+    first_steps_seconds: Seconds | None = None  # median time of the job's first steady steps, as measured here
     synchronization_seconds: Seconds = 0.0  # for which a synchronization blocked it; 0: none did
 
 
@@ -71,7 +72,7 @@ class LauncherState(StrEnum):
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """NVML's report of one GPU over the last ten minutes. 0 means not known, or nothing to report."""
+    """NVML's report of one GPU over the last ten minutes. None means not known; a count of 0 may be unknown, too."""
 
     gpu: Name  # UUID
     signs: Annotated[tuple[Annotated[str, MaxLength(40)], ...], MaxLength(16)] = ()  # of failures.gpu_health.Sign
@@ -79,13 +80,13 @@ class GpuHealth:
     lifetime_errors: Count = 0  # uncorrected, in its whole life
     remapped_rows: Count = 0  # in its whole life
     pcie_replays: Count = 0
-    pcie_width: Count = 0  # lanes, now
-    pcie_generation: Count = 0  # now
+    pcie_width: Count | None = None  # lanes, now
+    pcie_generation: Count | None = None  # now
     nvlink_errors: Count = 0  # replays and recoveries
     throttled_minutes: Count = 0  # in which the hardware throttled its clocks
-    clock_share: Annotated[float, Within(0, 1)] = 0.0  # of its highest clock, in the last minute under load
-    temperature: Count = 0  # °C now: of chip or memory, the hotter one
-    power: Annotated[float, Within(0, 1e6)] = 0.0  # W
+    clock_share: Annotated[float, Within(0, 1)] | None = None  # of its highest clock, in the last minute under load
+    temperature: Count | None = None  # °C now: of chip or memory, the hotter one
+    power: Annotated[float, Within(0, 1e6)] | None = None  # W
 
 
 class PathFault(StrEnum):
@@ -131,6 +132,63 @@ class ReachedStage:
 
 
 @dataclass(frozen=True)
+class RoundStart:
+    """How the present round started on a worker; a new round begins with the defaults."""
+
+    started_at: Seconds | None = None  # None: its ranks do not run yet
+    restored_step: Position | None = None  # that its ranks continued from, 0: the beginning; None: not known yet
+    first_step_at: Seconds | None = None  # end of its first optimizer step; None: not completed yet
+    # Reported with the first step.
+    teardown_seconds: Seconds = 0.0  # from when the previous round's end was noticed until its ranks were gone
+    stages: Annotated[tuple[ReachedStage, ...], MaxLength(len(StartStage))] = ()  # (): not yet, or not reported
+    origin: Annotated[str, OneOf(frozenset(origin.name for origin in StateOrigin))] = StateOrigin.UNKNOWN.name
+    """Where the ranks' state came from: the farthest of their origins."""
+
+
+@dataclass(frozen=True)
+class StepProgress:
+    """How many optimizer steps a worker's slowest rank has completed."""
+
+    step: Position | None = None  # last completed step of the job; None: none
+    steps_in_round: Count = 0
+    total_steps: Annotated[int, Within(1)] | None = None  # that the script wants; None: unlimited, or not known
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What a worker holds and knows of the job's checkpoints."""
+
+    step: Position | None = None  # of the newest published one; None: none is known
+    snapshot_step: Position | None = None  # of the newest snapshot in memory; None: none
+    request: Count = 0  # last one answered
+    # Of the checkpoints of the whole job; only the worker of rank 0 reports them.
+    failed_rank: Position | None = None  # that could not save the newest checkpoint; None: saved, or not known
+    error: MessageText = ""  # path and reason; "": saved, or none was due
+    age_seconds: Seconds | None = None  # of the newest published one; None: none is known
+
+
+@dataclass(frozen=True)
+class BadLoss:
+    """A loss that is not finite."""
+
+    rank: Position
+    step: Position  # first such step in this round
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """How a worker's ranks train, by their script and the plan in force on them."""
+
+    managed: bool = False  # the script is managed: it uses the library, not only pacekeeper.auto
+    sync_mode: Mode = ""  # a plan.SyncMode, in force on this worker's ranks; "": monitored, or not known yet
+    global_batch: Annotated[int, Within(1, 2**40)] | None = None  # samples of the job in a step; None: not known
+    replica_ranks: Annotated[int, Within(1)] | None = None
+    """The script trains exactly with any multiple of this number of ranks. None: not known."""
+    refused: MessageText = ""  # why the ranks do not follow the newest plan, for people; "": they do
+    bad_loss: BadLoss | None = None  # the first one of the ranks here
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """A worker's present state. The launcher writes it, and the sidecar sends it with each poll of the plan."""
 
@@ -138,43 +196,22 @@ class Heartbeat:
     state: LauncherState = LauncherState.STARTING
     plan_version: Count = 0  # that the launcher follows
     membership: Count = 0
-    round: Count = 0  # last round started or agreed on; 0: none
+    round: Count = 0  # last round started or agreed on, from 1
     restarts: Count = 0  # rounds that the launchers started by themselves in this membership
-    step: Position = -1  # last completed optimizer step of its slowest rank; -1: none
-    steps_in_round: Count = 0
-    total_steps: Count = 0  # that the script wants of the job; 0: unlimited, or not known
-    checkpoint_step: Position = -1
-    snapshot_step: Position = -1
-    restored_step: Position = -1  # that the round started from
-    checkpoint_request: Count = 0  # last one answered
-    global_batch: Annotated[int, Within(0, 2**40)] = 0
-    replica_ranks: Count = 0  # the script trains exactly with any multiple of this number of ranks; 0: unknown
-    round_started_at: Seconds = 0.0
-    first_step_at: Seconds = 0.0  # end of the first optimizer step of the round; 0: none yet
-    # How the round started; reported with its first step.
-    teardown_seconds: Seconds = 0.0  # from when the previous round's end was noticed until its ranks were gone
-    start_stages: Annotated[tuple[ReachedStage, ...], MaxLength(len(StartStage))] = ()  # (): not yet, or not reported
-    origin: Annotated[str, OneOf(frozenset(origin.name for origin in StateOrigin))] = StateOrigin.UNKNOWN.name
-    """Where the ranks' state came from: the farthest of their origins."""
-    managed: bool = False  # the script is managed: it uses the library, not only pacekeeper.auto
-    sync_mode: Mode = ""  # a plan.SyncMode, in force on this worker's ranks; "": monitored, or not known yet
-    refused: MessageText = ""  # why the ranks do not follow the newest plan, for people; "": they do
-    bad_loss_rank: Position = -1  # a rank here whose loss is not finite; -1: none
-    bad_loss_step: Position = -1  # first such step in this round
+    start: RoundStart = RoundStart()
+    progress: StepProgress = StepProgress()
+    checkpoint: CheckpointReport = CheckpointReport()
+    training: TrainingReport = TrainingReport()
     launcher_silent_seconds: Seconds = 0.0  # since its last sign of life, by the sidecar; also 0 before and after it
     unkillable_ranks: Annotated[tuple[Count, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # still running long after SIGKILL
-    # Of the checkpoints of the whole job; only the worker of rank 0 reports them.
-    checkpoint_failed_rank: Position = -1  # that could not save the newest checkpoint; -1: saved
-    checkpoint_error: MessageText = ""  # path and reason; "": saved, or none was due
-    checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest published one; -1: none known
-    rendezvous_port: Annotated[int, Within(0, 65535)] = 0  # for serving a rendezvous; 0: an older launcher
-    probe_port: Annotated[int, Within(0, 65535)] = 0  # for answering link probes; 0: an older launcher
+    rendezvous_port: Port | None = None  # for serving a rendezvous; None: an older launcher
+    probe_port: Port | None = None  # for answering link probes; None: an older launcher
     rank_metrics: Annotated[
         tuple[RankMetrics, ...], MaxLength(MAX_WORKER_RANKS)
     ] = ()  # of the ranks here; (): none trains yet
     gpus: Annotated[tuple[GpuHealth, ...], MaxLength(MAX_WORKER_GPUS)] = ()  # from NVML in the pod
     paths: Annotated[tuple[PathReport, ...], MaxLength(MAX_WORKER_PATHS)] = ()  # that begin here
-    sent_at: Seconds = 0.0  # by the clock of the other times, shows its offset; 0: not given
+    sent_at: Seconds | None = None  # by the clock of the other times, shows its offset; None: not given
 
     def to_json(self) -> dict[str, Any]:
         """Return the heartbeat as JSON, without fields that have their default.
@@ -222,11 +259,11 @@ class RankState:
     rank: Count
     phase: Annotated[str, OneOf(frozenset(phase.name for phase in Phase))]
     phase_seconds: Seconds
-    step: Position
+    step: Position | None  # last completed step of the job; None: none
     collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))]
     """NONE: the rank is outside collectives."""
     group: Count
-    sequence: Position  # of the last collective entered in the group
+    sequence: Count  # of the last collective entered in the group, from 1
     collectives_entered: Count  # in this round, over all groups: the rank with the fewest was left behind
     waiting_seconds: Seconds  # since it entered the collective, or since its last sign of progress
     process_state: Annotated[str, MaxLength(1)]  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
@@ -238,7 +275,7 @@ class RankState:
     device_collective: Annotated[str, OneOf(frozenset(collective.name for collective in Collective))] = "NONE"
     device_group: Count = 0
     device_sequence: Count = 0
-    peer: Position = -1  # global rank that it sends to or receives from; -1: none, or any sender
+    peer: Position | None = None  # global rank that it sends to or receives from; None: none, or any sender
     entered: Annotated[str, MaxLength(2_000)] = ""
     """How far it has come in each of its groups (`communicators.format_entered`). "": its library does not report it"""
     ended: bool = False  # its process has exited with code 0
@@ -273,12 +310,12 @@ class FaultReport:
     round: Count
     noticed_at: Seconds
     membership: Count = 0
-    rank: Position = -1  # that failed; -1: the fault concerns the worker
+    rank: Position | None = None  # that failed; None: the fault concerns the worker
     exit_code: Annotated[int, Within(-1024, 2**31)] = 0  # negative: the signal
     out_of_memory: bool = False  # the cgroup's oom_kill counter rose
     completed_step: bool = False  # whether the rank had completed a step in this round
-    step: Position = -1
-    ended_peer: Position = -1  # rank that exited with code 0 and for which this one waited; -1: none
+    step: Position | None = None  # last completed step of the rank, or of the slowest one here; None: none
+    ended_peer: Position | None = None  # rank that exited with code 0 and for which this one waited
     error: Annotated[str, Truncated(8_000)] = ""  # the script's last lines
     ranks: Annotated[tuple[RankState, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], MaxLength(64)] = ()  # of a stall: peers that did not answer
@@ -288,8 +325,8 @@ class FaultReport:
     # Of a stall, for people; "": nothing is known.
     ras: MessageText = ""  # NCCL's own report (RAS) on the communicators
     transfers: MessageText = ""  # what transfers in progress over NCCL wait for
-    xid: Count = 0
-    sent_at: Seconds = 0.0  # by the clock of `noticed_at`, shows its offset; 0: not given
+    xid: Count = 0  # of a GPU_ERROR
+    sent_at: Seconds | None = None  # by the clock of `noticed_at`, shows its offset; None: not given
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -315,8 +352,8 @@ class RankWindow:
     squares: StepSeries = ()  # of these lengths, summed; (): only the sums of the lengths are known
     sync_mode: Mode = ""  # a plan.SyncMode, in force during the whole window
     transfers: StepSeries = ()  # of the last synchronizations in Local-SGD modes: seconds they blocked the rank
-    baseline_seconds: Seconds = 0.0  # median time of the job's first steady steps, as measured here; 0: not known
-    baseline_own_seconds: Seconds = 0.0  # median own work in these steps; 0: not known
+    baseline_seconds: Seconds | None = None  # median time of the job's first steady steps, as measured here
+    baseline_own_seconds: Seconds | None = None  # median own work in these steps
     share_granularity: Annotated[int, Within(1, 2**31)] = 1  # a rank's share is a multiple of it (static shapes)
 
     def __post_init__(self) -> None:
@@ -351,7 +388,7 @@ class LinkWindow:
 
     local: Annotated[str, MaxLength(64)]  # address:port
     remote: Annotated[str, MaxLength(64)]
-    rank: Position = -1  # that owns it; -1: not a rank's, or not known
+    rank: Position | None = None  # that owns it; None: not a rank's, or not known
     age: Count = 0  # windows ago: 0 is the newest
     seconds: Seconds = 0.0  # that the window took
     acked_bytes: Count = 0  # sent and acknowledged in it
@@ -361,8 +398,9 @@ class LinkWindow:
     retransmitted_bytes: Count = 0
     unsent_bytes: Count = 0  # waiting at its end
     min_round_trip_seconds: Seconds = 0.0
-    early_bytes: Count = 0  # acknowledged in a fast window among the connection's first ones; 0: not known
-    early_busy_seconds: Seconds = 0.0  # in that window
+    # Of a fast window among the connection's first ones; None: not known.
+    early_bytes: Count | None = None  # acknowledged in it
+    early_busy_seconds: Seconds | None = None
 
 
 @dataclass(frozen=True)
@@ -383,8 +421,8 @@ class LinkProbe:
     """What a launcher measured toward another one, on the operator's request."""
 
     target: Name  # worker
-    bytes_per_second: Seconds = 0.0  # of the fastest transfer; 0: none came through
-    ping_seconds: Seconds = 0.0  # median; 0: none was answered
+    bytes_per_second: Seconds | None = None  # of the fastest transfer; None: none came through
+    ping_seconds: Seconds | None = None  # median; None: none was answered
     pings_lost: Count = 0
     failed: MessageText = ""  # why the measurement failed; "": it did not
 
@@ -420,7 +458,7 @@ class Evidence:
 
 
 def _drop_defaults(record: Any) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, of a dataclass and of those in its tuples."""
+    """Return the fields that differ from their defaults, of a dataclass and of those in its fields and tuples."""
     defaults = _get_field_defaults(type(record))  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     return {name: _to_plain_json(value) for name, value in vars(record).items() if value != defaults[name]}
 

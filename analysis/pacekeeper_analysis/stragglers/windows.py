@@ -171,12 +171,12 @@ def find_baseline_seconds(windows: Sequence[RankWindow]) -> float | None:
 
     None: it is not known.
     """
-    return min((window.baseline_seconds for window in windows if window.baseline_seconds > 0), default=None)
+    return min((window.baseline_seconds for window in windows if window.baseline_seconds), default=None)
 
 
 def find_baseline_exposed(windows: Sequence[RankWindow]) -> float | None:
     """Return the communication in those steps that no computation hid: the waits of the rank that waited least."""
-    waits = (w.baseline_seconds - w.baseline_own_seconds for w in windows if w.baseline_own_seconds > 0)
+    waits = ((w.baseline_seconds or 0.0) - w.baseline_own_seconds for w in windows if w.baseline_own_seconds)
     shortest = min(waits, default=None)
     return None if shortest is None else max(0.0, shortest)
 

@@ -7,6 +7,7 @@ answered by the next pass; what it writes into the plan is in force a second lat
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pacekeeper_analysis.protocol.plan import SyncMode
 from pacekeeper_analysis.protocol.reports import Evidence, Heartbeat
@@ -19,7 +20,7 @@ from pacekeeper_operator.state.desired_state import DesiredState
 from pacekeeper_operator.state.job_metrics import JobMetrics
 from pacekeeper_operator.state.observation import Observation
 from pacekeeper_operator.state.policy import Policy as Rules
-from testing.operators.observations import NOW, build_policy, build_training
+from testing.operators.observations import NOW, build_policy, build_training, change_heartbeat
 
 from .draw import Scenario
 from .policy_run import THRESHOLD, Now
@@ -145,19 +146,18 @@ class Ours:
     def _build_views(self, now: Now, end: int) -> tuple[WorkerView, ...]:
         plan, sampled = self.desired.plan, self._sight
         step = sampled.first + sampled.count_done_steps(end)
-        heartbeat = replace(
-            self._heartbeat,
-            membership=plan.membership,
-            round=plan.round,
-            step=step,
-            steps_in_round=sampled.count_done_steps(end),
-            checkpoint_step=step,
-            checkpoint_request=self._answered,
-            global_batch=self.world.job.batch,
-            first_step_at=NOW + self._round_from + 1.0,
-            round_started_at=NOW + self._round_from + 1.0 - self.world.job.restart_seconds,
-            sync_mode=now.setup.strategy.mode.value,
-        )
+        changes: dict[str, Any] = {
+            "membership": plan.membership,
+            "round": plan.round,
+            "start": {
+                "started_at": NOW + self._round_from + 1.0 - self.world.job.restart_seconds,
+                "first_step_at": NOW + self._round_from + 1.0,
+            },
+            "progress": {"step": step, "steps_in_round": sampled.count_done_steps(end)},
+            "checkpoint": {"step": step, "request": self._answered},
+            "training": {"global_batch": self.world.job.batch, "sync_mode": now.setup.strategy.mode.value},
+        }
+        heartbeat = change_heartbeat(self._heartbeat, changes)
         self._answered = plan.checkpoint_request
         assigned = {member.worker for member in plan.members}
         initial_workers = {member.worker for member in self._base.plan.members}

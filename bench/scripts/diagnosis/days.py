@@ -211,7 +211,9 @@ class _Template:
             )
             changes = {"step_seconds": step, "compute_seconds": own, "compute_seconds_per_sample": own}
             metrics.append({**rank_metrics, **changes, "wait_seconds": max(0.0, step - own)})
-        return {**heartbeat, "rank_metrics": metrics, "step": index, "steps_in_round": index, "first_step_at": 0.1}
+        progress = {**heartbeat["progress"], "step": index, "steps_in_round": index}
+        start = {**heartbeat["start"], "first_step_at": 0.1}
+        return {**heartbeat, "rank_metrics": metrics, "progress": progress, "start": start}
 
     def _build_evidence(self, worker: str, day: Steps, index: int) -> dict[str, Any]:
         rows, windows = slice(index - WINDOW_STEPS, index), []

@@ -158,7 +158,7 @@ class HostedJob:
         self.update_plan(members=members, membership=membership, round=first_round, store_port=port, secret=secret)
         self.wait_for(
             lambda: all(
-                worker_host.heartbeat.membership == membership and worker_host.heartbeat.steps_in_round > 5
+                worker_host.heartbeat.membership == membership and worker_host.heartbeat.progress.steps_in_round > 5
                 for worker_host in self.hosts
             ),
             "the ranks train",
@@ -186,7 +186,7 @@ class HostedJob:
 
     def request_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
         """Request a profile of `steps` steps or `seconds` on all ranks, which begins `ahead` steps from now."""
-        first_step = max(host.heartbeat.step for host in self.hosts) + ahead
+        first_step = max(host.heartbeat.progress.step or 0 for host in self.hosts) + ahead
         self.update_plan(
             profile=ProfileRequest(name, first_step=first_step, steps=steps, seconds=seconds, sources=SourceNaming.SHOW)
         )
@@ -199,7 +199,7 @@ class HostedJob:
         return newest_at, {rank: path.read_bytes() for rank, path in existing.items()}
 
     def step(self) -> int:
-        return min(host.heartbeat.step for host in self.hosts)
+        return min(host.heartbeat.progress.step or 0 for host in self.hosts)
 
     def find_host(self, rank: int) -> JobHost:
         return self.hosts[rank // RANKS_A_HOST]

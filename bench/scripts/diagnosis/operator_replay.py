@@ -152,7 +152,7 @@ class _Operator:
         records = tuple(
             Record(name, index, 0, uid=name, node=f"node-{index}") for index, name in enumerate([*names, SPARE])
         )
-        started_at = min(heartbeat["first_step_at"] for heartbeat in heartbeats.values())
+        started_at = min(heartbeat["start"]["first_step_at"] for heartbeat in heartbeats.values())
         fruitless = (
             FruitlessInvestigation(
                 self._clock.at, MAX_NEGATIVE_CACHE_SECONDS, _compute_usual_step_seconds(self._recording)
@@ -268,7 +268,7 @@ class _Operator:
 
     @property
     def _step(self) -> int:
-        return max(contact.heartbeat.step for contact in self._job.contacts.values())
+        return max(contact.heartbeat.progress.step or 0 for contact in self._job.contacts.values())
 
     def _record_versions(self, now: float) -> None:
         assert self._job.desired is not None

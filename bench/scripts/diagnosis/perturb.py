@@ -186,9 +186,9 @@ class _Copy:
 
     def _perturb_heartbeat(self, heartbeat: Mapping[str, Any], clock: float) -> dict[str, Any]:
         changed = {**heartbeat, "rank_metrics": [self._scale_metrics(metrics) for metrics in heartbeat["rank_metrics"]]}
-        for name in ("first_step_at", "round_started_at"):
-            changed[name] = heartbeat[name] + clock if heartbeat[name] else 0.0
-        return changed
+        start = heartbeat["start"]
+        moved = {name: start[name] + clock for name in ("first_step_at", "started_at") if start.get(name) is not None}
+        return {**changed, "start": {**start, **moved}}
 
     def _scale_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """As the rank's newest window has changed."""

@@ -10,17 +10,22 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
 from pacekeeper_analysis.protocol.records import Collective, Phase
 from pacekeeper_analysis.protocol.reports import (
+    CheckpointReport,
     FaultKind,
     FaultReport,
     Heartbeat,
     LauncherState,
     RankMetrics,
     RankState,
+    RoundStart,
+    StepProgress,
+    TrainingReport,
 )
 from pacekeeper_operator.api.formats import format_time
 from pacekeeper_operator.api.names import TRAINER_CONTAINER
@@ -213,7 +218,8 @@ class Jobs:
         assert plan is not None
         assert incidents is not None
         worker, round_ = plan.members[0].worker, max(plan.round, self._rounds.get(context.job.name, 0))
-        step, past_count = context.cache.contacts[worker].raw_heartbeat.step, len(incidents.state.incidents.past) + 1
+        step = context.cache.contacts[worker].raw_heartbeat.progress.step or 0
+        past_count = len(incidents.state.incidents.past) + 1
         self._rounds[context.job.name] = round_ + 1
         await self.report_fault(context, build_crash(worker, plan.membership, round_, step, self.clock.now()))
         await self.run_until(context, lambda: _count_past_incidents(context) == past_count)
@@ -248,15 +254,16 @@ class Jobs:
             plan_version=worker_plan.version,
             membership=worker_plan.membership,
             round=round_,
-            step=previous.step + 4 if previous.step > 0 else 4,
-            steps_in_round=previous.steps_in_round + 4 if is_same_round else 4,
-            total_steps=1_000_000,
-            checkpoint_step=0,
-            restored_step=0,
-            global_batch=32 * worker_plan.world_size,
-            round_started_at=previous.round_started_at if is_same_round else now,
-            first_step_at=previous.first_step_at if is_same_round else now,
-            managed=True,
+            start=replace(previous.start, restored_step=0)
+            if is_same_round
+            else RoundStart(started_at=now, restored_step=0, first_step_at=now),
+            progress=StepProgress(
+                step=(previous.progress.step or 0) + 4,
+                steps_in_round=previous.progress.steps_in_round + 4 if is_same_round else 4,
+                total_steps=1_000_000,
+            ),
+            checkpoint=CheckpointReport(step=0),
+            training=TrainingReport(managed=True, global_batch=32 * worker_plan.world_size),
             rendezvous_port=31000,
             rank_metrics=metrics,
             sent_at=now,

@@ -19,7 +19,15 @@ import time
 from dataclasses import replace
 
 from pacekeeper.sidecar.sidecar import RetryBackoff
-from pacekeeper_analysis.protocol.reports import GpuHealth, Heartbeat, LauncherState, RankMetrics
+from pacekeeper_analysis.protocol.reports import (
+    GpuHealth,
+    Heartbeat,
+    LauncherState,
+    RankMetrics,
+    RoundStart,
+    StepProgress,
+    TrainingReport,
+)
 from pacekeeper_operator import file_limits
 from pacekeeper_operator.api.names import TOKEN_AUDIENCE
 from pacekeeper_operator.endpoint.connections import shrink_tls_buffers
@@ -89,13 +97,11 @@ def _build_heartbeat(number: int, ranks: int) -> bytes:
         plan_version=VERSION,
         membership=1,
         round=1,
-        step=-7,
-        managed=True,
-        sync_mode="Sync",
+        start=RoundStart(started_at=time.time(), first_step_at=time.time()),
+        progress=StepProgress(step=-7),
+        training=TrainingReport(managed=True, sync_mode="Sync"),
         rendezvous_port=31000,
         probe_port=31001,
-        round_started_at=time.time(),
-        first_step_at=time.time(),
         rank_metrics=tuple(replace(metrics, rank=number * ranks + rank) for rank in range(ranks)),
         gpus=gpus,
         sent_at=time.time(),

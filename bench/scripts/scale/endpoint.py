@@ -78,7 +78,7 @@ def _read_usage(job: JobCache, connections: EndpointConnections) -> dict[str, fl
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "held": sum(contact.open_polls > 0 for contact in job.contacts.values()),
-        "polls": sum(contact.heartbeat.step for contact in job.contacts.values()),
+        "polls": sum(contact.heartbeat.progress.step or 0 for contact in job.contacts.values()),
         "connections": connections.total,
         "resident": _read_resident_bytes(),
         "seconds": usage.ru_utime + usage.ru_stime,

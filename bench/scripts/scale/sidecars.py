@@ -34,7 +34,14 @@ from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper.sidecar.operator_client import OperatorClient, OperatorUnavailable, RequestRejected
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
-from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState, RankMetrics
+from pacekeeper_analysis.protocol.reports import (
+    Heartbeat,
+    LauncherState,
+    RankMetrics,
+    RoundStart,
+    StepProgress,
+    TrainingReport,
+)
 
 from .api import Api, connect_api
 
@@ -167,25 +174,24 @@ def _follow_plan(heartbeat: Heartbeat, previous: WorkerPlan, plan: WorkerPlan) -
     if (plan.membership, plan.round) != (previous.membership, previous.round) or previous.role is not WorkerRole.MEMBER:
         now = time.time()
         return replace(
-            heartbeat, state=LauncherState.RUNNING, membership=plan.membership, round=plan.round, round_started_at=now,
-            first_step_at=now, managed=True, sync_mode=plan.sync_mode, restarts=0,
+            heartbeat, state=LauncherState.RUNNING, membership=plan.membership, round=plan.round, restarts=0,
+            start=RoundStart(started_at=now, first_step_at=now),
+            training=TrainingReport(managed=True, sync_mode=plan.sync_mode),
         )  # fmt: skip
     return heartbeat
 
 
 def _update_heartbeat(heartbeat: Heartbeat, plan: WorkerPlan, sidecar_set: SidecarSet) -> Heartbeat:
     """With the steps that it has taken by now."""
-    if heartbeat.state is not LauncherState.RUNNING:
+    started_at = heartbeat.start.started_at
+    if heartbeat.state is not LauncherState.RUNNING or started_at is None:
         return heartbeat
     now = time.time()
     metrics = tuple(_draw_rank_metrics(rank) for rank in plan.ranks)
-    steps_in_round = int((now - heartbeat.round_started_at) / STEP_SECONDS) + 1
-    return replace(
-        heartbeat,
-        step=int((now - sidecar_set.began) / STEP_SECONDS),
-        steps_in_round=steps_in_round,
-        rank_metrics=metrics,
+    progress = StepProgress(
+        step=int((now - sidecar_set.began) / STEP_SECONDS), steps_in_round=int((now - started_at) / STEP_SECONDS) + 1
     )
+    return replace(heartbeat, progress=progress, rank_metrics=metrics)
 
 
 def _draw_rank_metrics(rank: int) -> RankMetrics:

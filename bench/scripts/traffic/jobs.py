@@ -102,7 +102,7 @@ class FabricJob:
             membership=number,
             round=number,
             members=tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts)),
-            store_port=self._read_heartbeats()[0].rendezvous_port,
+            store_port=self._read_heartbeats()[0].rendezvous_port or Plan.store_port,
             paths=Paths(planned_paths, tuple(hops), *PORTS) if planned_paths else None,
         ).with_membership_secret(self._plan, secrets.token_hex(SECRET_BYTES))
         with _run_unprivileged():

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from zlib import crc32
 
 from pacekeeper_analysis.errors import InputError
@@ -68,14 +69,15 @@ MAX_ROUND_AGE_SECONDS = 90 * 86400.0
 """Maximum age of a round."""
 _WORKER_NAME = re.compile(r"(?P<job>.+)-w\d+-\d+")
 _ERROR_FIELDS = (
-    *("launcher_silent_seconds", "unkillable_ranks", "checkpoint_failed_rank", "checkpoint_error"),
-    *("refused", "bad_loss_rank"),
+    *("launcher_silent_seconds", "unkillable_ranks", "checkpoint.failed_rank", "checkpoint.error"),
+    *("training.refused", "training.bad_loss"),
 )
-_WAKING_FIELDS = (
+_get_errors = attrgetter(*_ERROR_FIELDS)
+_get_waking_fields = attrgetter(
     *_ERROR_FIELDS,
-    *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts", "sync_mode"),
+    *("state", "round", "membership", "restarts", "start.first_step_at", "checkpoint.request", "training.sync_mode"),
 )
-"""Fields of a heartbeat whose change wakes the reconcile loop at once. Metrics have their own rule."""
+"""Returns the fields of a heartbeat whose change wakes the reconcile loop at once. Metrics have their own rule."""
 
 
 _HEALTHY_HEARTBEAT = Heartbeat()
@@ -398,11 +400,12 @@ class SidecarService:
         straggler_slowdown = math.inf if job.job is None else job.job.spec.detection.straggler_slowdown
         if needs_immediate_pass(contact.rank_rows, rank_rows, job.metrics, straggler_slowdown):
             job.wake.set()
-        if any(getattr(contact.raw_heartbeat, name) != getattr(heartbeat, name) for name in _WAKING_FIELDS):
+        if _get_waking_fields(contact.raw_heartbeat) != _get_waking_fields(heartbeat):
             job.wake.set()
         if contact.raw_heartbeat.state is not heartbeat.state:
             contact.state_since = now
-        if contact.raw_heartbeat.step < heartbeat.step:
+        step, last_step = heartbeat.progress.step, contact.raw_heartbeat.progress.step
+        if step is not None and (last_step is None or last_step < step):
             contact.stepped_at = now
         contact.heartbeat = _convert_heartbeat_times(heartbeat, contact, now)
         contact.raw_heartbeat, contact.last_seen_at, contact.rank_rows, contact.is_cut_off = (
@@ -420,9 +423,7 @@ def _needs_pass(job: JobCache, heartbeat: Heartbeat) -> bool:
     After a restart members report one by one. Only the last one, which completes the set, or an unhealthy one does.
     """
     complete = job.plan is None or len(job.contacts) >= len(job.plan.members)
-    healthy = heartbeat.state is LauncherState.RUNNING and all(
-        getattr(heartbeat, name) == getattr(_HEALTHY_HEARTBEAT, name) for name in _ERROR_FIELDS
-    )
+    healthy = heartbeat.state is LauncherState.RUNNING and _get_errors(heartbeat) == _get_errors(_HEALTHY_HEARTBEAT)
     return complete or not healthy
 
 
@@ -498,14 +499,15 @@ def _filter_own_ranks(fault: FaultReport, plan: Plan | None, caller: Caller) -> 
 def _convert_heartbeat_times(heartbeat: Heartbeat, previous: WorkerContact | None, received_at: float) -> Heartbeat:
     """Convert the times to the operator's clock. An unchanged time keeps its conversion in later heartbeats."""
 
-    def ours(name: str) -> float:
-        at: float = getattr(heartbeat, name)
-        if previous is not None and getattr(previous.raw_heartbeat, name) == at:
-            converted: float = getattr(previous.heartbeat, name)
+    def ours(name: str) -> float | None:
+        at: float | None = getattr(heartbeat.start, name)
+        if previous is not None and getattr(previous.raw_heartbeat.start, name) == at:
+            converted: float | None = getattr(previous.heartbeat.start, name)
             return converted
-        return _convert_time(at, heartbeat.sent_at, received_at, MAX_ROUND_AGE_SECONDS) if at else 0.0
+        return None if at is None else _convert_time(at, heartbeat.sent_at, received_at, MAX_ROUND_AGE_SECONDS)
 
-    return replace(heartbeat, round_started_at=ours("round_started_at"), first_step_at=ours("first_step_at"))
+    start = replace(heartbeat.start, started_at=ours("started_at"), first_step_at=ours("first_step_at"))
+    return replace(heartbeat, start=start)
 
 
 def _convert_fault_time(fault: FaultReport, received_at: float) -> FaultReport:
@@ -513,10 +515,10 @@ def _convert_fault_time(fault: FaultReport, received_at: float) -> FaultReport:
     return replace(fault, noticed_at=at)
 
 
-def _convert_time(at: float, sent_at: float, received_at: float, max_age: float) -> float:
+def _convert_time(at: float, sent_at: float | None, received_at: float, max_age: float) -> float:
     """Convert a sender's time to the receiver's clock, by its age when the message was sent.
 
     The result lies between `max_age` seconds before the receipt and the receipt, for any input.
     """
-    age = (sent_at or received_at) - at
+    age = (received_at if sent_at is None else sent_at) - at
     return received_at - min(max_age, max(0.0, age))

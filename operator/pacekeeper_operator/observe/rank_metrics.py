@@ -30,7 +30,7 @@ RANK_ROW = np.dtype(
         ("first_steps_seconds", np.float64),
     ]
 )
-"""The fields of `reports.RankMetrics` that decisions need."""
+"""The fields of `reports.RankMetrics` that decisions need. 0 stands for a value that is not known."""
 
 RankRows = npt.NDArray[np.void]
 """One row per rank, of dtype RANK_ROW."""
@@ -43,7 +43,8 @@ MIN_KNOWN_VALUE = 1e-9
 def read_rank_rows(metrics: Sequence[RankMetrics]) -> RankRows:
     """Return the rows of a worker's report. The last entry of each rank counts."""
     by_rank = {entry.rank: entry for entry in metrics}
-    return np.array([_extract_row(entry) for entry in by_rank.values()], RANK_ROW)
+    rows = (_extract_row(entry) for entry in by_rank.values())
+    return np.array([tuple(value or 0 for value in row) for row in rows], RANK_ROW)
 
 
 def summarize_ranks(plan_rows: PlanRankRows, plan: Plan, metrics: JobMetrics) -> JobMetrics:

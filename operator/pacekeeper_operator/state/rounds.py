@@ -57,5 +57,7 @@ def _choose_rendezvous_endpoint(
 ) -> tuple[int, str]:
     """Return the port of the rendezvous, and the secret by which its members authenticate each other."""
     views = (observation.find_worker(member.worker) for member in members)
-    ports = [view.heartbeat.rendezvous_port if view is not None and view.heartbeat is not None else 0 for view in views]
+    ports = [
+        view.heartbeat.rendezvous_port if view is not None and view.heartbeat is not None else None for view in views
+    ]
     return choose_rendezvous(ports, hashlib.sha256(f"{observation.nonce}/{membership}".encode()).hexdigest())

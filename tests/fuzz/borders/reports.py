@@ -9,6 +9,7 @@ import numpy as np
 from pacekeeper_analysis.protocol.communicators import Communicator
 from pacekeeper_analysis.protocol.operations import OPERATION, encode_operations
 from pacekeeper_analysis.protocol.reports import (
+    BadLoss,
     BlockedConnection,
     Evidence,
     FaultReport,
@@ -40,9 +41,8 @@ def build_heartbeat() -> Heartbeat:
         rank_metrics=(RankMetrics(0, 32, 0.5, 0.4, 0.01, 0.1, 8, 0.5, 0.1),),
         gpus=(GpuHealth("GPU-1", ("RowsPending",), 1, 2, 3, 4, 16, 5, 6, 7, 0.9, 60, 300.0),),
         paths=(PathReport(0, 1, True),),
-        refused="because",
-        sync_mode="Sync",
-        sent_at=heartbeat.round_started_at + 1,
+        training=replace(heartbeat.training, refused="because", sync_mode="Sync", bad_loss=BadLoss(0, 7)),
+        sent_at=(heartbeat.start.started_at or 0.0) + 1,
     )
 
 

@@ -125,7 +125,7 @@ async def test_a_single_ranks_output_is_passed_on_at_once() -> None:
         (FAULT, "rank 3 was killed by SIGKILL in round 2 after step 7"),
         (replace(FAULT, out_of_memory=True), "rank 3 was killed by SIGKILL, out of memory in round 2 after step 7"),
         (
-            replace(FAULT, exit_code=1, step=-1, error="Traceback\nValueError: no\n"),
+            replace(FAULT, exit_code=1, step=None, error="Traceback\nValueError: no\n"),
             "rank 3 ended with code 1 in round 2 before its first step: ValueError: no",
         ),
         (replace(FAULT, kind=FaultKind.TERMINATING), "Terminating in round 2"),

@@ -36,6 +36,7 @@ from pacekeeper_analysis.protocol.reports import (
     LauncherState,
     RankState,
     RankWindow,
+    TrainingReport,
 )
 from pacekeeper_analysis.stragglers.mode_changes import (
     MIN_MODE_CHANGE_VOTES,
@@ -45,7 +46,9 @@ from pacekeeper_analysis.stragglers.mode_changes import (
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Hysteresis
 
 PLAN = Plan(version=3, membership=1, members=(Member(LOCAL_WORKER, LOCAL_ADDRESS, (0, 1, 2, 3)),), restarts=5)
-BEAT = Heartbeat(worker=LOCAL_WORKER, state=LauncherState.RUNNING, round=2, restarts=1, managed=True)
+BEAT = Heartbeat(
+    worker=LOCAL_WORKER, state=LauncherState.RUNNING, round=2, restarts=1, training=TrainingReport(managed=True)
+)
 
 
 def stall(*stopped: int, round_: int = 2) -> FaultReport:
@@ -275,8 +278,12 @@ def test_a_mode_that_the_user_has_chosen_stays() -> None:
     assert shares[2] == min(shares)
 
 
+def refuse(reason: str, version: int) -> Heartbeat:
+    return replace(BEAT, plan_version=version, training=replace(BEAT.training, refused=reason))
+
+
 def test_a_refused_plan_is_taken_back_and_nothing_else_is_tried() -> None:
-    beat = replace(BEAT, refused="plan 3: no replicas to average", plan_version=ASYNC.version)
+    beat = refuse("plan 3: no replicas to average", ASYNC.version)
     before = replace(PLAN, version=2)
     outcome = evaluate_refusal(ASYNC, before, beat, AFTER_A_WHILE)
     assert outcome.plan == replace(PLAN, version=ASYNC.version + 1)
@@ -288,7 +295,7 @@ def test_a_refused_plan_is_taken_back_and_nothing_else_is_tried() -> None:
 
 
 def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
-    beat = replace(BEAT, refused="plan 2: …", plan_version=ASYNC.version - 1)
+    beat = refuse("plan 2: …", ASYNC.version - 1)
     assert evaluate_refusal(ASYNC, PLAN, beat, AdaptationState()).plan is ASYNC
     assert evaluate_refusal(ASYNC, PLAN, replace(BEAT, plan_version=ASYNC.version), AdaptationState()).plan is ASYNC
 

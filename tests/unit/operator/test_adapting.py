@@ -126,14 +126,16 @@ def looked_into(
 
 
 def decided(metrics: JobMetrics = SLOW_LINK, **of_windows: Any) -> tuple[PassResult, Observation]:
-    return looked_into(change_members(replace(build_training(), metrics=metrics), sync_mode="Sync"), **of_windows)
+    return looked_into(
+        change_members(replace(build_training(), metrics=metrics), training={"sync_mode": "Sync"}), **of_windows
+    )
 
 
 def in_local_mode() -> tuple[PassResult, Observation]:
     """After a slow link, with the ranks in the mode that was wanted."""
     thought, world = decided(exposed=0.25)
     assert thought.desired.plan.sync_mode is SyncMode.ASYNC_EDIT
-    return thought, change_members(world, sync_mode="AsyncEDiT")
+    return thought, change_members(world, training={"sync_mode": "AsyncEDiT"})
 
 
 class TestIntoLocalSgd:
@@ -159,7 +161,7 @@ class TestIntoLocalSgd:
         assert (degraded.status, degraded.reason) == ("True", Reason.LOCAL_SGD_ACTIVE)
 
     def test_one_answer_is_not_enough(self) -> None:
-        world = change_members(replace(build_training(), metrics=SLOW_LINK), sync_mode="Sync")
+        world = change_members(replace(build_training(), metrics=SLOW_LINK), training={"sync_mode": "Sync"})
         once = evaluate_job(answered(evaluate_job(world, build_policy()), world, exposed=0.25), build_policy())
         assert once.desired.plan.sync_mode is SyncMode.SYNC
         assert not list_decisions(once)
@@ -206,8 +208,8 @@ class TestIntoLocalSgd:
     def test_where_it_may_not_be_the_trouble_is_written_down_once(
         self, changes: dict[str, Any], allow: set[Remedy], words: str
     ) -> None:
-        of_policy = build_policy(allow=frozenset(allow))
-        world = change_members(replace(build_training(), metrics=SLOW_LINK), sync_mode="Sync", **changes)
+        of_policy, training = build_policy(allow=frozenset(allow)), {"sync_mode": "Sync", **changes}
+        world = change_members(replace(build_training(), metrics=SLOW_LINK), training=training)
         thought, world = looked_into(world, of_policy, exposed=0.25)
         assert thought.desired.plan.sync_mode is SyncMode.SYNC
         (incident,) = thought.desired.state.incidents.current
@@ -224,7 +226,9 @@ class TestIntoLocalSgd:
 
     def test_nor_when_its_shares_are_as_good_as_whole_samples_let_them_be(self) -> None:
         shares = (10, 9, 4, 9)
-        world = change_members(replace(build_training(), metrics=replace(WELL, relative_time=2.2)), sync_mode="Sync")
+        world = change_members(
+            replace(build_training(), metrics=replace(WELL, relative_time=2.2)), training={"sync_mode": "Sync"}
+        )
         world = world.with_desired(world.desired.with_plan(shares=shares))
         own = tuple(OWN / 8 * share * slow for share, slow in zip(shares, (1, 1, 2.2, 1), strict=True))
         world = answered(evaluate_job(world, build_policy()), world, own=own, shares=shares)
@@ -234,7 +238,7 @@ class TestIntoLocalSgd:
         assert not any(worker.leaving for worker in thought.desired.state.placement.workers), "nor a spare"
 
     def test_shares_whose_straggler_has_recovered_become_equal_again(self) -> None:
-        world = change_members(replace(build_training(), metrics=WELL), sync_mode="Sync")
+        world = change_members(replace(build_training(), metrics=WELL), training={"sync_mode": "Sync"})
         world = world.with_desired(world.desired.with_plan(shares=(10, 9, 4, 9)))
         own = tuple(OWN / 8 * share for share in (10, 9, 4, 9))
         world = answered(evaluate_job(world, build_policy()), world, own=own, shares=(10, 9, 4, 9))
@@ -273,7 +277,7 @@ class TestLengths:
         changed = 0
         for look in range(30):
             world = later(thought, world, 20.0, metrics=replace(self.UNEVEN, throughput=32 / 0.2), evidence=())
-            world = change_members(world, step=560 + 40 * look)
+            world = change_members(world, progress={"step": 560 + 40 * look})
             request = thought.desired.plan.evidence_request
             world = replace(world, evidence=windows(request, **self.of(2 + look)) if request else ())
             thought = evaluate_job(world, build_policy())
@@ -301,10 +305,10 @@ class TestLengths:
     )
     def test_and_where_they_cost_little_and_cannot_or_may_not_be(self, known: bool, of_policy: Policy) -> None:
         """Balanced they are from 1.01 on; where they are not, that is no reason to ask for ever, nor for a word."""
-        world = change_members(replace(build_training(), metrics=self.UNEVEN), sync_mode="Sync")
+        world = change_members(replace(build_training(), metrics=self.UNEVEN), training={"sync_mode": "Sync"})
         thought = evaluate_job(world, of_policy)
         for look in range(30):
-            world = change_members(later(thought, world, 20.0, evidence=()), step=560 + 40 * look)
+            world = change_members(later(thought, world, 20.0, evidence=()), progress={"step": 560 + 40 * look})
             request = thought.desired.plan.evidence_request
             evidence = windows(request, **self.little(look, known=known)) if request else ()
             thought = evaluate_job(replace(world, evidence=evidence), of_policy)
@@ -318,14 +322,14 @@ class TestLengths:
     def test_that_nobody_can_balance_hide_no_rank_that_is_slow_by_less(self) -> None:
         pace, second = 1.04, 0
         of_rank = tuple(OWN * (pace if rank == 2 else 1.0) for rank in range(4))
-        world = change_members(build_training(spares=1), sync_mode="Sync")
+        world = change_members(build_training(spares=1), training={"sync_mode": "Sync"})
         lasting = PersistentSlowness(KnownRelativeTimes({2: pace}, 0.003), world.now - 60)
         metrics = replace(WELL, relative_time=pace, slowest_rank=2, persistent_slowness=lasting)
         world = replace(world, metrics=metrics).with_desired(world.desired.with_budget(restart_seconds=20.0))
         thought = evaluate_job(world, build_policy())
         while not (taken := list_decisions(thought)) and second < 3000:
             second += 20
-            world = change_members(later(thought, world, 20.0, evidence=()), step=560 + 2 * second)
+            world = change_members(later(thought, world, 20.0, evidence=()), progress={"step": 560 + 2 * second})
             request = thought.desired.plan.evidence_request
             told = self.little(second, known=False, sigma=0.25, own=of_rank)
             thought = evaluate_job(replace(world, evidence=windows(request, **told) if request else ()), build_policy())
@@ -355,12 +359,14 @@ class TestLengths:
             assert reference is not None
             assert 1.01 < before < 1.02
             world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / (reference * seconds / 0.1)))
-            (incident,) = evaluate_job(change_members(world, step=560), build_policy()).desired.state.incidents.current
+            (incident,) = evaluate_job(
+                change_members(world, progress={"step": 560}), build_policy()
+            ).desired.state.incidents.current
             assert incident.outcome is outcome
 
     def test_where_they_may_not_be_it_is_written_down_once(self) -> None:
         of_policy = build_policy(allow=frozenset({Remedy.REBALANCE}))
-        world = change_members(replace(build_training(), metrics=self.UNEVEN), sync_mode="Sync")
+        world = change_members(replace(build_training(), metrics=self.UNEVEN), training={"sync_mode": "Sync"})
         thought, world = looked_into(world, of_policy, **self.of(1))
         assert thought.desired.plan.sequence_cost is None
         (incident,) = thought.desired.state.incidents.current
@@ -373,7 +379,7 @@ class TestLengths:
     def test_a_plan_that_the_ranks_cannot_follow_is_taken_back(self) -> None:
         thought, world = self.balanced()
         words = "sequence_cost: the lengths of samples are unknown"
-        refused = evaluate_job(change_members(later(thought, world, 1.0), refused=words), build_policy())
+        refused = evaluate_job(change_members(later(thought, world, 1.0), training={"refused": words}), build_policy())
         assert refused.desired.plan.sequence_cost is None
         (incident,) = refused.desired.state.incidents.current
         assert incident.outcome is IncidentOutcome.INEFFECTIVE
@@ -385,11 +391,11 @@ class TestLookingInVain:
 
     def vain(self) -> tuple[PassResult, Observation]:
         """A job that has always waited like this was looked into."""
-        world = change_members(replace(build_training(), metrics=self.WAITS), sync_mode="Sync")
+        world = change_members(replace(build_training(), metrics=self.WAITS), training={"sync_mode": "Sync"})
         world = answered(evaluate_job(world, build_policy()), world)
         thought = evaluate_job(world, build_policy())
         assert not list_decisions(thought)
-        world = change_members(later(thought, world, 30.0), step=600)
+        world = change_members(later(thought, world, 30.0), progress={"step": 600})
         return evaluate_job(world, build_policy()), world
 
     def test_a_job_that_has_always_waited_is_left_alone(self) -> None:
@@ -401,7 +407,7 @@ class TestLookingInVain:
 
     def test_but_not_while_the_answers_begin_to_show_something(self) -> None:
         """A link that becomes slow just when patience is over."""
-        world = change_members(replace(build_training(), metrics=self.WAITS), sync_mode="Sync")
+        world = change_members(replace(build_training(), metrics=self.WAITS), training={"sync_mode": "Sync"})
         thought = evaluate_job(world, build_policy())
         world = later(thought, world, 15.0, evidence=windows(thought.desired.plan.evidence_request, exposed=0.25))
         thought = evaluate_job(world, build_policy())
@@ -410,7 +416,7 @@ class TestLookingInVain:
 
     def test_steps_that_grow_while_it_is_looked_into_are_news(self) -> None:
         """They must not be taken for what was found to be nothing."""
-        world = change_members(replace(build_training(), metrics=self.WAITS), sync_mode="Sync")
+        world = change_members(replace(build_training(), metrics=self.WAITS), training={"sync_mode": "Sync"})
         world = later(evaluate_job(world, build_policy()), world, 30.0, metrics=SLOW_LINK)
         thought = evaluate_job(world, build_policy())
         assert thought.desired.state.adaptation.fruitless_investigation is None
@@ -431,7 +437,7 @@ class TestLookingInVain:
         looks, looking = 0, False
         for _ in range(720):
             metrics = replace(self.WAITS, step_seconds=FIRST * (1 + 0.02 * random.standard_normal()))
-            world = change_members(later(thought, world, 5.0, metrics=metrics, evidence=()), step=560)
+            world = change_members(later(thought, world, 5.0, metrics=metrics, evidence=()), progress={"step": 560})
             request = thought.desired.plan.evidence_request
             thought = evaluate_job(replace(world, evidence=windows(request) if request else ()), build_policy())
             began = thought.desired.state.adaptation.investigation is not None
@@ -450,18 +456,20 @@ class TestMeasured:
         world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / seconds))
         early = evaluate_job(world, build_policy())
         assert early.desired.state.incidents.open
-        (incident,) = evaluate_job(change_members(world, step=560), build_policy()).desired.state.incidents.current
+        (incident,) = evaluate_job(
+            change_members(world, progress={"step": 560}), build_policy()
+        ).desired.state.incidents.current
         assert incident.outcome is outcome
         assert incident.slowdown_after == pytest.approx(max(1.0, seconds / 0.1), rel=0.1)
 
     def test_what_has_not_helped_is_taken_back(self) -> None:
         thought, world = in_local_mode()
         world = later(thought, world, 10.0, metrics=replace(SLOW_LINK, throughput=32 / 0.35))
-        back = evaluate_job(change_members(world, step=560), build_policy())
+        back = evaluate_job(change_members(world, progress={"step": 560}), build_policy())
         assert back.desired.plan.sync_mode is SyncMode.SYNC
         assert back.desired.state.adaptation.local_sgd is None
         assert not back.desired.state.adaptation.mode_changes.allows(world.now + SYNC_MODE_COOL_DOWN_SECONDS)
-        world = change_members(later(back, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
+        world = change_members(later(back, world, 5.0, metrics=SLOW_LINK), training={"sync_mode": "Sync"})
         held, world = looked_into(world, exposed=0.25)
         held, world = looked_into(later(held, world, 6.0), exposed=0.25)
         assert held.desired.plan.sync_mode is SyncMode.SYNC
@@ -469,13 +477,17 @@ class TestMeasured:
 
     def test_ranks_that_refuse_it_go_on_in_sync_and_are_not_asked_again(self) -> None:
         thought, world = in_local_mode()
-        world = change_members(later(thought, world, 1.0), refused="the mesh has no dimension sync")
+        world = change_members(later(thought, world, 1.0), training={"refused": "the mesh has no dimension sync"})
         refused = evaluate_job(world, build_policy())
         assert refused.desired.plan.sync_mode is SyncMode.SYNC
         (incident,) = refused.desired.state.incidents.current
         assert incident.outcome is IncidentOutcome.INEFFECTIVE
         assert "no dimension sync" in incident.evidence[-1]
-        world = change_members(later(refused, world, 3600.0), refused="", sync_mode="Sync", steps_in_round=600)
+        world = change_members(
+            later(refused, world, 3600.0),
+            training={"refused": "", "sync_mode": "Sync"},
+            progress={"steps_in_round": 600},
+        )
         thought, _ = looked_into(world, exposed=0.25)
         assert thought.desired.plan.sync_mode is SyncMode.SYNC
 
@@ -559,7 +571,7 @@ class TestBack:
         """A rank has become slow meanwhile."""
         thought, world = in_local_mode()
         world = change_members(
-            replace(world, now=world.now + SYNC_MODE_COOL_DOWN_SECONDS, metrics=WELL), global_batch=128
+            replace(world, now=world.now + SYNC_MODE_COOL_DOWN_SECONDS, metrics=WELL), training={"global_batch": 128}
         )
         of_policy = build_policy(allow=frozenset(allow))
         own = (OWN, OWN, 1.25 * OWN, OWN)
@@ -579,13 +591,13 @@ class TestBack:
     def test_a_link_that_comes_and_goes_is_followed_ever_more_slowly(self) -> None:
         thought, world = in_local_mode()
         hold = thought.desired.state.adaptation.mode_changes.hold_seconds
-        world = change_members(later(thought, world, hold, metrics=WELL), step=560)
+        world = change_members(later(thought, world, hold, metrics=WELL), progress={"step": 560})
         thought = evaluate_job(world, build_policy())
         assert not thought.desired.state.incidents.open, "measured"
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=0.03)
         assert thought.desired.plan.sync_mode is SyncMode.SYNC
-        world = change_members(later(thought, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
+        world = change_members(later(thought, world, 5.0, metrics=SLOW_LINK), training={"sync_mode": "Sync"})
         again, world = looked_into(world, exposed=0.25)
         assert again.desired.plan.sync_mode is SyncMode.ASYNC_EDIT, "at once"
         assert again.desired.state.adaptation.mode_changes.hold_seconds == 2 * hold, "but not back"
@@ -604,11 +616,11 @@ class TestBack:
         world = replace(build_training(job=build_job(sync_mode=wanted)), metrics=WELL)
         thought = evaluate_job(world, build_policy())
         assert thought.desired.plan.sync_mode is SyncMode(wanted)
-        later_on = change_members(later(thought, world, 600.0), sync_mode=str(wanted))
+        later_on = change_members(later(thought, world, 600.0), training={"sync_mode": str(wanted)})
         assert evaluate_job(later_on, build_policy()).desired.plan == thought.desired.plan
 
     def test_and_auto_takes_it_back(self) -> None:
-        world = change_members(replace(build_training(), metrics=WELL), sync_mode="EDiT")
+        world = change_members(replace(build_training(), metrics=WELL), training={"sync_mode": "EDiT"})
         world = world.with_desired(world.desired.with_plan(sync_mode=SyncMode.EDIT))
         assert evaluate_job(world, build_policy()).desired.plan.sync_mode is SyncMode.SYNC
 
@@ -621,13 +633,13 @@ class TestBack:
 
     def test_no_other_mode_is_chosen_against_the_spec(self) -> None:
         world = replace(build_training(job=build_job(sync_mode=RequestedSyncMode.SYNC)), metrics=SLOW_LINK)
-        thought, _ = looked_into(change_members(world, sync_mode="Sync"), exposed=0.25)
+        thought, _ = looked_into(change_members(world, training={"sync_mode": "Sync"}), exposed=0.25)
         assert thought.desired.plan.sync_mode is SyncMode.SYNC
 
     def test_it_outlasts_a_round(self) -> None:
         thought, world = in_local_mode()
         assert isinstance(thought.desired.state.adaptation.local_sgd, LocalSgdChoice)
-        world = change_members(later(thought, world, 5.0, metrics=WELL), round=2, steps_in_round=3)
+        world = change_members(later(thought, world, 5.0, metrics=WELL), round=2, progress={"steps_in_round": 3})
         after = evaluate_job(world, build_policy()).desired
         assert after.plan.sync_mode is SyncMode.ASYNC_EDIT
         assert after.state.adaptation.local_sgd is not None

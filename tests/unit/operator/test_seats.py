@@ -304,7 +304,7 @@ class TestBarrenRounds:
     ) -> PassResult:
         """The pass after a round without a completed step."""
         fault = build_crash(worker, rank, round_, membership=world.plan.membership, **{**BARREN, **changes})
-        world = change_members(world, round=round_ + 1, first_step_at=0.0)
+        world = change_members(world, round=round_ + 1, start={"first_step_at": None})
         return evaluate_job(replace(world, faults=(fault,)), build_policy())
 
     def twice(self, world: Observation, **changes: Any) -> tuple[PassResult, Observation]:
@@ -327,7 +327,7 @@ class TestBarrenRounds:
 
     def test_so_is_one_that_two_workers_show_at_once(self) -> None:
         first = self.barren(1, build_untrained())
-        world = change_members(again(first, build_untrained()), round=3, first_step_at=0.0)
+        world = change_members(again(first, build_untrained()), round=3, start={"first_step_at": None})
         both = tuple(build_crash(f"j-w{n}-0", n, 2, noticed_at=NOW - 1 + n / 10, **BARREN) for n in (1, 3))
         assert (
             evaluate_job(replace(world, faults=both), build_policy()).desired.state.lifecycle.failed_reason
@@ -590,7 +590,7 @@ class TestClocks:
         world, rounds = build_training(spares=0), 0
         while not world.state.lifecycle.is_over and rounds < 10:
             rounds += 1
-            world = change_members(world, round=rounds + 1, first_step_at=0.0)
+            world = change_members(world, round=rounds + 1, start={"first_step_at": None})
             fault = build_crash("j-w1-0", 1, rounds, noticed_at=NOW - 7200)
             world = again(evaluate_job(replace(world, faults=(fault,)), build_policy(max_restarts=3)), world)
         assert rounds == 4
@@ -631,7 +631,7 @@ class TestRounds:
 
     def test_nobody_has_one_where_a_member_would_be_locked_out_by_it(self) -> None:
         """An older launcher, or sidecar, does not hand it on."""
-        world = change_worker(build_training(), "j-w2-0", heartbeat={"rendezvous_port": 0})
+        world = change_worker(build_training(), "j-w2-0", heartbeat={"rendezvous_port": None})
         plan = evaluate_job(
             replace(change_worker(world, "j-w0-0", gone=True), nonce="seven"), build_policy()
         ).desired.plan
@@ -640,14 +640,14 @@ class TestRounds:
     def test_the_known_step_time_goes_with_it(self) -> None:
         assert self.moved().step_seconds == 0.1
         silent = replace(build_training().metrics, step_seconds=None)
-        assert self.moved(metrics=silent).step_seconds == 0.0
+        assert self.moved(metrics=silent).step_seconds is None
         known = build_training()
         known = known.with_desired(known.desired.with_plan(step_seconds=0.4))
         world = replace(change_worker(known, "j-w0-0", gone=True), metrics=silent)
         assert evaluate_job(world, build_policy()).desired.plan.step_seconds == 0.4
 
-    @pytest.mark.parametrize(("told", "port"), [(31234, 31234), (0, Plan.store_port)])
-    def test_the_meeting_is_where_its_first_member_can_serve_it(self, told: int, port: int) -> None:
+    @pytest.mark.parametrize(("told", "port"), [(31234, 31234), (None, Plan.store_port)])
+    def test_the_meeting_is_where_its_first_member_can_serve_it(self, told: int | None, port: int) -> None:
         world = change_worker(build_training(), "j-w4-0", heartbeat={"rendezvous_port": told})
         world = change_worker(world, "j-w0-0", gone=True)
         assert evaluate_job(world, build_policy()).desired.plan.store_port == port

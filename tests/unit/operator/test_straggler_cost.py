@@ -93,9 +93,9 @@ class Course:
 
 
 def world_of(job: Job) -> Observation:
-    world = change_members(build_training(spares=job.spares), managed=job.steered, sync_mode="Sync")
+    world = change_members(build_training(spares=job.spares), training={"managed": job.steered, "sync_mode": "Sync"})
     world = world.with_desired(world.desired.with_budget(restart_seconds=job.restart))
-    return change_members(world, global_batch=RANKS * job.samples)
+    return change_members(world, training={"global_batch": RANKS * job.samples})
 
 
 def seen(world: Observation, job: Job, draft: DesiredState, now: float) -> Observation:
@@ -129,7 +129,7 @@ def seen(world: Observation, job: Job, draft: DesiredState, now: float) -> Obser
     )
     found = replace(world.with_desired(draft), now=NOW + now, metrics=metrics)
     found = replace(found, evidence=answers if draft.plan.evidence_request else ())
-    return change_members(found, step=500 + int(now / max(own)))
+    return change_members(found, progress={"step": 500 + int(now / max(own))})
 
 
 def course(job: Job) -> Course:

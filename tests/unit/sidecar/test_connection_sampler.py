@@ -173,7 +173,7 @@ class TestWindows:
             seen.sample(float(look))
             acked += 2 * MB
             busy += (0.3 if look < quick_windows * SAMPLES_PER_LINK_WINDOW else 1.5) / SAMPLES_PER_LINK_WINDOW
-        assert {round(window.early_busy_seconds, 6) for window in seen.windows()} == {usual}
+        assert {round(window.early_busy_seconds or 0.0, 6) for window in seen.windows()} == {usual}
 
     def test_others_connections_and_quiet_ones_are_left_out(self, runtime: RuntimeFolder, pair: Pair) -> None:
         strangers = owned(runtime, {})

@@ -57,7 +57,7 @@ def test_the_figures_are_means_over_the_window() -> None:
     assert (told.rank, told.steps, told.share) == (3, 3, SAMPLES)
     assert (told.step_seconds, told.compute_seconds, told.wait_seconds) == pytest.approx((0.3, 0.2, 0.1))
     assert told.compute_seconds_per_sample == pytest.approx(0.025)
-    assert (told.first_steps_seconds, told.synchronization_seconds) == (0.0, 0.0), "not known"
+    assert (told.first_steps_seconds, told.synchronization_seconds) == (None, 0.0), "not known"
 
 
 def test_they_are_of_steps_with_the_present_share_only() -> None:
@@ -81,7 +81,7 @@ def test_figures_are_short_on_the_wire() -> None:
 
 def test_a_rank_without_steps_is_told_all_the_same() -> None:
     (told,) = Rank().telling.take_report()
-    assert (told.rank, told.steps, told.step_seconds) == (3, 0, 0.0)
+    assert (told.rank, told.steps, told.step_seconds) == (3, 0, None)
 
 
 def test_an_even_rank_is_no_news(rank: Rank) -> None:

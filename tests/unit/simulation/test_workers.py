@@ -18,10 +18,18 @@ def test_two_workers_train_under_a_plan() -> None:
     one, other = team.get_heartbeat("a"), team.get_heartbeat("b")
     assert one.state is other.state is LauncherState.RUNNING
     assert one.round == other.round == 1
-    assert one.step > 20
-    assert (one.managed, one.global_batch, one.sync_mode, one.restored_step) == (True, 16, "Sync", 0)
-    assert one.first_step_at > one.round_started_at > 0
-    assert one.checkpoint_step == 20
+    assert one.progress.step is not None
+    assert one.progress.step > 20
+    assert (one.training.managed, one.training.global_batch, one.training.sync_mode, one.start.restored_step) == (
+        True,
+        16,
+        "Sync",
+        0,
+    )
+    assert one.start.started_at is not None
+    assert one.start.first_step_at is not None
+    assert one.start.first_step_at > one.start.started_at
+    assert one.checkpoint.step == 20
     assert not team.endpoint.faults
     assert not team.exits
 
@@ -60,11 +68,13 @@ def test_how_a_round_started_is_told_with_its_first_step() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].crash_rank()
-    team.wait_until(lambda: team.get_heartbeat("a").round == 2 and team.get_heartbeat("a").first_step_at > 0)
+    team.wait_until(lambda: team.get_heartbeat("a").round == 2 and team.get_heartbeat("a").start.first_step_at)
     beat = team.get_heartbeat("a")
-    assert [one.stage for one in beat.start_stages] == list(StartStage)
-    assert beat.start_stages[-1].seconds == pytest.approx(beat.first_step_at - beat.round_started_at)
-    assert beat.origin in ("NOTHING", "MEMORY", "CHECKPOINT")
+    assert [one.stage for one in beat.start.stages] == list(StartStage)
+    assert beat.start.started_at is not None
+    assert beat.start.first_step_at is not None
+    assert beat.start.stages[-1].seconds == pytest.approx(beat.start.first_step_at - beat.start.started_at)
+    assert beat.start.origin in ("NOTHING", "MEMORY", "CHECKPOINT")
 
 
 def test_two_rounds_without_a_step_end_the_launchers_permission() -> None:
@@ -259,12 +269,12 @@ def test_a_plan_that_the_script_cannot_follow_is_refused() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team.change_plan(shares=(12, 5))
-    team.wait_until(lambda: "do not make up 16 samples" in team.get_heartbeat("a").refused)
+    team.wait_until(lambda: "do not make up 16 samples" in team.get_heartbeat("a").training.refused)
     team.change_plan(shares=(10, 6))
-    team.wait_until(lambda: not team.get_heartbeat("a").refused)
+    team.wait_until(lambda: not team.get_heartbeat("a").training.refused)
     team["b"].refuses_requests = True
     team.change_plan(sync_mode=SyncMode.EDIT)
-    team.wait_until(lambda: "in mode Sync only" in team.get_heartbeat("a").refused)
+    team.wait_until(lambda: "in mode Sync only" in team.get_heartbeat("a").training.refused)
 
 
 def test_in_async_edit_nobody_waits_for_a_slow_rank_and_no_sample_is_lost() -> None:
@@ -275,7 +285,7 @@ def test_in_async_edit_nobody_waits_for_a_slow_rank_and_no_sample_is_lost() -> N
     team.wait_for_steps(10)
     synchronous = (team.world.now() - began) / 10
     team.change_plan(sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=12.0)
-    team.wait_until(lambda: team.get_heartbeat("b").sync_mode == "AsyncEDiT")
+    team.wait_until(lambda: team.get_heartbeat("b").training.sync_mode == "AsyncEDiT")
     before, began = team.newest_round.step, team.world.now()
     team.wait_for_steps(30)
     assert (team.world.now() - began) / (team.newest_round.step - before) < 0.7 * synchronous
@@ -291,10 +301,10 @@ def test_steps_between_two_synchronisations_are_no_stall() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=25)
     team.change_plan(sync_mode=SyncMode.EDIT, sync_every=64)
-    team.wait_until(lambda: team.get_heartbeat("b").sync_mode == "EDiT")
-    first = team.get_heartbeat("b").step
+    team.wait_until(lambda: team.get_heartbeat("b").training.sync_mode == "EDiT")
+    first = team.get_heartbeat("b").progress.step or 0
     team.wait(20.0)
-    assert team.get_heartbeat("b").step > first + 10, "a rank counts its own steps on"
+    assert (team.get_heartbeat("b").progress.step or 0) > first + 10, "a rank counts its own steps on"
     assert not team.endpoint.faults
     team["b"].hang_rank()
     team.wait_until(lambda: team.list_faults(FaultKind.STALLED), within=20.0)
@@ -306,10 +316,10 @@ def test_checkpoints_that_fail_are_told_and_made_up_for() -> None:
     team.start_and_train("a", "b", steps=2)
     volume = team.newest_round.training.volume
     volume.fails = True
-    team.wait_until(lambda: "No space left" in team.get_heartbeat("a").checkpoint_error)
-    assert (team.get_heartbeat("a").checkpoint_failed_rank, team.get_heartbeat("b").checkpoint_error) == (0, "")
+    team.wait_until(lambda: "No space left" in team.get_heartbeat("a").checkpoint.error)
+    assert (team.get_heartbeat("a").checkpoint.failed_rank, team.get_heartbeat("b").checkpoint.error) == (0, "")
     volume.fails = False
-    team.wait_until(lambda: team.get_heartbeat("a").checkpoint_error == "" and volume.newest is not None)
+    team.wait_until(lambda: team.get_heartbeat("a").checkpoint.error == "" and volume.newest is not None)
 
 
 def test_a_checkpoint_that_is_asked_for_is_answered_once_it_is_kept() -> None:
@@ -317,11 +327,11 @@ def test_a_checkpoint_that_is_asked_for_is_answered_once_it_is_kept() -> None:
     team.start_and_train("a", "b")
     team.change_plan(checkpoint_request=1)
     team.wait_until(
-        lambda: team.get_heartbeat("a").checkpoint_request == team.get_heartbeat("b").checkpoint_request == 1
+        lambda: team.get_heartbeat("a").checkpoint.request == team.get_heartbeat("b").checkpoint.request == 1
     )
     newest = team.newest_round.training.volume.newest
     assert newest is not None
-    assert team.get_heartbeat("a").checkpoint_step == newest.step
+    assert team.get_heartbeat("a").checkpoint.step == newest.step
 
 
 def test_an_older_round_publishes_nothing_any_more() -> None:
@@ -339,7 +349,7 @@ def test_what_befalls_ranks_is_told() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].set_bad_loss(True)
-    team.wait_until(lambda: team.get_heartbeat("b").bad_loss_rank == 1)
+    team.wait_until(lambda: (loss := team.get_heartbeat("b").training.bad_loss) is not None and loss.rank == 1)
     team["b"].set_bad_loss(False)
     team["b"].kill_rank_for_memory()
     team.wait_for_steps(2)

@@ -457,7 +457,7 @@ class Launcher:
         )
         self._inspector.stop()
         # What was measured here is newer. A worker that joins has no step time but the plan's.
-        step_seconds = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds or None
+        step_seconds = self._inspector.step_seconds(self._ranks.states()) or command.plan.step_seconds
         exit_codes = self._ranks.exit_codes()
         self._nccl_plugin = choose_next_plugin(self._nccl_plugin, exit_codes)
         if self._native_recording and has_native_crash(exit_codes):

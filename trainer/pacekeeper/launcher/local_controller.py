@@ -177,13 +177,13 @@ def _choose_strategy(
 
 def evaluate_refusal(plan: Plan, previous: Plan, heartbeat: Heartbeat, adaptation: AdaptationState) -> LocalDecision:
     """Return to the plan `previous` if the ranks refuse the present one, and stop adapting."""
-    if not heartbeat.refused or heartbeat.plan_version < plan.version or adaptation.refusal:
+    if not heartbeat.training.refused or heartbeat.plan_version < plan.version or adaptation.refusal:
         return LocalDecision(plan, adaptation=adaptation)
     restored = replace(
         previous, version=plan.version + 1, membership=plan.membership, round=plan.round, restarts=plan.restarts
     )
-    message = f"the ranks refuse the change and train on as before: {heartbeat.refused}"
-    return LocalDecision(restored, (message,), adaptation=replace(adaptation, refusal=heartbeat.refused))
+    message = f"the ranks refuse the change and train on as before: {heartbeat.training.refused}"
+    return LocalDecision(restored, (message,), adaptation=replace(adaptation, refusal=heartbeat.training.refused))
 
 
 class LocalController:
@@ -255,9 +255,8 @@ class LocalController:
             windows = self._windows.build_evidence("", LOCAL_WORKER, heartbeat.round).windows
             decision = evaluate_step_times(self._plan, windows, self._adaptation, time.monotonic())
             if decision.plan is not self._plan:
-                self._adapt_from_step = (
-                    heartbeat.step + DEFAULT_WINDOW_STEPS
-                )  # until then, windows contain steps from before the change
+                # Until then, windows contain steps from before the change.
+                self._adapt_from_step = (heartbeat.progress.step or 0) + DEFAULT_WINDOW_STEPS
         return decision
 
     def _warn_once(self, error: Exception) -> None:
@@ -286,8 +285,9 @@ class LocalController:
 
     def _is_adaptation_due(self, heartbeat: Heartbeat) -> bool:
         now = time.monotonic()
-        steady = heartbeat.steps_in_round >= DEFAULT_WINDOW_STEPS and heartbeat.step >= self._adapt_from_step
-        if not heartbeat.managed or not steady or now < self._next_adaptation_at:
+        progress = heartbeat.progress
+        steady = progress.steps_in_round >= DEFAULT_WINDOW_STEPS and (progress.step or 0) >= self._adapt_from_step
+        if not heartbeat.training.managed or not steady or now < self._next_adaptation_at:
             return False
         self._next_adaptation_at = now + ADAPTATION_INTERVAL_SECONDS
         return True

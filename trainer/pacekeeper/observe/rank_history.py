@@ -143,8 +143,8 @@ class RankHistory:
             squares=squares if len(squares) == len(lengths) else (),
             sync_mode=SYNC_MODES[self._mode] if managed else "",
             transfers=tuple(self._transfers),
-            baseline_seconds=self.first_steps_seconds or 0.0,
-            baseline_own_seconds=self.first_steps_own_seconds or 0.0,
+            baseline_seconds=self.first_steps_seconds,
+            baseline_own_seconds=self.first_steps_own_seconds,
             share_granularity=share_granularity,
         )
 

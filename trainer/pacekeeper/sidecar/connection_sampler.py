@@ -84,13 +84,13 @@ class _EarlyWindows:
     windows: list[tuple[int, float]] = field(default_factory=list)  # bytes acknowledged and busy seconds, fastest first
 
     @property
-    def typical(self) -> tuple[int, float]:
-        """The window at the first quartile, fastest first: acknowledged bytes and busy seconds.
+    def typical(self) -> tuple[int, float] | None:
+        """The window at the first quartile, fastest first: acknowledged bytes and busy seconds. None: not known.
 
         Not the median: a fault may begin after a third of the windows. Not the fastest: there, small messages may have
         been acknowledged at once, and later ones after the kernel's usual delay.
         """
-        return self.windows[len(self.windows) // 4] if self.windows else (0, 0.0)
+        return self.windows[len(self.windows) // 4] if self.windows else None
 
     def add_sample(self, info: bytes) -> None:
         self.samples += 1
@@ -230,7 +230,7 @@ def _build_windows(
 ) -> tuple[int, list[LinkWindow]]:
     """Return the bytes that a connection moved in both directions, and its windows, newest first."""
     local, remote = _parse_addresses(name)
-    early_bytes, early_busy = early.typical
+    early_bytes, early_busy = early.typical or (None, None)
     moved_bytes, windows = 0, []
     for age, first, last in spans:
         before, after = first.ends.get(name), last.ends.get(name)
@@ -255,7 +255,7 @@ def _build_windows(
                 unsent_bytes=current.unsent_bytes,
                 min_round_trip_seconds=current.least_round_trip,
                 early_bytes=early_bytes,
-                early_busy_seconds=round(early_busy, 3),
+                early_busy_seconds=None if early_busy is None else round(early_busy, 3),
             )
         )
     return moved_bytes, windows

@@ -99,16 +99,22 @@ def measure_rank(rank: int, history: RankHistory, share: int | None) -> CurrentR
         compute_seconds_per_sample=_round_metric(
             _compute_mean(step.compute_seconds / max(step.samples, 1) for step in steps)
         ),
-        wait_seconds=_round_metric(max(0.0, step_seconds - compute_seconds)),
-        share=0 if share is None else share,
-        first_steps_seconds=_round_metric(history.first_steps_seconds or 0.0),
-        synchronization_seconds=_round_metric(history.synchronization_seconds or 0.0),
+        wait_seconds=None
+        if step_seconds is None or compute_seconds is None
+        else _round_metric(max(0.0, step_seconds - compute_seconds)),
+        share=share or None,
+        first_steps_seconds=_round_metric(history.first_steps_seconds),
+        synchronization_seconds=_round_metric(history.synchronization_seconds) or 0.0,
     )
-    mean = None
-    if metrics.step_seconds > 0:
-        waiting = metrics.wait_seconds / metrics.step_seconds
-        mean = MetricLevel(metrics.step_seconds, metrics.compute_seconds_per_sample, waiting)
-    return CurrentRankMetrics(metrics, mean, _measure_last_steps(steps))
+    return CurrentRankMetrics(metrics, _build_mean_level(metrics), _measure_last_steps(steps))
+
+
+def _build_mean_level(metrics: RankMetrics) -> MetricLevel | None:
+    """Return the level of the means; None: there is no step."""
+    if not metrics.step_seconds or metrics.compute_seconds_per_sample is None or metrics.wait_seconds is None:
+        return None
+    waiting = metrics.wait_seconds / metrics.step_seconds
+    return MetricLevel(metrics.step_seconds, metrics.compute_seconds_per_sample, waiting)
 
 
 def _measure_last_steps(steps: Sequence[StepTimes]) -> MetricLevel | None:
@@ -126,13 +132,13 @@ def _measure_last_steps(steps: Sequence[StepTimes]) -> MetricLevel | None:
     )
 
 
-def _compute_mean(values: Iterable[float]) -> float:
+def _compute_mean(values: Iterable[float]) -> float | None:
     numbers = list(values)
-    return fmean(numbers) if numbers else 0.0
+    return fmean(numbers) if numbers else None
 
 
-def _round_metric(seconds: float) -> float:
-    return float(f"{seconds:.{_METRIC_DIGITS}g}")
+def _round_metric(seconds: float | None) -> float | None:
+    return None if seconds is None else float(f"{seconds:.{_METRIC_DIGITS}g}")
 
 
 def _has_moved(current: MetricLevel | None, reported: MetricLevel | None, deadband: float) -> bool:

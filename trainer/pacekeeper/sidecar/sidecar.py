@@ -18,7 +18,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.profiling.pattern import MAX_PROFILE_ANSWER_BYTES
 from pacekeeper_analysis.protocol.decoding import parse_json
 from pacekeeper_analysis.protocol.plan import EvidencePart, WorkerPlan, WorkerRole
-from pacekeeper_analysis.protocol.reports import Evidence, FaultReport
+from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbeat
 
 from . import connection_sampler
 from .connection_sampler import ConnectionSampler
@@ -30,12 +30,6 @@ from .settings import SidecarSettings
 
 FILE_POLL_INTERVAL_SECONDS = 0.05
 """Seconds between two polls of the files. A poll is a few system calls."""
-QUIET_FIELDS = (
-    *("step", "steps_in_round", "snapshot_step", "checkpoint_step"),
-    *("checkpoint_age_seconds", "launcher_silent_seconds", "gpus", "rank_metrics"),
-)
-"""Fields of the heartbeat whose change can wait for the next poll, or has its own rule. Signs of a GPU fault cannot
-wait; other values of the GPUs' health can."""
 RING_POLL_INTERVAL_SECONDS = 1.0
 """Seconds between two polls of the ranks' rings: the minimum between two heartbeats that only carry metrics."""
 MIN_REPORTED_SILENCE_SECONDS, MAX_REPORTED_SILENCE_SECONDS = 5, 15
@@ -68,7 +62,7 @@ class Sidecar:
             TouchedFile(self._runtime.operator_contact),
         )
         self._metrics = MetricsReporter()
-        self._last_report: dict[str, object] = {}
+        self._last_report: tuple[object, ...] = ()
 
     async def run(self) -> None:
         """Run until cancelled. Then send what the operator has not received, such as that the ranks have finished.
@@ -168,7 +162,7 @@ class Sidecar:
         partitioned_age, contact_age = self._partitioned.age(now, wall), self._contact.age(now, wall)
         return partitioned_age < PARTITIONED_FILE_SECONDS and contact_age > MAX_CONTACT_AGE_SECONDS
 
-    async def _send_heartbeat(self, urgent: dict[str, object]) -> None:
+    async def _send_heartbeat(self, urgent: tuple[object, ...]) -> None:
         await self._poll(wait=0)
         self._last_report = urgent
 
@@ -280,17 +274,10 @@ class Sidecar:
     def _list_fault_files(self) -> list[Path]:
         return sorted(self._runtime.faults.glob("*.json"))
 
-    def _select_urgent_fields(self) -> dict[str, object]:
-        """Return the heartbeat without the fields that can wait."""
+    def _select_urgent_fields(self) -> tuple[object, ...]:
+        """Return what of the heartbeat cannot wait for the next poll."""
         heartbeat = self._launcher.heartbeat
-        urgent = {name: value for name, value in heartbeat.to_json().items() if name not in QUIET_FIELDS}
-        silence = _quantize_silence(heartbeat.launcher_silent_seconds)
-        return {
-            **urgent,
-            "silence": silence,
-            "gpu_signs": heartbeat.gpu_signs,
-            "rank_metrics": self._metrics.urgent_changes,
-        }
+        return select_urgent_fields(heartbeat, heartbeat.launcher_silent_seconds, self._metrics.urgent_changes)
 
 
 class RetryBackoff:
@@ -308,6 +295,23 @@ class RetryBackoff:
             log.warning("%s: %s", problem, error)
         await asyncio.sleep(self._next * random.uniform(0.5, 1.0))
         self._next = min(2 * self._next, self._longest)
+
+
+def select_urgent_fields(heartbeat: Heartbeat, silent_seconds: float, urgent_changes: int) -> tuple[object, ...]:
+    """Return what of a heartbeat cannot wait for the next poll.
+
+    `silent_seconds`: the launcher's silence. `urgent_changes`: of the metrics. Signs of a GPU fault cannot wait; other
+    values of the GPUs' health can, and so can steps, snapshots, and checkpoints.
+    """
+    urgent = replace(
+        heartbeat,
+        progress=replace(heartbeat.progress, step=None, steps_in_round=0),
+        checkpoint=replace(heartbeat.checkpoint, step=None, snapshot_step=None, age_seconds=None),
+        launcher_silent_seconds=0.0,
+        rank_metrics=(),
+        gpus=(),
+    )
+    return urgent, heartbeat.gpu_signs, _quantize_silence(silent_seconds), urgent_changes
 
 
 def _quantize_silence(seconds: float) -> int:

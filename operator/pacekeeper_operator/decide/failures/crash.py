@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pacekeeper_analysis.failures.crash import is_peer_consequence
+from pacekeeper_analysis.failures.crash import describe_reached_step, is_peer_consequence
 from pacekeeper_analysis.failures.repetition import RepeatedFailure
 from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport
 
@@ -201,7 +201,7 @@ def _parse_error_type(error: str) -> str:
 def _find_last_step(observation: Observation, fault: FaultReport) -> int | None:
     """Return the last step that the rank or the job has completed; None: there is none."""
     steps = (fault.step, observation.progress.step)
-    return max((step for step in steps if step is not None and step >= 0), default=None)
+    return max((step for step in steps if step is not None), default=None)
 
 
 def record_no_progress(desired: DesiredState, decision: Decision) -> DesiredState:
@@ -272,12 +272,13 @@ def extract_error_signature(fault: FaultReport) -> str:
 
 
 def _describe_progress(fault: FaultReport) -> str:
-    if fault.ended_peer >= 0:
+    progress = describe_reached_step(fault.step)
+    if fault.ended_peer is not None:
         return (
-            f"after step {fault.step}: rank {fault.ended_peer} had exited with code 0, and this rank waited "
+            f"{progress}: rank {fault.ended_peer} had exited with code 0, and this rank waited "
             "for it (do all ranks get the same number of batches?)"
         )
-    return f"after step {fault.step}" if fault.step >= 0 else "before its first step"
+    return progress
 
 
 def _describe_exit(fault: FaultReport) -> str:

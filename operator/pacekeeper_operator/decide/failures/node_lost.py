@@ -217,7 +217,7 @@ def _compute_scraped_seconds(observation: Observation, view: WorkerView) -> floa
 
     Infinity: Prometheus has no such sample.
     """
-    metrics, reported_step = observation.metrics, -1 if view.heartbeat is None else view.heartbeat.step
+    metrics, reported_step = observation.metrics, None if view.heartbeat is None else view.heartbeat.progress.step
     if (
         metrics.prometheus_error
         or metrics.scrape_age is None
@@ -225,7 +225,7 @@ def _compute_scraped_seconds(observation: Observation, view: WorkerView) -> floa
         or (metrics.reporting_ranks or 0) < observation.plan.world_size
     ):
         return math.inf
-    if metrics.min_step is None or metrics.min_step <= reported_step:
+    if metrics.min_step is None or (reported_step is not None and metrics.min_step <= reported_step):
         return math.inf
     return observation.now - metrics.queried_at + metrics.scrape_age
 

@@ -115,7 +115,7 @@ def _build_replacement(
 
 def _describe_missing_launcher(view: WorkerView) -> str:
     """Return advice where no launcher has reported. A launcher publishes its port before it does anything else."""
-    if view.heartbeat is None or view.heartbeat.rendezvous_port:
+    if view.heartbeat is None or view.heartbeat.rendezvous_port is not None:
         return ""
     return f", and no launcher has reported: {_COMMAND_ADVICE}"
 

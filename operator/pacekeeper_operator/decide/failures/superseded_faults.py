@@ -56,5 +56,6 @@ def _has_given_up_member(observation: Observation) -> bool:
 def _is_stall_over(observation: Observation, stall: FaultReport) -> bool:
     """Return whether a later round has begun, or the worker has completed steps since."""
     view = observation.find_worker(stall.worker)
-    step = view.heartbeat.step if view is not None and view.heartbeat is not None else 0
-    return 0 < stall.round < observation.progress.round or 0 <= stall.step < step
+    step = view.heartbeat.progress.step if view is not None and view.heartbeat is not None else None
+    has_stepped = step is not None and stall.step is not None and stall.step < step
+    return 0 < stall.round < observation.progress.round or has_stepped

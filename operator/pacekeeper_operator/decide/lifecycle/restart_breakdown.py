@@ -29,13 +29,13 @@ def break_down_restart(seconds: float, heartbeats: Sequence[Heartbeat], ranks: i
     `ranks`: the number of the job's ranks. A reported rank outside of it is not named.
     """
     reached: dict[StartStage, tuple[float, int]] = {}
-    for report in (entry for heartbeat in heartbeats for entry in heartbeat.start_stages):
+    for report in (entry for heartbeat in heartbeats for entry in heartbeat.start.stages):
         reached[report.stage] = max(reached.get(report.stage, (0.0, report.rank)), (report.seconds, report.rank))
     if StartStage.FIRST_STEP not in reached:
         return None
     seconds = max(0.0, seconds)
     started = min(seconds, reached[StartStage.FIRST_STEP][0])
-    teardown = min(seconds - started, max(heartbeat.teardown_seconds for heartbeat in heartbeats))
+    teardown = min(seconds - started, max(heartbeat.start.teardown_seconds for heartbeat in heartbeats))
     moments = [(stage, min(started, reached[stage][0]), reached[stage][1]) for stage in StartStage if stage in reached]
     ends = [0.0]
     for _, at, _ in moments:
@@ -55,5 +55,5 @@ def break_down_restart(seconds: float, heartbeats: Sequence[Heartbeat], ranks: i
 
 def _find_state_origin(heartbeats: Sequence[Heartbeat]) -> str | None:
     """Return the farthest origin of the state that a member reports, as a word for users; None: none reports one."""
-    origin = max((StateOrigin[heartbeat.origin] for heartbeat in heartbeats), default=StateOrigin.UNKNOWN)
+    origin = max((StateOrigin[heartbeat.start.origin] for heartbeat in heartbeats), default=StateOrigin.UNKNOWN)
     return None if origin is StateOrigin.UNKNOWN else origin.name.capitalize()

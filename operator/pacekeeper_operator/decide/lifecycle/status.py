@@ -523,38 +523,39 @@ def _did_not_start(observation: Observation) -> str:
 def _find_bad_input(observation: Observation) -> _JobConditionState | None:
     """Return what only the user can fix: a loss that is not finite, a plan that ranks refuse; None: nothing."""
     heartbeats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
-    bad = next((heartbeat for heartbeat in heartbeats if heartbeat.bad_loss_rank >= 0), None)
-    if bad is not None:
-        message = (
-            f"the loss of rank {bad.bad_loss_rank} on {bad.worker} has not been finite since step {bad.bad_loss_step}: "
-            "check the samples of that step and the learning rate; to go back, suspend the job, delete the checkpoints "
-            "from that step on, and resume it"
-        )
-        return _JobConditionState(JobCondition.DEGRADED, True, Reason.NON_FINITE_LOSS, message)
-    refused = next((heartbeat for heartbeat in heartbeats if heartbeat.refused), None)
+    for heartbeat in heartbeats:
+        loss = heartbeat.training.bad_loss
+        if loss is not None:
+            message = (
+                f"the loss of rank {loss.rank} on {heartbeat.worker} has not been finite since step {loss.step}: check "
+                "the samples of that step and the learning rate; to go back, suspend the job, delete the checkpoints "
+                "from that step on, and resume it"
+            )
+            return _JobConditionState(JobCondition.DEGRADED, True, Reason.NON_FINITE_LOSS, message)
+    refused = next((heartbeat for heartbeat in heartbeats if heartbeat.training.refused), None)
     if refused is not None:
-        message = f"the ranks on {refused.worker} do not follow the newest plan but the one before: {refused.refused}"
+        reason = refused.training.refused
+        message = f"the ranks on {refused.worker} do not follow the newest plan but the one before: {reason}"
         return _JobConditionState(JobCondition.DEGRADED, True, Reason.PLAN_REFUSED, message)
     return None
 
 
 def _find_checkpoint_failure(observation: Observation) -> _JobConditionState | None:
     """Return that checkpoints fail while the job trains on; None: they do not."""
-    heartbeats = (view.heartbeat for view in observation.members if view.heartbeat is not None)
-    failing = next((heartbeat for heartbeat in heartbeats if heartbeat.checkpoint_error), None)
+    reports = (view.heartbeat.checkpoint for view in observation.members if view.heartbeat is not None)
+    failing = next((report for report in reports if report.error), None)
     if failing is None:
         return None
-    rank_name = f"rank {failing.checkpoint_failed_rank}" if failing.checkpoint_failed_rank >= 0 else "a rank"
+    rank_name = "a rank" if failing.failed_rank is None else f"rank {failing.failed_rank}"
     last_good = (
         f"the newest good one is of step {observation.progress.checkpoint_step}"
         if observation.progress.checkpoint_step is not None
         else ""
     )
-    if failing.checkpoint_age_seconds >= 0:
-        last_good += f", {_format_age(failing.checkpoint_age_seconds)} old"
+    if failing.age_seconds is not None:
+        last_good += f", {_format_age(failing.age_seconds)} old"
     message = (
-        f"{rank_name} could not save its part of the newest checkpoint: {failing.checkpoint_error}; "
-        f"{last_good or 'there is none'}"
+        f"{rank_name} could not save its part of the newest checkpoint: {failing.error}; {last_good or 'there is none'}"
     )
     return _JobConditionState(JobCondition.DEGRADED, True, Reason.CHECKPOINT_FAILING, message)
 
@@ -609,7 +610,7 @@ def _list_old_sidecars(observation: Observation) -> tuple[str, ...]:
         for view in observation.members
         if view.name in unreported
         and view.heartbeat is not None
-        and view.heartbeat.steps_in_round > 0
+        and view.heartbeat.progress.steps_in_round > 0
         and view.silent_seconds <= FRESH_WORKER_SECONDS
     )
 
@@ -632,7 +633,9 @@ def _build_condition_status(
 
 def _get_sync_mode(observation: Observation) -> SyncMode:
     """Return the mode in force as rank 0's worker reports it, or else the plan's."""
-    reported = next((view.heartbeat.sync_mode for view in observation.members if view.heartbeat is not None), "")
+    reported = next(
+        (view.heartbeat.training.sync_mode for view in observation.members if view.heartbeat is not None), ""
+    )
     return SyncMode(reported) if reported in list(SyncMode) else observation.plan.sync_mode
 
 

@@ -438,7 +438,7 @@ def _find_rank_party(observation: Observation, rank: int) -> ProbeParty | None:
 
 
 def _find_worker_party(view: WorkerView) -> ProbeParty | None:
-    if view.heartbeat is None or not view.heartbeat.probe_port or view.silent_seconds > FRESH_WORKER_SECONDS:
+    if view.heartbeat is None or view.heartbeat.probe_port is None or view.silent_seconds > FRESH_WORKER_SECONDS:
         return None
     if view.pod is None or not view.pod.address or view.record.leaving:
         return None

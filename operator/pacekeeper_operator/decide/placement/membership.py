@@ -217,7 +217,7 @@ def _await_checkpoint(observation: Observation) -> DesiredState | None:
         return desired.with_plan(checkpoint_request=desired.plan.checkpoint_request + 1).with_placement(
             checkpoint_requested_at=observation.now
         )
-    answers = [view.heartbeat.checkpoint_request if view.heartbeat else 0 for view in observation.members]
+    answers = [view.heartbeat.checkpoint.request if view.heartbeat else 0 for view in observation.members]
     answered = min(answers, default=0) >= desired.plan.checkpoint_request
     forced = any(view.record.leaving and not view.record.waits_for_checkpoint for view in observation.members)
     has_time_limit = forced or not any(view.record.leaving for view in observation.members)

@@ -56,7 +56,9 @@ def is_holding_up_peers(observation: Observation, diagnosis: Diagnosis, rank: in
 def can_have_pipeline_stages(observation: Observation) -> bool:
     """Return whether this answer covers own work alone, in a monitored script: its ranks may differ by nature."""
     has_operations = EvidencePart.OPERATIONS in observation.plan.evidence_parts
-    is_monitored = any(view.heartbeat is not None and not view.heartbeat.managed for view in observation.members)
+    is_monitored = any(
+        view.heartbeat is not None and not view.heartbeat.training.managed for view in observation.members
+    )
     return is_monitored and not has_operations and observation.plan.world_size <= SECOND_REQUEST_MAX_RANKS
 
 

@@ -169,8 +169,11 @@ def _is_explained_by_profile(observation: Observation, diagnosis: Diagnosis) -> 
 def has_all_work_grown(observation: Observation) -> bool:
     """Return whether own work has grown since the first steady steps on most ranks: that delays transfers, too."""
     windows = [window for answer in observation.evidence for window in answer.windows if window.steps]
-    with_baseline = [w for w in windows if w.baseline_own_seconds > 0]
-    growth = [float(np.median(window.compute_seconds)) / window.baseline_own_seconds for window in with_baseline]
+    growth = [
+        float(np.median(window.compute_seconds)) / window.baseline_own_seconds
+        for window in windows
+        if window.baseline_own_seconds
+    ]
     return bool(growth) and float(np.median(growth)) >= observation.job.spec.detection.straggler_slowdown
 
 
@@ -868,7 +871,7 @@ def _explain_refusal(observation: Observation, policy: Policy, diagnosis: Diagno
         return _explain_deferral(observation, policy, diagnosis, strategy)
     if diagnosis.bottleneck is not observation.state.adaptation.investigation.last_bottleneck:
         return "the next steps have to show the same first"
-    if any(view.heartbeat is not None and not view.heartbeat.sync_mode for view in observation.members):
+    if any(view.heartbeat is not None and not view.heartbeat.training.sync_mode for view in observation.members):
         return "the ranks do not report the mode that they train in: is their library older than the operator?"
     if observation.state.adaptation.mode_refusal:
         return f"the ranks refused it: {observation.state.adaptation.mode_refusal}"
@@ -899,7 +902,7 @@ def _explain_deferral(observation: Observation, policy: Policy, diagnosis: Diagn
 
 def is_managed(observation: Observation) -> bool:
     """Return whether the script uses the library and so follows the plan, as far as is reported."""
-    return all(view.heartbeat is None or view.heartbeat.managed for view in observation.members)
+    return all(view.heartbeat is None or view.heartbeat.training.managed for view in observation.members)
 
 
 def _is_mode_in_cool_down(observation: Observation) -> bool:

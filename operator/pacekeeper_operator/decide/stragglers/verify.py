@@ -104,12 +104,10 @@ def _evaluate_round(observation: Observation, incident: Incident) -> Incident:
     since = observation.progress.training_since
     if since is None or observation.progress.round <= incident.round:
         return incident
-    restored_step = min(
-        (view.heartbeat.restored_step for view in observation.members if view.heartbeat is not None), default=-1
-    )
-    steps_lost = max(0, incident.last_step - max(restored_step, 0)) if incident.last_step is not None else 0
-    recovered = max(since, incident.decided)
     heartbeats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    restored_step = min((heartbeat.start.restored_step or 0 for heartbeat in heartbeats), default=0)
+    steps_lost = 0 if incident.last_step is None else max(0, incident.last_step - restored_step)
+    recovered = max(since, incident.decided)
     breakdown = restart_breakdown.break_down_restart(
         recovered - incident.first_sign, heartbeats, observation.plan.world_size
     )

@@ -41,7 +41,7 @@ def test_a_round_is_counted_once() -> None:
         {"error": "RuntimeError: [10.0.0.7]:4711: Connection reset by peer"},
         {"completed_step": False},
         {"step": 20},
-        {"step": -1},
+        {"step": None},
     ],
 )
 def test_what_something_else_may_have_caused_does_not_count(other: dict[str, object]) -> None:

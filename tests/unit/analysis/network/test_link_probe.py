@@ -28,7 +28,7 @@ def answers(
     probe = plan_probe("p", S, D, OTHERS[:others])
     return {
         source: [
-            LinkProbe(target.worker, 0.0 if failed else rate, 0.0 if failed else ping, failed=failed)
+            LinkProbe(target.worker, None if failed else rate, None if failed else ping, failed=failed)
             if (source, target.worker) in slow
             else LinkProbe(target.worker, FAST, PING)
             for target in targets

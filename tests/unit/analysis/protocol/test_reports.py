@@ -15,7 +15,9 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.failures import hang
 from pacekeeper_analysis.protocol.reports import (
     MAX_WINDOW_STEPS,
+    BadLoss,
     BlockedConnection,
+    CheckpointReport,
     Evidence,
     FaultKind,
     FaultReport,
@@ -25,6 +27,9 @@ from pacekeeper_analysis.protocol.reports import (
     LinkWindow,
     RankState,
     RankWindow,
+    RoundStart,
+    StepProgress,
+    TrainingReport,
 )
 from pacekeeper_analysis.stragglers import strategies
 from pacekeeper_analysis.stragglers.windows import align_windows
@@ -37,7 +42,14 @@ WINDOW = RankWindow(
 )  # fmt: skip
 STATE = RankState(0, "TRAIN", 1.0, 5, "ALL_REDUCE", 1, 9, 9, 2.0, "S", False, "stack")
 REPORTS: dict[str, tuple[Any, Any]] = {
-    "heartbeat": (Heartbeat, Heartbeat("w", LauncherState.RUNNING, 3, 1, 1, 0, 7, 7, unkillable_ranks=(3,))),
+    "heartbeat": (
+        Heartbeat,
+        Heartbeat(
+            "w", LauncherState.RUNNING, 3, 1, 1, start=RoundStart(1.0, 0, 2.0), progress=StepProgress(7, 7, 9),
+            checkpoint=CheckpointReport(6, 7, failed_rank=3), training=TrainingReport(True, bad_loss=BadLoss(3, 7)),
+            unkillable_ranks=(3,),
+        ),
+    ),
     "fault": (
         FaultReport,
         FaultReport(
@@ -135,12 +147,20 @@ def test_nothing_but_an_input_error_comes_of_several_nonsenses_at_once(kind: str
     ("read", "change", "field"),
     [
         (Heartbeat.from_json, {"state": "Idle"}, "Heartbeat.state"),
-        (Heartbeat.from_json, {"step": "7"}, "Heartbeat.step"),
-        (Heartbeat.from_json, {"managed": 1}, "Heartbeat.managed"),
+        (Heartbeat.from_json, {"progress": {"step": "7"}}, "Heartbeat.progress.step"),
+        (Heartbeat.from_json, {"training": {"managed": 1}}, "Heartbeat.training.managed"),
         (Heartbeat.from_json, {"launcher_silent_seconds": math.nan}, "Heartbeat.launcher_silent_seconds"),
         (Heartbeat.from_json, {"launcher_silent_seconds": -1.0}, "Heartbeat.launcher_silent_seconds"),
         (Heartbeat.from_json, {"worker": "w" * 254}, "Heartbeat.worker"),
-        (Heartbeat.from_json, {"sync_mode": "DiLoCo"}, "Heartbeat.sync_mode"),
+        (Heartbeat.from_json, {"training": {"sync_mode": "DiLoCo"}}, "Heartbeat.training.sync_mode"),
+        (Heartbeat.from_json, {"progress": {"step": -1}}, "Heartbeat.progress.step"),
+        (Heartbeat.from_json, {"progress": None}, "Heartbeat.progress"),
+        (Heartbeat.from_json, {"progress": [7]}, "Heartbeat.progress"),
+        (Heartbeat.from_json, {"start": {"started_at": math.nan}}, "Heartbeat.start.started_at"),
+        (Heartbeat.from_json, {"checkpoint": {"failed_rank": -1}}, "Heartbeat.checkpoint.failed_rank"),
+        (Heartbeat.from_json, {"training": {"bad_loss": {"rank": 1}}}, "Heartbeat.training.bad_loss: step must be"),
+        (Heartbeat.from_json, {"training": {"global_batch": 0}}, "Heartbeat.training.global_batch"),
+        (Heartbeat.from_json, {"rendezvous_port": 0}, "Heartbeat.rendezvous_port"),
         (Heartbeat.from_json, {"unkillable_ranks": [0] * 2_000}, "Heartbeat.unkillable_ranks"),
         (FaultReport.from_json, {"kind": "Bored"}, "Fault.kind"),
         (FaultReport.from_json, {"noticed_at": math.inf}, "Fault.noticed_at"),

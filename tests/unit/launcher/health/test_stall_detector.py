@@ -304,7 +304,7 @@ def test_a_stall_says_who_is_in_the_groups_it_speaks_of_and_how_far_the_rank_has
     bench.look(1.0)
     assert bench.look(2.1) == 2
     (rank,) = bench.faults[1].ranks
-    assert (parse_entered(rank.entered), rank.peer) == ({7: 13}, -1), "the peer is no longer one"
+    assert (parse_entered(rank.entered), rank.peer) == ({7: 13}, None), "the peer is no longer one"
 
 
 def test_entering_another_collective_is_progress(bench: Bench) -> None:

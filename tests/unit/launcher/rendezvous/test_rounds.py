@@ -126,9 +126,9 @@ def test_a_failure_that_followed_from_a_peers_is_kept_quiet(running: Machine) ->
     assert notified(running.see(after=60)) == []
 
 
-@pytest.mark.parametrize(("lost_peer", "ended_peer"), [(True, 2), (False, -1)])
+@pytest.mark.parametrize(("lost_peer", "ended_peer"), [(True, 2), (False, None)])
 def test_who_failed_for_want_of_ranks_that_had_ended_well_elsewhere_says_so(
-    running: Machine, lost_peer: bool, ended_peer: int
+    running: Machine, lost_peer: bool, ended_peer: int | None
 ) -> None:
     running.see(ranks=failed(1, 1, lost_peer=lost_peer))
     running.see(after=1)

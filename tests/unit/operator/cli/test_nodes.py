@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat
+from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat, StepProgress
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass
 from pacekeeper_operator.api.node_quarantine import Witness
 from pacekeeper_operator.api.training_job import Remedy
@@ -333,10 +333,10 @@ async def test_when_a_worker_was_heard_to_complete_a_step() -> None:
     clock = FixedTimeRuntime()
     sidecars = SidecarService(FakeCluster(), memory, clock)
     caller = Caller("ns", "j", "j-w0-0")
-    await sidecars.poll(caller, Heartbeat(worker="j-w0-0", step=7), after=-1, wait=0.0)
+    await sidecars.poll(caller, Heartbeat(worker="j-w0-0", progress=StepProgress(step=7)), after=-1, wait=0.0)
     assert known.contacts["j-w0-0"].stepped_at is None, "when it was completed is not known"
     for clock.passed in (3.0, 6.0):
-        await sidecars.poll(caller, Heartbeat(worker="j-w0-0", step=8), after=-1, wait=0.0)
+        await sidecars.poll(caller, Heartbeat(worker="j-w0-0", progress=StepProgress(step=8)), after=-1, wait=0.0)
     (view,) = gather.build_observation(0.0, known, (), ClusterView(), NOW + 10).workers
     assert view.seconds_since_step == 7.0
 

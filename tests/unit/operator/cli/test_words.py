@@ -69,7 +69,7 @@ class TestAJob:
         assert "No problem is known." in why(build_training())
 
     def test_that_says_how_far_it_is(self) -> None:
-        world = change_members(build_training(), total_steps=1000)
+        world = change_members(build_training(), progress={"total_steps": 1000})
         world = world.with_desired(world.desired.with_lifecycle(progress_since=NOW - 500))
         assert "500 of 1000 (50%), about 8m left at its pace; the newest" in status(world)
 

@@ -46,15 +46,15 @@ class Job:
         self.world = replace(self.world.with_desired(draft), faults=())
         return draft
 
-    def runs(self, *, state: LauncherState = LauncherState.RUNNING, first_step_at: float = 0.0) -> None:
+    def runs(self, *, state: LauncherState = LauncherState.RUNNING, first_step_at: float | None = None) -> None:
         """All launchers are in the newest round."""
         membership = self.world.plan.membership
-        beat = {"state": state, "membership": membership, "round": self.round, "first_step_at": first_step_at}
-        self.world = change_members(self.world, **beat)
+        start = {"first_step_at": first_step_at}
+        self.world = change_members(self.world, state=state, membership=membership, round=self.round, start=start)
 
     def ends(self, *, error: str = AWAY, halts: bool = True, **changes: Any) -> DesiredState:
         """The round ends before its first step; `halts`: the launchers begin no other one."""
-        how: dict[str, Any] = {"exit_code": 1, "error": error, "completed_step": False, "step": -1, **changes}
+        how: dict[str, Any] = {"exit_code": 1, "error": error, "completed_step": False, "step": None, **changes}
         noticed = {"membership": self.world.plan.membership, "noticed_at": self.world.now}
         fault = build_crash("j-w1-0", 1, self.round, **noticed, **how)
         if not halts:
@@ -188,7 +188,7 @@ def test_another_error_in_each_round_is_no_reason_to_hurry() -> None:
 
 def test_a_job_that_has_never_trained_fails() -> None:
     job = Job()
-    world = change_members(job.world, first_step_at=0.0)
+    world = change_members(job.world, start={"first_step_at": None})
     job.world = world.with_desired(world.desired.with_lifecycle(training_since=None))
     assert job.ends_twice().state.lifecycle.failed_reason == "ScriptFailed"
 

@@ -134,7 +134,7 @@ class TestBeginning:
 class TestCrash:
     def test_the_launchers_have_restarted_and_the_operator_counts(self) -> None:
         world = replace(build_training(), faults=(build_crash("j-w1-0", 1),))
-        world = change_members(world, round=2, first_step_at=0.0)
+        world = change_members(world, round=2, start={"first_step_at": None})
         thought = evaluate_job(world, build_policy())
         state = thought.desired.state
         assert thought.desired.plan.members == world.plan.members
@@ -147,12 +147,12 @@ class TestCrash:
 
     def test_recovery_is_the_first_step_of_the_next_round_on_every_member(self) -> None:
         world = change_members(
-            replace(build_training(), faults=(build_crash("j-w1-0", 1),)), round=2, first_step_at=0.0
+            replace(build_training(), faults=(build_crash("j-w1-0", 1),)), round=2, start={"first_step_at": None}
         )
         world = again(evaluate_job(world, build_policy()), world, now=NOW + 1)
-        partly = change_worker(world, "j-w0-0", heartbeat={"first_step_at": NOW + 0.7, "restored_step": 496})
+        partly = change_worker(world, "j-w0-0", heartbeat={"start": {"first_step_at": NOW + 0.7, "restored_step": 496}})
         assert evaluate_job(partly, build_policy()).desired.state.incidents.open
-        done = change_members(world, first_step_at=NOW + 0.8, restored_step=496, step=497)
+        done = change_members(world, start={"first_step_at": NOW + 0.8, "restored_step": 496}, progress={"step": 497})
         (incident,) = evaluate_job(done, build_policy()).desired.state.incidents.current
         assert incident.outcome is IncidentOutcome.RECOVERED
         assert incident.recovered == NOW + 0.8
@@ -160,7 +160,7 @@ class TestCrash:
 
     def test_a_late_report_of_the_same_round_opens_no_second_incident(self) -> None:
         world = change_members(
-            replace(build_training(), faults=(build_crash("j-w1-0", 1),)), round=2, first_step_at=0.0
+            replace(build_training(), faults=(build_crash("j-w1-0", 1),)), round=2, start={"first_step_at": None}
         )
         world = again(evaluate_job(world, build_policy()), world, faults=(build_crash("j-w2-0", 2),))
         thought = evaluate_job(world, build_policy())
@@ -195,7 +195,9 @@ class TestCrash:
     def test_also_when_the_rounds_in_between_could_not_even_be_started(self) -> None:
         error = {"completed_step": False, "exit_code": 1, "error": "ValueError: y"}
         world = change_members(
-            replace(build_untrained(), faults=(build_crash("j-w0-0", 0, 1, **error),)), round=2, first_step_at=0.0
+            replace(build_untrained(), faults=(build_crash("j-w0-0", 0, 1, **error),)),
+            round=2,
+            start={"first_step_at": None},
         )
         world = again(
             evaluate_job(world, build_policy()), world, faults=(build_crash("j-w1-0", 1, 4, **error),), now=NOW + 60
@@ -307,7 +309,7 @@ class TestHang:
         assert not list_decisions(first)
         newer = build_stall("j-w0-0", 0, step=600)
         newer = replace(newer, name="j-w0-0-stall-1-2", ranks=(replace(newer.ranks[0], step=600, sequence=90),))
-        later = change_members(again(first, world), step=600)
+        later = change_members(again(first, world), progress={"step": 600})
         second = evaluate_job(replace(later, faults=(*waited, newer)), build_policy())
         assert not list_decisions(second)
         assert {fault.name for fault in waited} <= set(second.desired.state.incidents.settled_faults)
@@ -338,7 +340,7 @@ class TestWorkerLost:
         thought = evaluate_job(world, build_policy())
         assert thought.desired.plan.checkpoint_request == 1
         assert seats(thought.desired)[1] == "j-w1-0"
-        answered = change_members(again(thought, world), checkpoint_request=1)
+        answered = change_members(again(thought, world), checkpoint={"request": 1})
         assert seats(evaluate_job(answered, build_policy()).desired)[1] == "j-w4-0"
 
     def test_one_that_ends_while_others_checkpoint_is_replaced_at_once(self) -> None:
@@ -508,7 +510,7 @@ class TestRecommend:
     def test_scaling_is_the_users_wish_not_a_remedy(self, watching: Policy) -> None:
         world = build_training(2, 2, job=build_job(3, 1))
         thought = evaluate_job(world, watching)
-        grown = evaluate_job(change_members(again(thought, world), checkpoint_request=1), watching)
+        grown = evaluate_job(change_members(again(thought, world), checkpoint={"request": 1}), watching)
         assert len(grown.desired.plan.members) == 3
 
     def test_what_was_recommended_is_done_once_it_may_be(self, watching: Policy) -> None:
@@ -572,13 +574,13 @@ class TestStages:
         thought = evaluate_job(world, build_policy())
         assert len(thought.desired.plan.members) == 2
         assert thought.desired.plan.checkpoint_request == 1
-        grown = evaluate_job(change_members(again(thought, world), checkpoint_request=1), build_policy())
+        grown = evaluate_job(change_members(again(thought, world), checkpoint={"request": 1}), build_policy())
         assert seats(grown.desired) == ["j-w0-0", "j-w1-0", "j-w2-0"]
 
     def test_shrinking_keeps_the_first_seats(self) -> None:
         world = build_training(3, 0, job=build_job(2, 0))
         thought = evaluate_job(world, build_policy())
-        shrunk = evaluate_job(change_members(again(thought, world), checkpoint_request=1), build_policy())
+        shrunk = evaluate_job(change_members(again(thought, world), checkpoint={"request": 1}), build_policy())
         assert seats(shrunk.desired) == ["j-w0-0", "j-w1-0"]
         assert {view.name for view in list_surplus_workers(shrunk.observation)} == {"j-w2-0"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.protocol.plan import Hop, Paths, PlannedPath, Stop
-from pacekeeper_analysis.protocol.reports import PathFault, PathReport
+from pacekeeper_analysis.protocol.reports import BadLoss, PathFault, PathReport
 from pacekeeper_analysis.stragglers.strategies import Bottleneck
 from pacekeeper_operator.api.conditions import ConditionStatus, JobCondition, Reason
 from pacekeeper_operator.api.node_quarantine import QuarantineVerdict
@@ -64,7 +64,7 @@ def recovering() -> Observation:
 
 
 def starting() -> Observation:
-    world = change_members(build_training(), first_step_at=0.0)
+    world = change_members(build_training(), start={"first_step_at": None})
     return world.with_desired(world.desired.with_lifecycle(training_since=None))
 
 
@@ -156,7 +156,7 @@ class TestBefore:
         status = said(silent, before)
         assert (status.step, status.last_checkpoint_step, status.round) == (400, 390, 1)
         assert said(build_fresh(), before).round == 3
-        zero = change_members(build_training(), step=0, checkpoint_step=0)
+        zero = change_members(build_training(), progress={"step": 0}, checkpoint={"step": 0})
         assert (said(zero, before).step, said(zero, before).last_checkpoint_step) == (0, 0)
 
     def test_the_goodput_of_a_job_that_has_ended_stays(self) -> None:
@@ -319,7 +319,7 @@ class TestDegraded:
         why = self.why(world)
         assert (why.reason, why.message[: len(words)]) == (Reason.WORKER_CANNOT_START, words)
         assert said(world).workers.spare == 0
-        vacant = change_members(world, first_step_at=0.0)
+        vacant = change_members(world, start={"first_step_at": None})
         assert words in (said(vacant).message or ""), "also while the others wait for it"
 
     def test_one_rank_waits_for_no_link(self) -> None:
@@ -371,20 +371,20 @@ class TestDegraded:
         assert said(metered(slowest_rank=2)).bottleneck is None
 
     def test_whose_part_of_a_checkpoint_was_not_kept_is_told_where_it_is_known(self) -> None:
-        def words(**heartbeat: Any) -> str:
-            told = {"checkpoint_error": "no space", **heartbeat}
+        def words(**checkpoint: Any) -> str:
+            told = {"checkpoint": {"error": "no space", **checkpoint}}
             return self.why(
-                change_worker(change_members(build_training(), checkpoint_step=0), "j-w0-0", heartbeat=told)
+                change_worker(change_members(build_training(), checkpoint={"step": 0}), "j-w0-0", heartbeat=told)
             ).message
 
-        assert words(checkpoint_failed_rank=0).startswith("rank 0 could not save")
-        assert words(checkpoint_failed_rank=-1).startswith("a rank could not save")
-        assert words(checkpoint_age_seconds=0.0).endswith("the newest good one is of step 0, less than a minute old")
-        assert words(checkpoint_age_seconds=60.0).endswith("of step 0, 1 min old")
-        assert words(checkpoint_age_seconds=-1.0).endswith("the newest good one is of step 0")
+        assert words(failed_rank=0).startswith("rank 0 could not save")
+        assert words(failed_rank=None).startswith("a rank could not save")
+        assert words(age_seconds=0.0).endswith("the newest good one is of step 0, less than a minute old")
+        assert words(age_seconds=60.0).endswith("of step 0, 1 min old")
+        assert words(age_seconds=None).endswith("the newest good one is of step 0")
 
     def test_a_loss_that_is_not_finite_on_the_first_rank(self) -> None:
-        world = change_worker(build_training(), "j-w0-0", heartbeat={"bad_loss_rank": 0, "bad_loss_step": 3})
+        world = change_worker(build_training(), "j-w0-0", heartbeat={"training": {"bad_loss": BadLoss(0, 3)}})
         assert self.why(world).reason == Reason.NON_FINITE_LOSS
 
 
@@ -418,7 +418,7 @@ class TestMetrics:
 
         assert (told().status, told().reason) == ("False", Reason.METRICS_MISSING)
         assert told().message.startswith("the sidecars of j-w1-0 are older than the operator")
-        assert told(heartbeat={"steps_in_round": 0}).status == "True", "there is nothing to be told yet"
+        assert told(heartbeat={"progress": {"steps_in_round": 0}}).status == "True", "there is nothing to be told yet"
         assert told(silent_seconds=60.0).status == "True", "that nobody hears of it is told elsewhere"
 
 

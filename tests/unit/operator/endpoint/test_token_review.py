@@ -12,6 +12,7 @@ import pytest
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import ProbeRequest, ProbeTarget
 from pacekeeper_analysis.protocol.reports import (
+    CheckpointReport,
     Evidence,
     FlowWindow,
     Heartbeat,
@@ -19,6 +20,7 @@ from pacekeeper_analysis.protocol.reports import (
     LinkProbe,
     LinkWindow,
     RankWindow,
+    StepProgress,
 )
 from pacekeeper_operator.endpoint.sidecars import (
     MAX_FAULT_NAME_CHARACTERS,
@@ -201,23 +203,23 @@ class TestHeard:
         await served.sidecars.poll(W0, Heartbeat(worker="j-w0-0", **said), 0, 0)
 
     async def test_since_when_a_worker_is_as_it_is(self, served: Served) -> None:
-        await self.say(served, state=LauncherState.WARM, step=5)
+        await self.say(served, state=LauncherState.WARM, progress=StepProgress(5))
         contact = served.job.contacts["j-w0-0"]
         assert (contact.state_since, contact.stepped_at, contact.last_seen_at) == (NOW, None, NOW)
         served.runtime.passed = 10
-        await self.say(served, state=LauncherState.WARM, step=5)
+        await self.say(served, state=LauncherState.WARM, progress=StepProgress(5))
         assert (contact.state_since, contact.stepped_at, contact.last_seen_at) == (NOW, None, NOW + 10)
         served.runtime.passed = 20
-        await self.say(served, state=LauncherState.RUNNING, step=6)
+        await self.say(served, state=LauncherState.RUNNING, progress=StepProgress(6))
         assert (contact.state_since, contact.stepped_at) == (NOW + 20, NOW + 20)
         served.runtime.passed = 30
-        await self.say(served, state=LauncherState.RUNNING, step=4)
+        await self.say(served, state=LauncherState.RUNNING, progress=StepProgress(4))
         assert contact.stepped_at == NOW + 20, "it has gone back"
 
     async def test_only_what_matters_wakes_the_loop(self, served: Served) -> None:
         await self.say(served, state=LauncherState.RUNNING)
         served.job.wake.clear()
-        await self.say(served, state=LauncherState.RUNNING, step=9, checkpoint_step=9)
+        await self.say(served, state=LauncherState.RUNNING, progress=StepProgress(9), checkpoint=CheckpointReport(9))
         assert not served.job.wake.is_set()
         await self.say(served, state=LauncherState.RUNNING, round=2)
         assert served.job.wake.is_set()

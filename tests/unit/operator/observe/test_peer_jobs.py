@@ -252,7 +252,8 @@ class TestFolders:
         assert self.holder(memory, mine) == ""
 
     def test_of_a_claim_each_job_has_its_own_unless_both_use_its_root(self) -> None:
-        for changes, holder in (({}, ""), ({"sub_path": ""}, "other")):
+        cases: tuple[tuple[dict[str, Any], str], ...] = (({}, ""), ({"sub_path": ""}, "other"))
+        for changes, holder in cases:
             memory = JobRegistry(0.0)
             mine, _ = self.put(memory, "mine", 1, **changes), self.put(memory, "other", 9, workers=True, **changes)
             assert self.holder(memory, mine) == holder

@@ -13,7 +13,7 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import Member, Plan
-from pacekeeper_analysis.protocol.reports import Heartbeat, RankMetrics
+from pacekeeper_analysis.protocol.reports import Heartbeat, RankMetrics, TrainingReport
 from pacekeeper_operator.observe import rank_metrics as of_figures
 from pacekeeper_operator.observe.rank_metrics import (
     NO_RANK_ROWS,
@@ -95,7 +95,7 @@ def test_of_how_many_steps_with_the_plans_shares_they_are() -> None:
 def test_what_nobody_knows_is_none() -> None:
     silent = metrics({"w0": read_rank_rows([RankMetrics(0), RankMetrics(1)])}, PLAN, JobMetrics())
     assert silent == JobMetrics(unreported_members=("w1",)), "who tells that there is nothing yet has told"
-    watched = metrics({"w0": read_rank_rows([figures(0, share=0), figures(1, share=0)])}, PLAN, JobMetrics())
+    watched = metrics({"w0": read_rank_rows([figures(0, share=None), figures(1, share=None)])}, PLAN, JobMetrics())
     assert (watched.throughput, watched.peer_slowdown, watched.relative_time) == (None, None, 1.0)
     assert metrics({}, Plan(), JobMetrics()) == JobMetrics()
 
@@ -232,7 +232,10 @@ def test_a_rank_takes_no_more_of_a_heartbeat_than_the_operator_allows() -> None:
 
     full = figures(1023, **{name: 1.2345e-05 for name in RANK_ROW.names or () if name.endswith("seconds")})
     beat = Heartbeat(
-        worker="w" * 253, rank_metrics=(full,) * 1024, unkillable_ranks=tuple(range(1024)), refused="é" * 2000
+        worker="w" * 253,
+        rank_metrics=(full,) * 1024,
+        unkillable_ranks=tuple(range(1024)),
+        training=TrainingReport(refused="é" * 2000),
     )
     body = json.dumps(beat.to_json()).encode()
     most, most_marks = _compute_heartbeat_limits(1024)

@@ -53,6 +53,7 @@ from testing.operators.observations import (
     build_job,
     build_remediation,
     build_training,
+    change_heartbeat,
     change_members,
 )
 
@@ -197,7 +198,7 @@ class TestPause:
         assert await place.step() == place.operator.settings.grace_after_start - 4.0
 
     async def test_one_that_recovers_or_has_news_soon(self) -> None:
-        place = await at(change_members(build_training(), first_step_at=0.0))
+        place = await at(change_members(build_training(), start={"first_step_at": None}))
         assert await place.step() == 0.5
         assert place.desk.cache.phase is JobPhase.RECOVERING
         place = await at(build_training())
@@ -249,7 +250,7 @@ class TestSaid:
             await place.step()
         assert len(place.cluster.said) == first, "nothing has changed"
         contact = place.desk.cache.contacts["j-w0-0"]
-        contact.heartbeat = replace(contact.heartbeat, step=501)
+        contact.heartbeat = change_heartbeat(contact.heartbeat, {"progress": {"step": 501}})
         place.runtime.passed = MIN_STATUS_INTERVAL_SECONDS - 1
         await place.step()
         assert len(place.cluster.said) == first
@@ -265,7 +266,7 @@ class TestSaid:
         place = await at(build_training())
         await place.step()
         contact = place.desk.cache.contacts["j-w0-0"]
-        contact.heartbeat = replace(contact.heartbeat, step=501)
+        contact.heartbeat = change_heartbeat(contact.heartbeat, {"progress": {"step": 501}})
         status, said = place.cluster.said[-1], len(place.cluster.said)
         place.desk = create_job_context(place.operator, place.world.job, {**place.desk.body, "status": status})
         await place.step()
@@ -319,7 +320,7 @@ class TestSaid:
         await place.step()
         first = len(place.cluster.said)
         contact = place.desk.cache.contacts["j-w0-0"]
-        contact.heartbeat = replace(contact.heartbeat, step=501)
+        contact.heartbeat = change_heartbeat(contact.heartbeat, {"progress": {"step": 501}})
         for passed, said in (
             (MIN_STATUS_INTERVAL_SECONDS, first),
             ((1 + STATUS_INTERVAL_JITTER) * 1000 / MAX_STATUSES_PER_SECOND, first + 1),
@@ -390,7 +391,7 @@ class TestSwept:
         assert place.desk.written_incidents == {}
 
     async def test_an_open_one_stays(self) -> None:
-        world = change_members(build_training(), first_step_at=0.0)
+        world = change_members(build_training(), start={"first_step_at": None})
         open_ = replace(self.over(), outcome=None, recovered=None)
         place = await at(world.with_desired(world.desired.with_incident(open_)))
         for _ in range(3):

@@ -137,7 +137,7 @@ WORKED_OUT = sorted(name for name, value in vars(Observation).items() if isinsta
 @pytest.mark.parametrize("seed", range(20))
 def test_what_goes_along_to_the_next_draft_is_what_would_be_worked_out_anew(seed: int) -> None:
     dice, world = random.Random(seed), build_training(6, 2)
-    world = change_worker(world, "j-w3-0", heartbeat={"round": 4, "sync_mode": "EDiT"})
+    world = change_worker(world, "j-w3-0", heartbeat={"round": 4, "training": {"sync_mode": "EDiT"}})
     for _ in range(20):
         for name in dice.sample(WORKED_OUT, dice.randrange(len(WORKED_OUT))):
             getattr(world, name)

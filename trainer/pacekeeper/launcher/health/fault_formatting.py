@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from pacekeeper_analysis.failures.crash import describe_reached_step
 from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport
 
 
@@ -12,16 +13,17 @@ def describe_fault(fault: FaultReport) -> str:
     match fault.kind:
         case FaultKind.RANK_FAILED:
             memory = ", out of memory" if fault.out_of_memory else ""
-            progress = f"after step {fault.step}" if fault.step >= 0 else "before its first step"
+            progress = describe_reached_step(fault.step)
             last_line = fault.error.strip().rpartition("\n")[2]
-            if fault.ended_peer >= 0:
+            if fault.ended_peer is not None:
                 progress += f", waiting for rank {fault.ended_peer}, which had exited with code 0"
             summary = f"rank {fault.rank} {_describe_exit(fault.exit_code)}{memory} in round {fault.round} {progress}"
             return f"{summary}: {last_line}" if last_line else summary
         case FaultKind.STALLED:
             waiting = max((rank.waiting_seconds for rank in fault.ranks), default=0.0)
             unreachable = f", no answer from {', '.join(fault.unreachable)}" if fault.unreachable else ""
-            return f"no progress for {waiting:.1f} s in round {fault.round} after step {fault.step}{unreachable}"
+            progress = describe_reached_step(fault.step)
+            return f"no progress for {waiting:.1f} s in round {fault.round} {progress}{unreachable}"
         case _:
             return f"{fault.kind} in round {fault.round}: {fault.error}".removesuffix(": ")
 

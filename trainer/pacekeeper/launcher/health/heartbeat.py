@@ -15,7 +15,17 @@ from pacekeeper.checkpointing.storage.checkpoint_status import NO_CHECKPOINT_STA
 from pacekeeper.runtime_folder import write_json
 from pacekeeper_analysis.protocol.plan import SYNC_MODES, WorkerPlan
 from pacekeeper_analysis.protocol.records import StateOrigin
-from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState, ReachedStage, StartStage
+from pacekeeper_analysis.protocol.reports import (
+    BadLoss,
+    CheckpointReport,
+    Heartbeat,
+    LauncherState,
+    ReachedStage,
+    RoundStart,
+    StartStage,
+    StepProgress,
+    TrainingReport,
+)
 
 from ..rendezvous.rounds import RoundState
 
@@ -104,7 +114,9 @@ class HeartbeatFile:
 
 
 def _select_rare_fields(heartbeat: Heartbeat) -> tuple[Heartbeat, object]:
-    return replace(heartbeat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0, gpus=()), heartbeat.gpu_signs
+    progress = replace(heartbeat.progress, step=None, steps_in_round=0)
+    checkpoint = replace(heartbeat.checkpoint, age_seconds=None)
+    return replace(heartbeat, progress=progress, checkpoint=checkpoint, gpus=()), heartbeat.gpu_signs
 
 
 @dataclass(frozen=True)
@@ -140,56 +152,95 @@ def build_next_heartbeat(
         membership=0 if state.membership is None else state.membership,
         round=state.round,
         restarts=state.restarts,
-        refused="",
+        training=replace(previous.training, refused=""),
         unkillable_ranks=state.unkillable,
     )
     if state.round != previous.round:
-        heartbeat = replace(heartbeat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
-        heartbeat = replace(heartbeat, bad_loss_rank=-1, bad_loss_step=-1, teardown_seconds=0.0, start_stages=())
-        heartbeat = replace(heartbeat, origin=StateOrigin.UNKNOWN.name)
-    if state.stage is LauncherState.RUNNING and heartbeat.round_started_at == 0.0:
-        heartbeat = replace(heartbeat, round_started_at=wall - (monotonic - state.started))
+        heartbeat = replace(
+            heartbeat,
+            start=RoundStart(),
+            progress=replace(heartbeat.progress, steps_in_round=0),
+            training=replace(heartbeat.training, bad_loss=None),
+        )
+    if state.stage is LauncherState.RUNNING and heartbeat.start.started_at is None:
+        started_at = wall - (monotonic - state.started)
+        heartbeat = replace(heartbeat, start=replace(heartbeat.start, started_at=started_at))
     if not ranks:
         return heartbeat
     slowest = min(ranks, key=lambda rank: int(rank["step"]))
-    if heartbeat.first_step_at == 0.0 and slowest["steps_in_round"] > 0:
+    start = replace(heartbeat.start, restored_step=_read_position(slowest["restored_step"]))
+    if start.first_step_at is None and slowest["steps_in_round"] > 0:
         # Exact for the round's first step, which is seen within a tick. A later step is seen only after a long tick.
         first_step = int(slowest["step_end_ns"]) * 1e-9
-        heartbeat = replace(
-            heartbeat,
+        start = replace(
+            start,
             first_step_at=wall - (monotonic - first_step),
             teardown_seconds=state.teardown_seconds,
-            start_stages=measure_start_stages(ranks, state.started, first_step, int(slowest["rank"])),
+            stages=measure_start_stages(ranks, state.started, first_step, int(slowest["rank"])),
             origin=_read_state_origin(ranks),
         )
-    step = int(slowest["step"])
     rank_0_is_here = any(rank["rank"] == 0 for rank in ranks)
     if not rank_0_is_here:
         notes = _NO_NOTES
-    checkpoint_age = notes.checkpoints.compute_age(monotonic)
-    bad_loss_ranks = [rank for rank in ranks if rank["bad_loss_step"] >= 0]
-    first_bad = min(bad_loss_ranks, key=lambda rank: int(rank["bad_loss_step"]), default=None)
     return replace(
         heartbeat,
-        step=heartbeat.step if step < 0 else step,
-        steps_in_round=int(slowest["steps_in_round"]),
-        total_steps=max(0, int(slowest["total_steps"])),
-        checkpoint_step=max(heartbeat.checkpoint_step, *(int(rank["checkpoint_step"]) for rank in ranks)),
-        # With replicas, one rank per worker keeps snapshots for all.
-        snapshot_step=min((int(rank["snapshot_step"]) for rank in ranks if rank["snapshot_step"] >= 0), default=-1),
-        restored_step=int(slowest["restored_step"]),
-        checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
-        global_batch=int(slowest["global_batch"]),
-        replica_ranks=max(0, int(slowest["replica_ranks"])),
-        managed=bool(slowest["global_batch"] > 0),
-        refused=notes.refused,
-        checkpoint_failed_rank=-1 if notes.checkpoints.failed_rank is None else notes.checkpoints.failed_rank,
-        checkpoint_error=notes.checkpoints.error,
-        checkpoint_age_seconds=-1.0 if checkpoint_age is None else checkpoint_age,
-        sync_mode=_read_sync_mode(int(slowest["sync_mode"])),
-        bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
-        bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),
+        start=start,
+        progress=_build_progress(heartbeat.progress, slowest),
+        checkpoint=_build_checkpoint_report(heartbeat.checkpoint, ranks, notes.checkpoints, monotonic),
+        training=_build_training_report(ranks, slowest, notes.refused),
     )
+
+
+def _build_progress(previous: StepProgress, slowest: np.void) -> StepProgress:
+    step = _read_position(slowest["step"])
+    return StepProgress(
+        step=previous.step if step is None else step,
+        steps_in_round=int(slowest["steps_in_round"]),
+        total_steps=_read_amount(slowest["total_steps"]),
+    )
+
+
+def _build_checkpoint_report(
+    previous: CheckpointReport, ranks: Collection[np.void], status: CheckpointStatus, monotonic: float
+) -> CheckpointReport:
+    published = [int(rank["checkpoint_step"]) for rank in ranks if rank["checkpoint_step"] >= 0]
+    if previous.step is not None:
+        published.append(previous.step)
+    snapshots = [int(rank["snapshot_step"]) for rank in ranks if rank["snapshot_step"] >= 0]
+    return CheckpointReport(
+        step=max(published, default=None),
+        # With replicas, one rank per worker keeps snapshots for all.
+        snapshot_step=min(snapshots, default=None),
+        request=min(int(rank["checkpoint_request"]) for rank in ranks),
+        failed_rank=status.failed_rank,
+        error=status.error,
+        age_seconds=status.compute_age(monotonic),
+    )
+
+
+def _build_training_report(ranks: Collection[np.void], slowest: np.void, refused: str) -> TrainingReport:
+    bad_losses = [
+        BadLoss(int(rank["rank"]), int(rank["bad_loss_step"])) for rank in ranks if rank["bad_loss_step"] >= 0
+    ]
+    global_batch = _read_amount(slowest["global_batch"])
+    return TrainingReport(
+        managed=global_batch is not None,
+        sync_mode=_read_sync_mode(int(slowest["sync_mode"])),
+        global_batch=global_batch,
+        replica_ranks=_read_amount(slowest["replica_ranks"]),
+        refused=refused,
+        bad_loss=min(bad_losses, key=lambda loss: loss.step, default=None),
+    )
+
+
+def _read_position(value: np.int64) -> int | None:
+    """Return a step of a rank's state. None: the rank has none."""
+    return int(value) if value >= 0 else None
+
+
+def _read_amount(value: np.int64) -> int | None:
+    """Return a number of a rank's state for which 0 means that it is not known."""
+    return int(value) if value > 0 else None
 
 
 _STAGE_TIMESTAMPS = {

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.failures.hang import OUTSIDE_COLLECTIVES_SECONDS
+from pacekeeper_analysis.failures.repetition import find_least_step
 from pacekeeper_analysis.protocol.communicators import Communicator, format_entered, truncate_communicators
 from pacekeeper_analysis.protocol.records import POLLED_DEVICE_FIELDS, Collective, Device, Phase, RecordKind
 from pacekeeper_analysis.protocol.reports import DEBUGGER_WAIT, FaultKind, FaultReport, RankState
@@ -177,7 +178,7 @@ class StallDetector:
             round=state.round,
             membership=0 if state.membership is None else state.membership,
             noticed_at=wall,
-            step=min(rank.step for rank in states),
+            step=find_least_step(rank.step for rank in states),
             completed_step=any(int(rank["steps_in_round"]) > 0 for rank in ranks.values()),
             ranks=states,
             unreachable=tuple(found.unreachable),
@@ -252,11 +253,12 @@ def build_rank_state(
         waits_for = DEBUGGER_WAIT
     collective = Collective(int(rank["collective"]))
     waiting_since = since if collective is Collective.NONE else int(rank["collective_since_ns"]) * 1e-9
+    has_peer = collective in (Collective.SEND, Collective.RECV) and rank["peer"] >= 0
     return RankState(
         rank=int(rank["rank"]),
         phase=Phase(int(rank["phase"])).name,
         phase_seconds=now - int(rank["phase_since_ns"]) * 1e-9,
-        step=int(rank["step"]),
+        step=int(rank["step"]) if rank["step"] >= 0 else None,
         collective=collective.name,
         group=int(rank["group"]),
         sequence=int(rank["sequence"]),
@@ -270,7 +272,7 @@ def build_rank_state(
         device_collective=Collective(int(rank["device_collective"])).name,
         device_group=int(rank["device_group"]),
         device_sequence=int(rank["device_sequence"]),
-        peer=int(rank["peer"]) if collective in (Collective.SEND, Collective.RECV) else -1,
+        peer=int(rank["peer"]) if has_peer else None,
         entered=format_entered(_read_entered_sequences(rank)),
         ended=ended,
         waits_for=waits_for,

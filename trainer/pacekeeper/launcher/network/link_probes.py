@@ -209,8 +209,8 @@ class _LinkMeasurement:
         rate = max(self.rates, default=self.unfinished)  # other load on the machines can only lower a rate
         return LinkProbe(
             target=self.target,
-            bytes_per_second=rate,
-            ping_seconds=median(self.pings) if self.pings else 0.0,
+            bytes_per_second=rate or None,
+            ping_seconds=median(self.pings) if self.pings else None,
             pings_lost=sum(seconds >= PING_LOST_SECONDS for seconds in self.pings),
             failed="" if rate else self.failed or "nothing came through",
         )

@@ -282,8 +282,8 @@ def _record_failure(round_pass: _RoundPass, rank: RankObservation) -> None:
         exit_code=rank.exit_code,
         out_of_memory=rank.out_of_memory,
         completed_step=rank.completed_step,
-        step=-1 if rank.step is None else rank.step,
-        ended_peer=-1 if rank.ended_peer is None else rank.ended_peer,
+        step=rank.step,
+        ended_peer=rank.ended_peer,
         error=rank.error,
     )
     round_pass.update(failure=fault, failed_at=round_pass.now)
@@ -345,11 +345,9 @@ def _report_settled_failure(round_pass: _RoundPass) -> None:
         return
     if view is not None and view.membership == state.membership and _is_settled(view, state.failure.round):
         if view.ended_by in {"", round_pass.settings.worker}:
-            is_consequence = state.ending is RanksEnding.CONNECTION and state.failure.ended_peer < 0
-            ended_peer = -1 if view.finished_rank is None else view.finished_rank
-            round_pass.emit(
-                NotifyFault(replace(state.failure, ended_peer=ended_peer) if is_consequence else state.failure)
-            )
+            is_consequence = state.ending is RanksEnding.CONNECTION and state.failure.ended_peer is None
+            fault = replace(state.failure, ended_peer=view.finished_rank) if is_consequence else state.failure
+            round_pass.emit(NotifyFault(fault))
         round_pass.update(failure=None)
     elif round_pass.now - state.failed_at >= round_pass.settings.settle_timeout:
         round_pass.emit(NotifyFault(state.failure))

@@ -47,8 +47,8 @@ def after_a_barren_round(round_: int | None = 1, spares: int = 1) -> Observation
         ({"exit_code": 3}, "exited with 3 after step 500", IncidentClass.APPLICATION),
         ({"exit_code": -9}, "was killed by signal 9 after step 500", IncidentClass.UNKNOWN),
         ({"exit_code": 1, "step": 0}, "exited with 1 after step 0", IncidentClass.APPLICATION),
-        ({"exit_code": 1, "step": -1}, "exited with 1 before its first step", IncidentClass.APPLICATION),
-        ({"exit_code": 0, "step": -1}, "exited with 0 before its first step", IncidentClass.UNKNOWN),
+        ({"exit_code": 1, "step": None}, "exited with 1 before its first step", IncidentClass.APPLICATION),
+        ({"exit_code": 0, "step": None}, "exited with 0 before its first step", IncidentClass.UNKNOWN),
         (
             {"exit_code": -9, "out_of_memory": True},
             "was killed because it ran out of memory after step 500",

@@ -44,7 +44,7 @@ class TestGpuError:
         thought = evaluate_job(world, build_policy())
         assert thought.desired.plan.checkpoint_request == 1
         assert [wanted.node for wanted in thought.desired.state.incidents.quarantine_requests] == ["node-1"]
-        answered = change_members(again(thought, world), checkpoint_request=1)
+        answered = change_members(again(thought, world), checkpoint={"request": 1})
         assert seats(evaluate_job(answered, build_policy()).desired)[1] == "j-w4-0"
 
     def test_a_spare_on_a_broken_gpu_goes_and_the_job_does_not_look_like_recovering(self) -> None:

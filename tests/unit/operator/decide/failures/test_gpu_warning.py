@@ -70,7 +70,7 @@ class TestMove:
         assert evaluate_job(late, build_policy()).desired.plan.membership == 1, (
             "it is waited for, since nothing is broken"
         )
-        thought = evaluate_job(change_members(late, checkpoint_request=1), build_policy())
+        thought = evaluate_job(change_members(late, checkpoint={"request": 1}), build_policy())
         assert seats(thought) == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
 
     def test_what_it_costs_and_what_is_said(self) -> None:
@@ -100,10 +100,12 @@ class TestMove:
     def test_it_is_over_with_the_first_steps_of_the_next_round_and_no_step_is_lost(self) -> None:
         world = warned(build_training())
         world = again(evaluate_job(world, build_policy()), world, now=NOW + 5)
-        world = again(evaluate_job(change_members(world, checkpoint_request=1), build_policy()), world, now=NOW + 7)
+        world = again(
+            evaluate_job(change_members(world, checkpoint={"request": 1}), build_policy()), world, now=NOW + 7
+        )
         assert only(evaluate_job(world, build_policy())).outcome is None
-        round_ = {"membership": 2, "round": 2, "restored_step": 501, "first_step_at": NOW + 9, "step": 503}
-        world = replace(change_members(world, checkpoint_request=1, **round_), now=NOW + 10)
+        round_ = {"start": {"restored_step": 501, "first_step_at": NOW + 9}, "progress": {"step": 503}}
+        world = replace(change_members(world, membership=2, round=2, checkpoint={"request": 1}, **round_), now=NOW + 10)
         incident = only(evaluate_job(world, build_policy()))
         assert (incident.outcome, incident.steps_lost, incident.recovered) == (IncidentOutcome.RECOVERED, 0, NOW + 9)
 

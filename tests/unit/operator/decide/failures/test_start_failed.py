@@ -161,7 +161,7 @@ class TestLate:
 
     def test_without_a_launcher_it_is_said_what_to_change(self) -> None:
         assert "no launcher has reported" not in found(change_worker(late(), "j-w4-0")).message
-        silent = change_worker(late(), "j-w4-0", heartbeat={"rendezvous_port": 0})
+        silent = change_worker(late(), "j-w4-0", heartbeat={"rendezvous_port": None})
         assert "no launcher has reported: the command of container trainer must run" in found(silent).message
 
     def test_a_rank_that_waits_for_it_is_held_up(self) -> None:

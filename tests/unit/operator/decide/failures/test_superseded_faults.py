@@ -90,7 +90,7 @@ class TestDeathsOfPeers:
 
 class TestStall:
     def test_it_is_over_once_its_worker_has_completed_steps_since(self) -> None:
-        faults = (replace(build_stall("j-w1-0", 1), name=f"s{n}", step=n) for n in (0, 499, 500, -1))
+        faults = (replace(build_stall("j-w1-0", 1), name=f"s{n}", step=n) for n in (0, 499, 500, None))
         assert settled(build_training(), *faults) == ["s0", "s499"], "the worker is at step 500"
 
     def test_or_once_a_later_round_has_begun(self) -> None:

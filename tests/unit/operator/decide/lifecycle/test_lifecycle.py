@@ -40,8 +40,8 @@ class TestTakenUp:
         world = build_training()
         first = world.with_desired(world.desired.with_lifecycle(training_since=None))
         assert step(first).state.lifecycle.training_since == NOW - 300
-        assert step(change_members(first, first_step_at=0.0)).state.lifecycle.training_since is None
-        later = change_members(world, round=2, first_step_at=NOW - 5)
+        assert step(change_members(first, start={"first_step_at": None})).state.lifecycle.training_since is None
+        later = change_members(world, round=2, start={"first_step_at": NOW - 5})
         assert step(later).state.lifecycle.training_since == NOW - 300, "whatever rounds come later"
 
     def test_rounds_that_were_heard_of_are_remembered(self) -> None:
@@ -55,7 +55,7 @@ class TestBarrenRound:
         world = world.with_desired(
             world.desired.with_budget(no_progress_round=barren, no_progress_error="e", no_progress_worker="w")
         )
-        world = change_members(world, round=2, first_step_at=NOW - 1 if trains else 0.0)
+        world = change_members(world, round=2, start={"first_step_at": NOW - 1 if trains else None})
         budget = step(world).state.budget
         assert (
             bool(budget.no_progress_round) == bool(budget.no_progress_error) == bool(budget.no_progress_worker)

@@ -25,9 +25,9 @@ from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import NOW, build_job, build_policy, build_training, change_members, change_worker
 
 
-def at(step: int, total: int = 1000, **changes: object) -> Observation:
+def at(step: int, total: int | None = 1000, **changes: object) -> Observation:
     """A job of 0.5 s a step that began at step 0, 300 s ago."""
-    world = change_members(build_training(**changes), step=step, total_steps=total)  # type: ignore[arg-type]
+    world = change_members(build_training(**changes), progress={"step": step, "total_steps": total})  # type: ignore[arg-type]
     world = world.with_desired(world.desired.with_lifecycle(progress_since=NOW - 300))
     return replace(world, metrics=JobMetrics(throughput=32 / 0.5))
 
@@ -73,26 +73,26 @@ def test_ranks_that_are_not_heard_say_nothing_of_the_pace() -> None:
 
 
 def test_where_the_script_does_not_say_there_is_nothing() -> None:
-    assert said(at(600, total=0), JobStatus(total_steps=1000)) == (None, None, None)
+    assert said(at(600, total=None), JobStatus(total_steps=1000)) == (None, None, None)
 
 
 @pytest.mark.parametrize("lie", [7, 2**53])
 def test_ranks_that_contradict_each_other_show_nothing(lie: int) -> None:
-    assert said(change_worker(at(600), "j-w2-0", heartbeat={"total_steps": lie})) == (None, None, None)
+    assert said(change_worker(at(600), "j-w2-0", heartbeat={"progress": {"total_steps": lie}})) == (None, None, None)
 
 
 def test_nor_does_one_that_has_done_more_than_there_is_to_do() -> None:
-    assert said(change_worker(at(600), "j-w2-0", heartbeat={"step": 2**50})) == (None, None, None)
+    assert said(change_worker(at(600), "j-w2-0", heartbeat={"progress": {"step": 2**50}})) == (None, None, None)
 
 
-@pytest.mark.parametrize("lie", [-1, 1e300, math.nan, "many", 2**60])
+@pytest.mark.parametrize("lie", [-1, 0, 1e300, math.nan, "many", 2**60])
 def test_what_is_no_number_of_steps_is_refused(lie: object) -> None:
     with pytest.raises(InputError, match="total_steps"):
-        Heartbeat.from_json({"total_steps": lie})
+        Heartbeat.from_json({"progress": {"total_steps": lie}})
 
 
 def test_a_worker_that_has_just_joined_takes_nothing_back() -> None:
-    fresh = {"total_steps": 0, "steps_in_round": 0}
+    fresh = {"progress": {"total_steps": None, "steps_in_round": 0}}
     assert said(change_worker(at(600), "j-w2-0", heartbeat=fresh)) == (1000, "60%", "3m20s")
     told = JobStatus(total_steps=1000)
     assert said(change_members(at(600), **fresh), told) == (1000, "60%", "3m20s"), "all of them begin a round"
@@ -113,10 +113,16 @@ def test_a_complete_one_is_done() -> None:
 
 
 def test_the_pace_is_counted_from_the_first_step_after_a_resumption() -> None:
-    world = change_members(build_training(step=500), restored_step=480, first_step_at=NOW - 10, total_steps=1000)
+    world = change_members(
+        build_training(step=500),
+        start={"restored_step": 480, "first_step_at": NOW - 10},
+        progress={"total_steps": 1000},
+    )
     life = evaluate_job(world, build_policy()).desired.state.lifecycle
     assert (life.progress_since, life.progress_step) == (NOW - 10, 480)
-    later = change_members(replace(world, now=NOW + 90), restored_step=490, first_step_at=NOW + 80, step=510)
+    later = change_members(
+        replace(world, now=NOW + 90), start={"restored_step": 490, "first_step_at": NOW + 80}, progress={"step": 510}
+    )
     kept = evaluate_job(
         later.with_desired(replace(later.desired, state=replace(later.state, lifecycle=life))), build_policy()
     ).desired.state.lifecycle

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.reports import Heartbeat, ReachedStage, StartStage
+from pacekeeper_analysis.protocol.reports import Heartbeat, ReachedStage, RoundStart, StartStage
 from pacekeeper_operator.api.incident import Restart
 from pacekeeper_operator.decide.lifecycle.restart_breakdown import break_down_restart
 
 
-def beat(*reached: float, first_rank: int = 0, **fields: Any) -> Heartbeat:
+def beat(*reached: float, first_rank: int = 0, **start: Any) -> Heartbeat:
     """A worker whose ranks come to the stages after so many seconds; rank `first_rank` is always the last."""
     stages = zip(StartStage, reached, strict=False)
-    return Heartbeat("w", start_stages=tuple(ReachedStage(stage, at, first_rank) for stage, at in stages), **fields)
+    reached_stages = tuple(ReachedStage(stage, at, first_rank) for stage, at in stages)
+    return Heartbeat("w", start=RoundStart(stages=reached_stages, **start))
 
 
 def parts(restart: Restart | None) -> dict[str, float]:
@@ -47,7 +48,7 @@ def test_a_part_lasts_until_the_last_rank_of_all_is_through_it() -> None:
 
 
 def test_what_no_worker_tells_is_part_of_what_comes_next() -> None:
-    only_watched = Heartbeat("w", start_stages=(ReachedStage(StartStage.FIRST_STEP, 2.0, 0),))
+    only_watched = Heartbeat("w", start=RoundStart(stages=(ReachedStage(StartStage.FIRST_STEP, 2.0, 0),)))
     found = break_down_restart(5.0, [only_watched], ranks=1)
     assert parts(found) == {"Teardown": 0.0, "Wait": 3.0, "FirstStep": 2.0}
     assert found is not None
@@ -77,17 +78,17 @@ def test_whatever_a_worker_claims_the_parts_add_up(hostile: Heartbeat, seconds: 
 @pytest.mark.parametrize(
     ("said", "field"),
     [
-        ({"start_stages": [{"stage": "Load", "seconds": math.nan, "rank": 0}]}, r"start_stages\[0\].seconds"),
-        ({"start_stages": [{"stage": "Load", "seconds": -1.0, "rank": 0}]}, r"start_stages\[0\].seconds"),
-        ({"start_stages": [{"stage": "Lunch", "seconds": 1.0, "rank": 0}]}, r"start_stages\[0\].stage"),
-        ({"start_stages": [{"stage": "Load", "seconds": 1.0, "rank": 0}] * 6}, "start_stages"),
+        ({"stages": [{"stage": "Load", "seconds": math.nan, "rank": 0}]}, r"start.stages\[0\].seconds"),
+        ({"stages": [{"stage": "Load", "seconds": -1.0, "rank": 0}]}, r"start.stages\[0\].seconds"),
+        ({"stages": [{"stage": "Lunch", "seconds": 1.0, "rank": 0}]}, r"start.stages\[0\].stage"),
+        ({"stages": [{"stage": "Load", "seconds": 1.0, "rank": 0}] * 6}, "start.stages"),
         ({"teardown_seconds": math.inf}, "teardown_seconds"),
         ({"origin": "Mars"}, "origin"),
     ],
 )
 def test_nonsense_is_refused_by_its_name(said: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError, match=field):
-        Heartbeat.from_json(said)
+        Heartbeat.from_json({"start": said})
 
 
 def test_what_is_told_arrives() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.protocol.plan import Stop
+from pacekeeper_analysis.protocol.reports import BadLoss
 from pacekeeper_operator.api.conditions import ConditionStatus, JobCondition, Reason
 from pacekeeper_operator.api.node_quarantine import QuarantineVerdict
 from pacekeeper_operator.api.training_job import JobPhase, JobStatus
@@ -150,28 +151,29 @@ def test_goodput_falls_by_what_incidents_have_cost() -> None:
 
 
 def test_before_the_first_step_it_is_starting() -> None:
-    world = change_members(build_training(), first_step_at=0.0)
+    world = change_members(build_training(), start={"first_step_at": None})
     world = world.with_desired(world.desired.with_lifecycle(training_since=None))
     assert build_job_status(world, build_policy(), JobStatus()).phase is JobPhase.STARTING
 
 
 def test_a_loss_that_is_not_finite_is_told_with_rank_and_step() -> None:
-    world = change_worker(build_training(), "j-w2-0", heartbeat={"bad_loss_rank": 2, "bad_loss_step": 417})
+    world = change_worker(build_training(), "j-w2-0", heartbeat={"training": {"bad_loss": BadLoss(2, 417)}})
     degraded = conditions(world)[JobCondition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.NON_FINITE_LOSS)
     assert all(words in degraded.message for words in ("rank 2 on j-w2-0", "step 417", "suspend"))
 
 
 def test_a_plan_that_the_ranks_refuse_is_told_in_their_words() -> None:
-    world = change_worker(build_training(), "j-w0-0", heartbeat={"refused": "shares sum to 33, not 32"})
+    world = change_worker(build_training(), "j-w0-0", heartbeat={"training": {"refused": "shares sum to 33, not 32"}})
     degraded = conditions(world)[JobCondition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.PLAN_REFUSED)
     assert "shares sum to 33, not 32" in degraded.message
 
 
 def test_a_checkpoint_that_fails_is_told_with_rank_path_reason_and_the_age_of_the_last_good_one() -> None:
-    told = {"checkpoint_failed_rank": 3, "checkpoint_error": "/checkpoints/step-500: No space left on device"}
-    world = change_worker(build_training(), "j-w0-0", heartbeat={**told, "checkpoint_age_seconds": 725.0})
+    error = "/checkpoints/step-500: No space left on device"
+    told = {"checkpoint": {"age_seconds": 725.0, "failed_rank": 3, "error": error}}
+    world = change_worker(build_training(), "j-w0-0", heartbeat=told)
     status = build_job_status(world, build_policy(), JobStatus())
     degraded = {c.type: c for c in status.conditions}[JobCondition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.CHECKPOINT_FAILING)
@@ -183,7 +185,7 @@ def test_a_checkpoint_that_fails_is_told_with_rank_path_reason_and_the_age_of_th
 
 def test_a_round_that_ended_since_it_could_keep_no_checkpoint_says_so_until_another_can() -> None:
     world = build_training()
-    over = change_members(world, checkpoint_error="/checkpoints belongs to team/other by now")
+    over = change_members(world, checkpoint={"error": "/checkpoints belongs to team/other by now"})
     thought = evaluate_job(replace(over, faults=build_stalls(over, culprit=2)), build_policy())
     assert build_job_status(thought.observation, build_policy(), JobStatus()).phase is JobPhase.RECOVERING
     degraded = conditions(thought.observation)[JobCondition.DEGRADED]
@@ -196,27 +198,30 @@ def test_where_its_checkpoints_lie_on_the_claim_is_told() -> None:
 
 
 def test_a_checkpoint_that_fails_before_any_was_kept() -> None:
-    told = {"checkpoint_failed_rank": 0, "checkpoint_error": "/checkpoints: Read-only file system"}
-    world = change_worker(change_members(build_training(), checkpoint_step=-1), "j-w0-0", heartbeat=told)
+    told = {"checkpoint": {"failed_rank": 0, "error": "/checkpoints: Read-only file system"}}
+    world = change_worker(change_members(build_training(), checkpoint={"step": None}), "j-w0-0", heartbeat=told)
     assert "there is none" in conditions(world)[JobCondition.DEGRADED].message
 
 
 class TestWhatARestartCosts:
     def test_it_grows_while_checkpoints_fail(self) -> None:
-        costs = [change_members(build_training(), step=step).restarts.estimate_cost() for step in (500, 600, 1500)]
+        costs = [
+            change_members(build_training(), progress={"step": step}).restarts.estimate_cost()
+            for step in (500, 600, 1500)
+        ]
         assert costs == pytest.approx([5 + 1, 5 + 11, 5 + 101])
 
     def test_by_the_age_of_the_newest_where_nobody_tells_the_time_of_a_step(self) -> None:
         world = change_worker(
-            build_training(metrics=JobMetrics()), "j-w0-0", heartbeat={"checkpoint_age_seconds": 725.0}
+            build_training(metrics=JobMetrics()), "j-w0-0", heartbeat={"checkpoint": {"age_seconds": 725.0}}
         )
         assert world.restarts.estimate_cost() == pytest.approx(5 + 725)
-        assert change_members(world, snapshot_step=499).restarts.estimate_cost() == pytest.approx(5), (
+        assert change_members(world, checkpoint={"snapshot_step": 499}).restarts.estimate_cost() == pytest.approx(5), (
             "a snapshot is younger"
         )
 
     def test_what_a_lost_worker_held_in_memory_is_lost_with_it(self) -> None:
-        world = change_members(build_training(), step=600, snapshot_step=599)
+        world = change_members(build_training(), progress={"step": 600}, checkpoint={"snapshot_step": 599})
         assert build_restart_option(world, build_policy()).cost_seconds == pytest.approx(5 + 0.1)
         assert build_replace_lost_option(world, build_policy()).cost_seconds == pytest.approx(
             5 + 11 + DEFAULT_SPARE_SECONDS

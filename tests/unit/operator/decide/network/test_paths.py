@@ -52,7 +52,7 @@ def under(found: NetworkState | None, world: Observation | None = None) -> Obser
 
 def starting(found: NetworkState | None, world: Observation | None = None) -> Observation:
     """Before its first step."""
-    return change_members(under(found, world), first_step_at=0.0)
+    return change_members(under(found, world), start={"first_step_at": None})
 
 
 def step(world: Observation) -> DesiredState:
@@ -129,7 +129,7 @@ class TestTraining:
         world = starting(network(planned=True))
         draft = step(world)
         other = {(1, 0): "s2" if ways(draft)[1, 0] == 0 else "s1"}
-        moved = change_members(with_ways(world, draft, other), first_step_at=NOW)
+        moved = change_members(with_ways(world, draft, other), start={"first_step_at": NOW})
         assert step(moved) is moved.desired
         cut = under(network(exceptions=(LinkException("b", "s1"),)), moved)
         assert step(cut) is cut.desired

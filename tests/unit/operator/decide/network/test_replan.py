@@ -112,7 +112,9 @@ class TestDecided:
         later = replace(before.with_desired(thought.desired), now=NOW + 3)
         waiting = evaluate_job(later, build_policy())
         assert not list_decisions(waiting)
-        done = change_members(later, membership=2, round=2, first_step_at=NOW + 2, steps_in_round=1)
+        done = change_members(
+            later, membership=2, round=2, start={"first_step_at": NOW + 2}, progress={"steps_in_round": 1}
+        )
         draft = evaluate_job(done, build_policy()).desired
         (incident,) = draft.state.incidents.current
         assert (incident.outcome, incident.live, incident.recovered) == (None, True, NOW + 2)
@@ -222,7 +224,7 @@ class TestLeftAlone:
         assert replan.check_replanned_routes(world(network()), build_policy(allow=others)) is None
 
     def test_before_the_round_has_shown_its_pace(self) -> None:
-        young = change_members(world(network()), steps_in_round=3)
+        young = change_members(world(network()), progress={"steps_in_round": 3})
         assert replan.check_replanned_routes(young, build_policy()) is None
 
     def test_in_mode_recommend_it_is_said_once(self) -> None:

@@ -32,7 +32,7 @@ TWO_SPINES: Mapping[RankPair, int] = {**ALL_ON_FIRST_SPINE, (0, 3): 1}
 
 def suffering(ways: Mapping[RankPair, int], seen: NetworkState | None = None) -> Observation:
     found = replace(build_observation(seen or build_network_state(ways), ways), metrics=SLOW_LINK)
-    return change_members(found, sync_mode="Sync")
+    return change_members(found, training={"sync_mode": "Sync"})
 
 
 def answered(

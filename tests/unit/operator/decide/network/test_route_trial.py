@@ -63,7 +63,7 @@ def tried(
     step_seconds: float = 0.1,
     *,
     pace: float | None = None,
-    first_step_at: float = NOW - 5,
+    first_step_at: float | None = NOW - 5,
     ways: Mapping[RankPair, int] = NEW,
     incident: Incident = INCIDENT,
     changes: tuple[RouteChange, ...] | None = None,
@@ -75,12 +75,14 @@ def tried(
     open_ = RouteTrial("i", 2, BEFORE, changes=changed, **trial)
     draft = found.desired.with_plan(membership=2, round=2).with_incident(incident).with_adaptation(route_trial=open_)
     found = replace(found.with_desired(draft), metrics=JobMetrics(step_seconds=step_seconds))
-    return change_members(found, membership=2, round=2, first_step_at=first_step_at, steps_in_round=100)
+    return change_members(
+        found, membership=2, round=2, start={"first_step_at": first_step_at}, progress={"steps_in_round": 100}
+    )
 
 
 def begun(*args: Any, **changes: Any) -> Observation:
     """The first step by them has been seen, and the round is too young to be measured."""
-    found, _ = goes_on(change_members(tried(*args, **changes), steps_in_round=3))
+    found, _ = goes_on(change_members(tried(*args, **changes), progress={"steps_in_round": 3}))
     return found
 
 
@@ -107,7 +109,7 @@ class TestMeasured:
         assert build_job_status(found, build_policy(), JobStatus()).phase is JobPhase.RUNNING, "meanwhile it trains"
 
     def test_before_the_first_step_nothing_is_known(self) -> None:
-        found, _ = goes_on(tried(first_step_at=0.0))
+        found, _ = goes_on(tried(first_step_at=None))
         assert (incident(found).outcome, incident(found).live) == (None, False)
 
     def test_steps_that_have_become_shorter_keep_the_ways(self) -> None:
@@ -132,7 +134,7 @@ class TestMeasured:
         assert (shown.message, shown.slowdown_after) == (incident(found).remedy_result, 1.0)
 
     def test_another_round_ends_it(self) -> None:
-        found = change_members(begun(), steps_in_round=100)
+        found = change_members(begun(), progress={"steps_in_round": 100})
         later = found.with_desired(found.desired.with_plan(membership=3))
         assert (
             route_trial.evaluate_route_trial(later, incident(found), trial_of(found)).outcome
@@ -140,7 +142,7 @@ class TestMeasured:
         )
 
     def test_so_does_another_way_to_train(self) -> None:
-        found = change_members(begun(), steps_in_round=100, sync_mode="EDiT")
+        found = change_members(begun(), progress={"steps_in_round": 100}, training={"sync_mode": "EDiT"})
         later = found.with_desired(found.desired.with_plan(sync_mode=SyncMode.EDIT))
         assert (
             route_trial.evaluate_route_trial(later, incident(found), trial_of(found)).outcome
@@ -247,10 +249,10 @@ class TestNoBetter:
 
     def test_what_is_put_back_stays_whatever_is_planned(self) -> None:
         back, _ = goes_on(replace(self.worse(), now=NOW + 14))
-        waiting = change_members(replace(back, now=NOW + 15), first_step_at=0.0)
+        waiting = change_members(replace(back, now=NOW + 15), start={"first_step_at": None})
         again, _ = goes_on(waiting)
         assert again.plan.paths == back.plan.paths
-        done = change_members(replace(again, now=NOW + 17), membership=3, round=3, first_step_at=NOW + 16)
+        done = change_members(replace(again, now=NOW + 17), membership=3, round=3, start={"first_step_at": NOW + 16})
         over, _ = goes_on(done)
         assert over.state.adaptation.route_trial is None
         (last,) = [one for one in over.state.incidents.current if one.name != "i"]

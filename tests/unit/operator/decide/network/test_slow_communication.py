@@ -296,7 +296,7 @@ class TestProbe:
                     LinkVerdict(NOW - 3500, LinkProbeVerdict.LINK),
                 )
             ),
-            change_worker(opened(), "j-w1-0", heartbeat={"probe_port": 0}),
+            change_worker(opened(), "j-w1-0", heartbeat={"probe_port": None}),
             change_worker(opened(), "j-w0-0", silent_seconds=60.0),
             opened(link_check=replace(LOOK, hottest=replace(HOTTEST, destination=0))),
         ],

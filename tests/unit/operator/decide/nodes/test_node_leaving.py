@@ -55,17 +55,18 @@ class TestMembers:
         assert evaluate_job(late, build_policy()).desired.plan.membership == 1, (
             "the node is still there: nothing hurries"
         )
-        thought = evaluate_job(change_members(late, checkpoint_request=1), build_policy())
+        thought = evaluate_job(change_members(late, checkpoint={"request": 1}), build_policy())
         assert [member.worker for member in thought.desired.plan.members] == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
 
     def test_no_step_is_lost_and_no_restart_burned(self) -> None:
         world = marked(build_training(), 1)
         world = again(evaluate_job(world, build_policy()), world)
         assert compute_phase(world) is JobPhase.RUNNING
-        world = again(evaluate_job(change_members(world, checkpoint_request=1), build_policy()), world, NOW + 7)
-        round_ = {"membership": 2, "round": 2, "restored_step": 501, "first_step_at": NOW + 9, "step": 503}
+        world = again(evaluate_job(change_members(world, checkpoint={"request": 1}), build_policy()), world, NOW + 7)
+        round_ = {"start": {"restored_step": 501, "first_step_at": NOW + 9}, "progress": {"step": 503}}
         thought = evaluate_job(
-            replace(change_members(world, checkpoint_request=1, **round_), now=NOW + 10), build_policy()
+            replace(change_members(world, membership=2, round=2, checkpoint={"request": 1}, **round_), now=NOW + 10),
+            build_policy(),
         )
         incident = incidents(thought)["j-w1-0"]
         assert (incident.outcome, incident.steps_lost) == (IncidentOutcome.RECOVERED, 0)

@@ -19,10 +19,12 @@ START, RESTART = 30.0, 5.0
 """What the operator takes them for in these worlds."""
 
 
-def world(replicas: int = 4, replica_ranks: int = 1, fewest: int = 2, each: int = 1, **changes: Any) -> Observation:
+def world(
+    replicas: int = 4, replica_ranks: int | None = 1, fewest: int = 2, each: int = 1, **changes: Any
+) -> Observation:
     """A job that may train with `fewest` workers, and has no spares."""
     its = build_job(replicas, 0, min_replicas=fewest, nproc_per_node=each, scheduling_timeout=300.0)
-    found = change_members(build_training(replicas, 0, job=its), replica_ranks=replica_ranks)
+    found = change_members(build_training(replicas, 0, job=its), training={"replica_ranks": replica_ranks})
     measured = found.desired.with_placement(start_seconds=START).with_budget(restart_seconds=RESTART)
     return replace(found.with_desired(measured), **changes)
 
@@ -59,8 +61,9 @@ def trains_on(seen: Observation, draft: DesiredState, seconds: float) -> Observa
     """The members of `draft` have trained for so long."""
     later = replace(seen.with_desired(draft), now=seen.now + seconds)
     for member in draft.plan.members:
-        beat = {"state": LauncherState.RUNNING, "membership": draft.plan.membership, "replica_ranks": 1}
-        beat["checkpoint_request"] = draft.plan.checkpoint_request
+        beat: dict[str, Any] = {"state": LauncherState.RUNNING, "membership": draft.plan.membership}
+        beat["training"] = {"replica_ranks": 1}
+        beat["checkpoint"] = {"request": draft.plan.checkpoint_request}
         later = change_worker(later, member.worker, heartbeat=beat)
     return later
 
@@ -89,7 +92,7 @@ class TestGoingOn:
         ("changes", "why"),
         [
             ({"fewest": 4}, "spec.minReplicas"),
-            ({"replica_ranks": 0}, "the script does not say that it trains as exactly with fewer"),
+            ({"replica_ranks": None}, "the script does not say that it trains as exactly with fewer"),
             ({"replica_ranks": 4}, "no whole replica is left"),
             ({"operator_age": 9.0}, "a spare may not have been heard yet"),
         ],
@@ -157,7 +160,7 @@ class TestReplicas:
         left_over = change_worker(
             trains_on(without(world(), "j-w1-0"), draft, 20.0), "j-w0-0", heartbeat={"state": LauncherState.WARM}
         )
-        left_over = change_members(left_over, replica_ranks=2)
+        left_over = change_members(left_over, training={"replica_ranks": 2})
         assert step(left_over) is left_over.desired
         both = with_successor(left_over, age=20.0, warm=True)
         grown = step(trains_on(both, step(both), 1.0))
@@ -172,7 +175,7 @@ class TestReplicas:
 
     def test_shards_in_memory_are_of_no_use_to_another_number_of_ranks(self) -> None:
         seen = without(world(replica_ranks=2), "j-w1-0")
-        kept = change_members(seen, snapshot_step=500)  # 10 steps of 0.1 s after the checkpoint
+        kept = change_members(seen, checkpoint={"snapshot_step": 500})  # 10 steps of 0.1 s after the checkpoint
         assert len(step(kept).plan.members) == 2
         dear = replace(kept, metrics=replace(kept.metrics, step_seconds=2.0))
         assert len(step(dear).plan.members) == 4, "20 s are trained again by all, and 25 s won by half of them"
@@ -234,4 +237,4 @@ def test_as_many_as_hold_whole_replicas() -> None:
         6,
         8,
     ]
-    assert elastic_scaling.round_to_whole_replicas(world(8, replica_ranks=0), 5) == 5
+    assert elastic_scaling.round_to_whole_replicas(world(8, replica_ranks=None), 5) == 5

@@ -133,7 +133,7 @@ class TestSeats:
         world = build_training(2, 2, job=build_job(3, 1))
         asked = world.with_desired(step(world))
         assert asked.plan.checkpoint_request == 1
-        later = change_members(replace(asked, now=NOW + waited), checkpoint_request=int(answered))
+        later = change_members(replace(asked, now=NOW + waited), checkpoint={"request": int(answered)})
         assert len(step(later).plan.members) == (3 if begins else 2)
 
     def test_who_is_moved_for_a_warning_stays_until_the_checkpoint_is_there(self) -> None:
@@ -142,7 +142,7 @@ class TestSeats:
         assert asked.plan.checkpoint_request == 1
         late = replace(asked, now=NOW + 100 * MEMBERSHIP_CHECKPOINT_WAIT_SECONDS)
         assert step(late) is late.desired
-        answered = change_members(late, checkpoint_request=1)
+        answered = change_members(late, checkpoint={"request": 1})
         assert [member.worker for member in step(answered).plan.members] == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
 
     def test_unless_another_one_must_go(self) -> None:

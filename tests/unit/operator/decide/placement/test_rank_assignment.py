@@ -155,7 +155,7 @@ class TestReplacing:
         world = leaves(build_training(2, 3, job=build_job(5, 0)), "abbab")
         world = world.with_desired(membership.update_membership(world, build_policy()))
         for name in ("j-w0-0", "j-w1-0"):
-            world = change_worker(world, name, heartbeat={"checkpoint_request": 1})
+            world = change_worker(world, name, heartbeat={"checkpoint": {"request": 1}})
         assert seats(world) == [0, 1, 2, 4, 3]
 
 

@@ -224,7 +224,7 @@ class TestBegin:
         assert stepped(by_hand(over, "2")).plan.profile is not None
 
     def test_not_before_all_train(self) -> None:
-        assert stepped(by_hand(change_members(steady(), first_step_at=0.0))).plan.profile is None
+        assert stepped(by_hand(change_members(steady(), start={"first_step_at": None}))).plan.profile is None
 
     def test_the_job_may_show_its_sources(self) -> None:
         detection = DetectionSpec(profile=ProfileSpec(SourceNaming.SHOW))

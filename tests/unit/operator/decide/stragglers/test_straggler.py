@@ -61,7 +61,7 @@ def suspicion(ago: float = 10.0, **changes: Any) -> StragglerInvestigation:
 
 def world(metrics: JobMetrics = CALM, of_suspicion: StragglerInvestigation | None = None, **plan: Any) -> Observation:
     """Four ranks that train in mode Sync."""
-    found = change_members(replace(build_training(), metrics=metrics), sync_mode="Sync")
+    found = change_members(replace(build_training(), metrics=metrics), training={"sync_mode": "Sync"})
     draft = found.desired.with_plan(**plan) if plan else found.desired
     return found.with_desired(draft.with_adaptation(investigation=of_suspicion))
 
@@ -117,16 +117,18 @@ def reason(decision: Decision, remedy: Remedy) -> str:
 class TestSteady:
     def test_a_round_that_is_old_enough_and_undisturbed(self) -> None:
         assert is_steady(world())
-        assert is_steady(change_members(world(), steps_in_round=32))
-        assert not is_steady(change_members(world(), steps_in_round=31))
+        assert is_steady(change_members(world(), progress={"steps_in_round": 32}))
+        assert not is_steady(change_members(world(), progress={"steps_in_round": 31}))
         long = replace(CALM, step_seconds=2.0)
-        assert is_steady(change_members(world(long), steps_in_round=8)), "as many steps as their windows have"
-        assert not is_steady(change_members(world(long), steps_in_round=7))
-        assert not is_steady(change_members(world(), first_step_at=0.0))
+        assert is_steady(change_members(world(long), progress={"steps_in_round": 8})), (
+            "as many steps as their windows have"
+        )
+        assert not is_steady(change_members(world(long), progress={"steps_in_round": 7}))
+        assert not is_steady(change_members(world(), start={"first_step_at": None}))
         assert not is_steady(world(replace(CALM, unreported_members=("j-w1-0",))))
         assert is_steady(world(replace(CALM, prometheus_error="away"))), "sidecars tell how ranks train"
-        assert not is_steady(change_worker(world(), "j-w1-0", heartbeat={"sync_mode": "EDiT"}))
-        assert is_steady(change_members(world(), sync_mode="")), "an older library does not tell"
+        assert not is_steady(change_worker(world(), "j-w1-0", heartbeat={"training": {"sync_mode": "EDiT"}}))
+        assert is_steady(change_members(world(), training={"sync_mode": ""})), "an older library does not tell"
 
     def test_while_an_incident_holds_the_job_up_it_is_not(self) -> None:
         def with_incident(**changes: Any) -> Observation:
@@ -175,12 +177,12 @@ class TestSuspect:
     def test_in_a_young_round_all_questions_are_dropped(
         self, known: StragglerInvestigation | None, request_: str
     ) -> None:
-        young = change_members(world(SLOW, known, evidence_request=request_), steps_in_round=3)
+        young = change_members(world(SLOW, known, evidence_request=request_), progress={"steps_in_round": 3})
         draft = suspected(young)
         assert (draft.state.adaptation.investigation, draft.plan.evidence_request) == (None, "")
 
     def test_without_any_nothing_is_written(self) -> None:
-        young = change_members(world(SLOW), steps_in_round=3)
+        young = change_members(world(SLOW), progress={"steps_in_round": 3})
         assert suspected(young) is young.desired
 
     def test_one_that_the_metrics_share_no_more_is_dropped_at_the_next_question(self) -> None:
@@ -355,7 +357,7 @@ def _alone(window: RankWindow) -> RankWindow:
 class TestBrokenInLocalSgd:
     def local(self, pace: float | None, known: StragglerInvestigation | None = None) -> Observation:
         found = world(replace(CALM, relative_time=pace), known, sync_mode=SyncMode.EDIT)
-        return change_members(found, sync_mode="EDiT")
+        return change_members(found, training={"sync_mode": "EDiT"})
 
     def test_a_rank_that_is_broken_is_suspected_since_it_was_seen_first(self) -> None:
         found = suspected(self.local(SPARE_FIRST_SLOWDOWN))
@@ -399,7 +401,7 @@ class TestDiagnosis:
         assert diagnosis is not None
         assert (diagnosis.bottleneck, diagnosis.culprits) == (Bottleneck.COMPUTE, (2,))
         assert straggler.diagnose_evidence(replace(found, evidence=found.evidence[:3])) is None
-        assert straggler.diagnose_evidence(change_members(found, steps_in_round=3)) is None
+        assert straggler.diagnose_evidence(change_members(found, progress={"steps_in_round": 3})) is None
         calm = found.with_desired(found.desired.with_adaptation(investigation=None))
         assert straggler.diagnose_evidence(calm) is None
 
@@ -448,7 +450,8 @@ class TestDecision:
             found = answered(WAITS, Bottleneck.COMMUNICATION, **LINK)
             known = replace(suspicion(last_bottleneck=Bottleneck.COMMUNICATION), since=since, requested_at=NOW)
             found = change_members(
-                found.with_desired(found.desired.with_adaptation(investigation=known, link_check=look)), managed=False
+                found.with_desired(found.desired.with_adaptation(investigation=known, link_check=look)),
+                training={"managed": False},
             )
             return straggler.check_stragglers(found, build_policy())
 
@@ -508,13 +511,13 @@ class TestWhyNotAMode:
         assert self.why(shown=Bottleneck.VOLATILE) == "the next steps have to show the same first"
 
     def test_the_ranks_do_not_know_modes(self) -> None:
-        assert self.why(sync_mode="").startswith("the ranks do not report the mode that they train in")
+        assert self.why(training={"sync_mode": ""}).startswith("the ranks do not report the mode that they train in")
 
     def test_the_script_cannot_be_steered(self) -> None:
-        assert self.why(managed=False).startswith("the script does not use the library")
+        assert self.why(training={"managed": False}).startswith("the script does not use the library")
 
     def test_what_ranks_do_together_is_waited_for_where_the_script_is_only_watched(self) -> None:
-        found = change_members(answered(plan={"evidence_parts": (EvidencePart.WINDOWS,)}), managed=False)
+        found = change_members(answered(plan={"evidence_parts": (EvidencePart.WINDOWS,)}), training={"managed": False})
         assert straggler.diagnose_evidence(found) is None
         assert EvidencePart.OPERATIONS in suspected(found).plan.evidence_parts
 
@@ -587,7 +590,7 @@ class TestWayBack:
         found = world(CALM, None, **{"sync_mode": SyncMode.ASYNC_EDIT, **plan})
         chosen = LocalSgdChoice(NOW - 60, Bottleneck.COMMUNICATION, "the link is slow", "i")
         return change_members(
-            found.with_desired(found.desired.with_adaptation(local_sgd=chosen)), sync_mode="AsyncEDiT"
+            found.with_desired(found.desired.with_adaptation(local_sgd=chosen)), training={"sync_mode": "AsyncEDiT"}
         )
 
     def test_is_asked_for_now_and_then(self) -> None:
@@ -600,7 +603,7 @@ class TestWayBack:
 
     def test_ranks_that_cannot_follow_are_back_in_sync_at_once(self) -> None:
         draft = revert_to_sync.consider_revert_to_sync(
-            change_members(self.local(), refused="no dimension"), build_policy()
+            change_members(self.local(), training={"refused": "no dimension"}), build_policy()
         )
         assert (draft.plan.sync_mode, draft.state.adaptation.mode_refusal) == (SyncMode.SYNC, "no dimension")
 
@@ -633,7 +636,7 @@ class TestWayBack:
         found = self.local(evidence_request="ask", sync_seconds=10.0, sync_mode=mode)
         chosen = LocalSgdChoice(NOW - 100, trouble, "r", "i")
         found = change_members(
-            found.with_desired(found.desired.with_adaptation(local_sgd=chosen)), sync_mode=mode.value
+            found.with_desired(found.desired.with_adaptation(local_sgd=chosen)), training={"sync_mode": mode.value}
         )
         evidence = tuple(
             replace(each, windows=tuple(replace(w, sync_mode=mode, transfers=(transfer,) * 4) for w in each.windows))
@@ -657,7 +660,7 @@ class TestWayBack:
             )
             for step in steps:
                 draft = found.desired.with_plan(evidence_request="ask")
-                found = change_members(replace(found.with_desired(draft), evidence=alike), step=step)
+                found = change_members(replace(found.with_desired(draft), evidence=alike), progress={"step": step})
                 found = found.with_desired(revert_to_sync.consider_revert_to_sync(found, build_policy()))
             return found
 

@@ -63,7 +63,9 @@ def next_pass(thought: PassResult, world: Observation, seconds: float = 1.0, **c
 
 
 def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), steered: bool = True, grain: int = 1) -> PassResult:
-    return answered(change_members(suspicious(pace=slow), managed=steered), slow, shares, steered, grain=grain)
+    return answered(
+        change_members(suspicious(pace=slow), training={"managed": steered}), slow, shares, steered, grain=grain
+    )
 
 
 def answered(
@@ -146,7 +148,7 @@ def test_a_broken_rank_beyond_shares_is_replaced_by_a_checkpoint_that_is_asked_f
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.desired.plan.checkpoint_request == 1
     assert replaced.desired.plan.members[2].worker == "j-w2-0"
-    done = evaluate_job(change_members(next_pass(replaced, world), checkpoint_request=1), build_policy())
+    done = evaluate_job(change_members(next_pass(replaced, world), checkpoint={"request": 1}), build_policy())
     assert done.desired.plan.members[2].worker == "j-w4-0"
     assert done.desired.plan.shares is None
 
@@ -172,7 +174,7 @@ def test_a_rank_whose_shares_turn_out_too_little_is_replaced_in_the_same_inciden
 
 
 def test_a_script_that_is_only_watched_gets_a_spare_once_the_loss_is_worth_it() -> None:
-    world = change_members(suspicious(), managed=False)
+    world = change_members(suspicious(), training={"managed": False})
     asked = evaluate_job(world, build_policy())
     evidence = windows(asked.desired.plan.evidence_request, 2.0, (8, 8, 8, 8), steered=False)
     waiting = evaluate_job(next_pass(asked, world, evidence=evidence), build_policy())
@@ -224,7 +226,7 @@ def test_questions_get_rarer_but_never_rare() -> None:
     world = suspicious()
     asked = evaluate_job(world, build_policy())
     for seconds in (10_000.0, 10_130.0):
-        world = change_members(world, step=(world.progress.step or 0) + 1000)
+        world = change_members(world, progress={"step": (world.progress.step or 0) + 1000})
         evidence = windows(asked.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
         later = evaluate_job(next_pass(asked, world, seconds, evidence=evidence), build_policy())
         assert later.desired.plan.evidence_request != asked.desired.plan.evidence_request
@@ -398,14 +400,18 @@ def test_incidents_of_a_long_round_go_on_counting_when_the_first_ones_are_forgot
 
 def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_tried() -> None:
     world, thought = suspicious(), judged(2.0)
-    refusing = change_members(next_pass(thought, world, 1.0), refused="a replica of 2 ranks takes 2 samples at least")
+    refusing = change_members(
+        next_pass(thought, world, 1.0), training={"refused": "a replica of 2 ranks takes 2 samples at least"}
+    )
     refused = evaluate_job(refusing, build_policy())
     assert refused.desired.plan.shares is None
     assert not refused.desired.state.incidents.open
-    again = evaluate_job(change_members(next_pass(refused, world, 10.0), refused=""), build_policy())
+    again = evaluate_job(change_members(next_pass(refused, world, 10.0), training={"refused": ""}), build_policy())
     assert again.desired.plan.evidence_request, "the rank is slow as before"
     evidence = windows(again.desired.plan.evidence_request, 2.0, (8, 8, 8, 8))
-    tried = evaluate_job(change_members(next_pass(again, world, 20.0, evidence=evidence), refused=""), build_policy())
+    tried = evaluate_job(
+        change_members(next_pass(again, world, 20.0, evidence=evidence), training={"refused": ""}), build_policy()
+    )
     assert tried.desired.plan.shares is None
     (incident,) = tried.desired.state.incidents.open
     assert incident.remedy not in (None, Remedy.REBALANCE)
@@ -416,7 +422,7 @@ def little(
     pace: float = 1.08, steered: bool = True, spares: int = 1, lasts: float = 60.0, error: float = 0.0
 ) -> Observation:
     """Rank 2 is slower than its peers by less than the threshold, and has been for so many seconds."""
-    world = change_members(suspicious(pace=pace, spares=spares), managed=steered)
+    world = change_members(suspicious(pace=pace, spares=spares), training={"managed": steered})
     world = world.with_desired(world.desired.with_budget(restart_seconds=60.0))
     lasting = PersistentSlowness(KnownRelativeTimes({2: pace}, error), world.now - lasts)
     return replace(world, metrics=replace(world.metrics, slowest_rank=2, wait_share=0.0, persistent_slowness=lasting))
@@ -509,7 +515,7 @@ def test_ranks_of_a_script_that_is_only_watched_may_differ_by_nature() -> None:
 
 def test_what_was_looked_into_in_vain_shows_at_last() -> None:
     """A link gets slow while waits are looked into, just before that is given up."""
-    world = change_members(build_training(), sync_mode="Sync")
+    world = change_members(build_training(), training={"sync_mode": "Sync"})
     world = replace(world, metrics=replace(world.metrics, relative_time=1.0, wait_share=0.3, step_seconds=0.1))
     asked = evaluate_job(world, build_policy())
     assert asked.desired.plan.evidence_request
@@ -526,11 +532,11 @@ def test_what_was_looked_into_in_vain_shows_at_last() -> None:
     calm = next_pass(asked, world, 1.0, evidence=answers(asked.desired.plan.evidence_request, 0.1))
     looked = evaluate_job(calm, build_policy())
     for seconds in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0):
-        world = change_members(world, step=(world.progress.step or 0) + 30)
+        world = change_members(world, progress={"step": (world.progress.step or 0) + 30})
         again = next_pass(looked, world, seconds, evidence=answers(looked.desired.plan.evidence_request, 0.1))
         looked = evaluate_job(again, build_policy())
     request = looked.desired.plan.evidence_request
-    world = change_members(world, step=900)
+    world = change_members(world, progress={"step": 900})
     given_up = evaluate_job(next_pass(looked, world, 40.0, evidence=answers(request, 0.1)), build_policy())
     assert given_up.desired.state.adaptation.investigation is None
     shows = evaluate_job(next_pass(looked, world, 40.0, evidence=answers(request, 0.2)), build_policy())
@@ -592,7 +598,9 @@ def test_a_little_slow_rank_hides_no_slower_one() -> None:
     assert suspicion is not None
     old = looked.desired.with_adaptation(investigation=replace(suspicion, since=NOW - 3600.0, step_seconds=0.1))
     slower = replace(world.metrics, relative_time=2.0, step_seconds=0.15)
-    asked_again = replace(change_members(world.with_desired(old), step=600), now=NOW + 10.0, metrics=slower)
+    asked_again = replace(
+        change_members(world.with_desired(old), progress={"step": 600}), now=NOW + 10.0, metrics=slower
+    )
     found = evaluate_job(asked_again, build_policy()).desired
     assert found.state.adaptation.investigation is not None
     assert found.state.adaptation.investigation.since == NOW + 10.0
@@ -601,7 +609,7 @@ def test_a_little_slow_rank_hides_no_slower_one() -> None:
 
 def test_while_no_step_is_done_nobody_is_asked_again_and_nothing_is_settled() -> None:
     """The job evaluates just when a link has become slow: the few steps before that show nothing yet."""
-    world = change_members(build_training(), sync_mode="Sync")
+    world = change_members(build_training(), training={"sync_mode": "Sync"})
     world = replace(world, metrics=replace(world.metrics, relative_time=1.0, wait_share=0.3, step_seconds=0.1))
     thought = evaluate_job(world, build_policy())
     for _ in range(2):  # the answers; and those of the last steps before the evaluation
@@ -611,5 +619,5 @@ def test_while_no_step_is_done_nobody_is_asked_again_and_nothing_is_settled() ->
     for seconds in range(1, 300, 10):
         assert evaluate_job(next_pass(thought, world, float(seconds)), build_policy()).desired == thought.desired
     assert thought.desired.state.adaptation.investigation is not None
-    goes_on = evaluate_job(next_pass(thought, change_members(world, step=510), 300.0), build_policy())
+    goes_on = evaluate_job(next_pass(thought, change_members(world, progress={"step": 510}), 300.0), build_policy())
     assert goes_on.desired.plan.evidence_request not in {"", thought.desired.plan.evidence_request}

@@ -60,9 +60,8 @@ def judged(open_: Incident, world: Observation | None = None) -> Incident:
 
 
 def second_round(world: Observation | None = None, **heartbeat: Any) -> Observation:
-    return change_members(
-        world or build_training(), **({"round": 2, "first_step_at": NOW - 4, "restored_step": 490} | heartbeat)
-    )
+    start = {"first_step_at": NOW - 4, "restored_step": 490}
+    return change_members(change_members(world or build_training(), round=2, start=start), **heartbeat)
 
 
 class TestTheJobsEnd:
@@ -80,13 +79,15 @@ class TestTheJobsEnd:
 class TestRound:
     def test_it_is_over_with_the_first_step_of_a_later_round(self) -> None:
         assert judged(incident()).outcome is None, "the round that it happened in"
-        assert judged(incident(), second_round(first_step_at=0.0)).outcome is None
+        assert judged(incident(), second_round(start={"first_step_at": None})).outcome is None
         over = judged(incident(last_step=500), second_round())
         assert (over.outcome, over.recovered, over.steps_lost) == (IncidentOutcome.RECOVERED, NOW - 4, 10)
 
     def test_what_its_time_went_to_adds_up_to_it(self) -> None:
         start = (ReachedStage(StartStage.LOAD, 2.0, 0), ReachedStage(StartStage.FIRST_STEP, 3.0, 0))
-        over = judged(incident(), second_round(start_stages=start, teardown_seconds=1.0, origin="CHECKPOINT"))
+        over = judged(
+            incident(), second_round(start={"stages": start, "teardown_seconds": 1.0, "origin": "CHECKPOINT"})
+        )
         assert over.recovered is not None
         assert over.restart is not None
         assert over.restart.restored_from == "Checkpoint"
@@ -96,13 +97,13 @@ class TestRound:
         assert judged(incident(), second_round()).restart is None, "older workers"
 
     def test_a_first_step_before_the_decision_recovers_nothing_earlier(self) -> None:
-        assert judged(incident(), second_round(first_step_at=NOW - 60)).recovered == NOW - 17
+        assert judged(incident(), second_round(start={"first_step_at": NOW - 60})).recovered == NOW - 17
 
     def test_steps_that_were_lost(self) -> None:
-        assert judged(incident(last_step=None), second_round(restored_step=0)).steps_lost == 0
-        assert judged(incident(last_step=0), second_round(restored_step=-1)).steps_lost == 0
-        assert judged(incident(last_step=7), second_round(restored_step=-1)).steps_lost == 7
-        assert judged(incident(last_step=7), second_round(restored_step=9)).steps_lost == 0
+        assert judged(incident(last_step=None), second_round(start={"restored_step": 0})).steps_lost == 0
+        assert judged(incident(last_step=0), second_round(start={"restored_step": None})).steps_lost == 0
+        assert judged(incident(last_step=7), second_round(start={"restored_step": None})).steps_lost == 7
+        assert judged(incident(last_step=7), second_round(start={"restored_step": 9})).steps_lost == 0
 
 
 class TestLive:
@@ -118,7 +119,7 @@ class TestLive:
         assert (over.outcome, over.recovered, over.steps_lost) == (IncidentOutcome.SUPERSEDED, NOW, 0)
 
     def test_ranks_that_do_not_follow_it_end_it_and_say_why(self) -> None:
-        over = judged(slow(), change_members(build_training(), refused="shares sum to 33"))
+        over = judged(slow(), change_members(build_training(), training={"refused": "shares sum to 33"}))
         assert over.outcome is IncidentOutcome.INEFFECTIVE
         assert over.evidence[-1].endswith("shares sum to 33")
 
@@ -142,9 +143,14 @@ class TestLive:
         assert over.measured_gain == pytest.approx(300.0), "half of ten minutes"
 
     def test_figures_of_steps_before_it_say_nothing(self) -> None:
-        world = change_members(replace(build_training(), metrics=JobMetrics(peer_slowdown=1.0)), step=LAST_STEP + 47)
+        world = change_members(
+            replace(build_training(), metrics=JobMetrics(peer_slowdown=1.0)), progress={"step": LAST_STEP + 47}
+        )
         assert judged(slow(), world).outcome is None
-        assert judged(slow(), change_members(world, step=LAST_STEP + 48)).outcome is IncidentOutcome.RECOVERED
+        assert (
+            judged(slow(), change_members(world, progress={"step": LAST_STEP + 48})).outcome
+            is IncidentOutcome.RECOVERED
+        )
 
     def test_what_never_shows_has_not_helped(self) -> None:
         unmeasured = replace(build_training(), metrics=JobMetrics())
@@ -193,7 +199,7 @@ class TestLive:
 
         def outcome(of: Incident = mode, steps: int = 500, **metrics: Any) -> IncidentOutcome | None:
             world = replace(build_training(step=steps), metrics=JobMetrics(peer_slowdown=1.0, **metrics))
-            return judged(of, change_members(world, step=500)).outcome
+            return judged(of, change_members(world, progress={"step": 500})).outcome
 
         assert outcome(throughput=320.0) is IncidentOutcome.RECOVERED
         assert outcome(throughput=160.0) is IncidentOutcome.INEFFECTIVE
