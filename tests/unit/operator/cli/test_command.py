@@ -75,12 +75,12 @@ def run_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command and return its exit code, stdout, and stderr; kubectl is the stand-in."""
     assert folder.exists()
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call_command(*arguments: str) -> tuple[int, str, str]:
         code = main(arguments)
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
-    return call
+    return call_command
 
 
 def list_changes(folder: Path) -> list[list[str]]:
@@ -113,7 +113,7 @@ def test_read_commands_change_nothing(run_command: Run, folder: Path, arguments:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked"),
+    ("arguments", "expected"),
     [
         (["mode", "j", "Sync"], "patch trainingjobs.pacekeeper.dev j {'spec': {'syncMode': 'Sync'}}"),
         (["restarts", "j", "30"], "patch trainingjobs.pacekeeper.dev j {'spec': {'remediation': {'maxRestarts': 30}}}"),
@@ -131,14 +131,14 @@ def test_read_commands_change_nothing(run_command: Run, folder: Path, arguments:
         (["release", "node-7", "--yes"], "delete nodequarantines.pacekeeper.dev node-7 --timeout=120s"),
     ],
 )
-def test_write_commands_make_one_call(run_command: Run, folder: Path, arguments: list[str], asked: str) -> None:
+def test_write_commands_make_one_call(run_command: Run, folder: Path, arguments: list[str], expected: str) -> None:
     code, _, err = run_command(*arguments)
     assert (code, err) == (0, "")
     (done,) = list_changes(folder)
     if done[0] == "patch":
         assert done[3:5] == ["--type=merge", "-p"]
         done = [*done[:3], str(json.loads(done[5]))]
-    assert " ".join(done) == asked
+    assert " ".join(done) == expected
 
 
 def test_report_writes_a_file_and_prints_its_name(
