@@ -44,7 +44,7 @@ class SlowCluster(Cluster):
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
         self.timeline = timeline
-        self.calls = self.running = self.largest = 0
+        self.calls = self.running = self.max_running = 0
         self.registry: NodeRegistry | None = None
         self.approval_errors: list[Exception] = []  # raised by the next approvals, after they are written
         for i in range(4, NODE_COUNT + 1):
@@ -62,9 +62,9 @@ class SlowCluster(Cluster):
         done = self._deliver_event(kind, await super().create(kind, body, dry_run=dry_run))
         return self._raise_approval_error(kind, body, done)
 
-    async def patch(self, kind: ResourceKind, name: str, body: Any, namespace: str = "", **required: Any) -> Object:
+    async def patch(self, kind: ResourceKind, name: str, body: Any, namespace: str = "", **options: Any) -> Object:
         await self._delay()
-        done = self._deliver_event(kind, await super().patch(kind, name, body, namespace, **required))
+        done = self._deliver_event(kind, await super().patch(kind, name, body, namespace, **options))
         return self._raise_approval_error(kind, body, done)
 
     async def apply(self, kind: ResourceKind, body: Object, *, manager: str, subresource: str = "") -> Object:
@@ -175,7 +175,7 @@ class TestNodeConditions:
         assert verdicts.count(QuarantineVerdict.BREAKER) >= 28, "no others had failed when the first ones were checked"
         await bench.run(60)
         assert {found.verdict for found in bench.cluster.quarantines().values()} == {QuarantineVerdict.BREAKER}
-        assert bench.list_held() == bench.approved() == set()
+        assert bench.list_held() == bench.list_approved() == set()
 
     async def test_a_deleted_quarantine_is_not_raised_again(self) -> None:
         bench = RegistryBench()
@@ -236,7 +236,7 @@ class TestManyAtOnce:
         await bench.run(1)
         bench.break_nodes(*range(1, 31))
         await bench.run(60)
-        assert len(bench.approved()) == len(bench.list_held()) == 6
+        assert len(bench.list_approved()) == len(bench.list_held()) == 6
         verdicts = [found.verdict for found in bench.cluster.quarantines().values()]
         assert verdicts.count(QuarantineVerdict.BUDGET_SPENT) == 24
 
@@ -247,7 +247,7 @@ class TestManyAtOnce:
         await bench.run(1)
         bench.break_nodes(*range(1, 31))
         await bench.run(120)
-        assert len(bench.approved()) == len(bench.list_held()) == 6
+        assert len(bench.list_approved()) == len(bench.list_held()) == 6
 
     @pytest.mark.parametrize("after", [0.012, 0.024, 0.036, 0.048, 0.06, 0.09, 0.15])
     async def test_the_budget_holds_where_the_operator_restarts(self, after: float) -> None:
@@ -257,7 +257,7 @@ class TestManyAtOnce:
         await bench.run(after)
         await bench.restart()
         await bench.run(60)
-        assert len(bench.approved()) == len(bench.list_held()) == 6
+        assert len(bench.list_approved()) == len(bench.list_held()) == 6
 
     async def test_the_operator_pauses_as_a_busy_api_server_requests(self) -> None:
         bench = RegistryBench()
