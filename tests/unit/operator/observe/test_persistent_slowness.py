@@ -222,7 +222,7 @@ def test_false_metrics_give_finite_numbers(lie: float) -> None:
 
 
 def test_the_memory_of_forty_thousand_ranks_is_bounded() -> None:
-    """Whatever they report, a fixed number of windows of four bytes per rank is stored."""
+    """A fixed number of windows of four bytes per rank is stored, for any reports."""
     history = build_history(2 * MAX_KEPT_WINDOWS, 0.01, ranks=40_000)
     assert sum(window.nbytes for window in history.windows) == MAX_KEPT_WINDOWS * 40_000 * 4
 
