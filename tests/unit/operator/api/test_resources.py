@@ -1,4 +1,4 @@
-"""The operator and the resource definitions mean the same."""
+"""The operator and the resource definitions agree."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TEMPLATE = {"spec": {"containers": [{"name": "trainer"}]}}
 CONDITION = ConditionStatus(JobCondition.DEGRADED, "True", Reason.ALL_RANKS_SLOW, "slow", 1.25, 3)
 
 
-def job(name: str = "gpt", uid: str = "0a1b2c3d-4e5f") -> TrainingJob:
+def build_job(name: str = "gpt", uid: str = "0a1b2c3d-4e5f") -> TrainingJob:
     return TrainingJob("team-a", name, uid, 1, JobSpec(TEMPLATE))
 
 
@@ -65,7 +65,7 @@ def test_defaults_are_those_of_the_schema() -> None:
     assert QuarantineSpec.parse(stored) == QuarantineSpec("XID 79")
 
 
-def test_every_field_is_read() -> None:
+def test_a_job_spec_reads_every_field() -> None:
     spec = JobSpec.parse(
         {
             "template": TEMPLATE,
@@ -143,19 +143,19 @@ def test_every_field_is_read() -> None:
         ({"template": TEMPLATE, "syncMode": "sync"}, "spec.syncMode: 'sync' is not one of Auto, Sync, EDiT, AsyncEDiT"),
     ],
 )
-def test_mistakes_name_the_field(spec: dict[str, Any], message: str) -> None:
+def test_an_input_error_names_the_field(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         JobSpec.parse(spec)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("1h30m", 5400), ("5m", 300), ("90s", 90), ("2h1s", 7201), ("0s", 0)])
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed_and_formatted(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
     assert parse_duration(format_duration(seconds)) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "1.5h", "-5m", "30m1h", "5m "])
-def test_no_durations(text: str) -> None:
+def test_text_that_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="1h30m, 5m or 90s"):
         parse_duration(text)
 
@@ -229,8 +229,8 @@ QUARANTINE_STATUS = QuarantineStatus(
     [(JOB_STATUS, "trainingjobs"), (INCIDENT_STATUS, "incidents"), (QUARANTINE_STATUS, "nodequarantines")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_status_survives_the_api_server(status: Any, plural: str) -> None:
-    """All its fields are set here, none is pruned or refused, and what is read is what was written."""
+def test_a_status_that_is_written_is_read_unchanged(status: Any, plural: str) -> None:
+    """Every field is set here, and the schema neither prunes nor refuses any."""
     patch = status.to_patch()
     assert None not in patch.values(), "set every field, so that every one is checked"
     assert set(patch) == set(read_schema(plural)["status"]["properties"])
@@ -243,7 +243,7 @@ def test_fields_without_a_value_are_removed_by_the_patch() -> None:
     assert JobStatus(slowdown=float("inf")).to_patch()["slowdown"] is None, "JSON has no infinity"
 
 
-def test_specs_survive_the_api_server() -> None:
+def test_a_spec_that_is_written_is_read_unchanged() -> None:
     incident = IncidentSpec(
         job_ref=ObjectRef("gpt", "team-a", "uid"),
         cause=IncidentCause.NODE_LOST,
@@ -263,7 +263,7 @@ def test_specs_survive_the_api_server() -> None:
     assert QuarantineSpec.parse(quarantine.to_json()) == quarantine
 
 
-def test_evidence_is_cut_to_what_the_schema_takes() -> None:
+def test_evidence_is_cut_to_the_limits_of_the_schema() -> None:
     evidence = tuple(f"{i} " + "x" * 100_000 for i in range(500))
     written = IncidentSpec(ObjectRef("gpt", "team-a", "u"), IncidentCause.HANG, evidence=evidence).to_json()["evidence"]
     limits = read_schema("incidents")["spec"]["properties"]["evidence"]
@@ -281,7 +281,7 @@ def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "plural", "path"),
+    ("values", "plural", "path"),
     [
         (Remedy, "trainingjobs", "spec.remediation.allow.items"),
         (RemediationMode, "trainingjobs", "spec.remediation.mode"),
@@ -297,49 +297,49 @@ def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_words_are_those_of_the_schema(words: Any, plural: str, path: str) -> None:
+def test_enum_values_are_those_of_the_schema(values: Any, plural: str, path: str) -> None:
     found: Any = {"properties": read_schema(plural)}
     for name in path.split("."):
         found = found["items"] if name == "items" else found["properties"][name]
-    assert found["enum"] == list(words)
+    assert found["enum"] == list(values)
 
 
-def test_each_mode_can_be_wanted_and_auto_is_none_of_them() -> None:
+def test_each_sync_mode_can_be_requested_and_auto_is_none_of_them() -> None:
     assert {*RequestedSyncMode} - {*SyncMode} == {RequestedSyncMode.AUTO}
     assert {*SyncMode} <= {*RequestedSyncMode}
 
 
 @pytest.mark.parametrize("cause", IncidentCause)
-def test_incident_names_are_deterministic_and_of_one_job(cause: IncidentCause) -> None:
-    name = IncidentKey(cause, 3).incident_name(job())
-    assert name == IncidentKey(cause, 3).incident_name(job())
+def test_incident_names_are_deterministic_and_differ_between_jobs(cause: IncidentCause) -> None:
+    name = IncidentKey(cause, 3).incident_name(build_job())
+    assert name == IncidentKey(cause, 3).incident_name(build_job())
     assert re.fullmatch(rf"gpt-r3-{cause}-0a1b2", name)
     others = {
-        IncidentKey(cause, 3).incident_name(job(uid="9-of-a-later-job")),
-        IncidentKey(cause, 4).incident_name(job()),
-        IncidentKey(cause, 3, occurrence=2).incident_name(job()),
-        IncidentKey(cause, 3, worker="j-w1-0").incident_name(job()),
-        IncidentKey(cause, 3, rank=1).incident_name(job()),
-        IncidentKey(cause, 3, gpu="node/0/XID=79").incident_name(job()),
+        IncidentKey(cause, 3).incident_name(build_job(uid="9-of-a-later-job")),
+        IncidentKey(cause, 4).incident_name(build_job()),
+        IncidentKey(cause, 3, occurrence=2).incident_name(build_job()),
+        IncidentKey(cause, 3, worker="j-w1-0").incident_name(build_job()),
+        IncidentKey(cause, 3, rank=1).incident_name(build_job()),
+        IncidentKey(cause, 3, gpu="node/0/XID=79").incident_name(build_job()),
     }
     assert name not in others
     assert len(others) == 6
-    longest = IncidentKey(cause, 10**9, rank=10**6, occurrence=10**6).incident_name(job("j" * MAX_JOB_NAME))
+    longest = IncidentKey(cause, 10**9, rank=10**6, occurrence=10**6).incident_name(build_job("j" * MAX_JOB_NAME))
     assert len(longest) <= 253
 
 
-def test_a_job_is_read_from_its_object() -> None:
+def test_a_training_job_is_parsed_from_its_object() -> None:
     metadata = {"namespace": "team-a", "name": "gpt", "uid": "u", "generation": 4}
     times = {"creationTimestamp": "2027-01-15T08:00:00Z", "deletionTimestamp": "2027-01-15T09:00:00Z"}
     found = TrainingJob.parse({"metadata": metadata | times, "spec": {"template": TEMPLATE}})
     assert found == TrainingJob("team-a", "gpt", "u", 4, JobSpec(TEMPLATE), 1_800_000_000, deleting=True)
 
 
-def test_worker_counts_read_as_a_column() -> None:
+def test_worker_counts_have_a_summary_for_a_column() -> None:
     assert WorkerCounts.from_counts(desired=4, ready=3, spare=1).summary == "3/4+1"
     assert WorkerCounts.from_counts(desired=4, ready=4, spare=0).summary == "4/4"
 
 
-def test_fields_that_are_missing_are_named_and_no_others() -> None:
+def test_only_fields_that_are_missing_are_named() -> None:
     with pytest.raises(InputError, match=r"^spec.incidentRef: namespace must be given$"):
         from_json(ObjectRef, {"name": "i"}, "spec.incidentRef", {})

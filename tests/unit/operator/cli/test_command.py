@@ -1,4 +1,4 @@
-"""The verbs, over a stand-in for kubectl: what they ask it, and what they say when it cannot."""
+"""The verbs, over a stand-in for kubectl: their calls, and what they print when a call fails."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the stand-in, with a job, its incident and a quarantine."""
+    """The folder of the stand-in, with a job, its incident, and a quarantine."""
     program = tmp_path / "bin" / "kubectl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {kubectl_stand_in.__file__} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("STAND_IN", str(tmp_path))
-    thought = evaluate_job(build_training(faults=build_stalls(build_training(), culprit=2)), build_policy())
-    (incident,) = thought.desired.state.incidents.current
+    result = evaluate_job(build_training(faults=build_stalls(build_training(), culprit=2)), build_policy())
+    (incident,) = result.desired.state.incidents.current
     quarantine = {
         "apiVersion": API_VERSION,
         "kind": "NodeQuarantine",
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, items in (("node-7", [entry]), ("node-8", [{**entry, "kind": "Possessed"}]))
     ]
     objects = [
-        build_job_object(thought.observation),
+        build_job_object(result.observation),
         build_incident_object(build_training().job, incident),
         quarantine,
         *histories,
@@ -71,27 +71,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command's exit code and what it says; kubectl is `folder`'s."""
+def run_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command and return its exit code, stdout, and stderr; kubectl is the stand-in."""
     assert folder.exists()
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call_command(*arguments: str) -> tuple[int, str, str]:
         code = main(arguments)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
-    return call
+    return call_command
 
 
-def changes(folder: Path) -> list[list[str]]:
-    """What kubectl was asked to do, beside looking."""
+def list_changes(folder: Path) -> list[list[str]]:
+    """Return the calls of kubectl other than `get`."""
     log = folder / "asked.json"
     asked = map(json.loads, log.read_text().splitlines() if log.exists() else ())
     return [arguments for arguments in asked if arguments[0] != "get"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (["status"], "Recovering"),
         (["status", "j"], "j in ns: Recovering"),
@@ -105,15 +105,15 @@ def changes(folder: Path) -> list[list[str]]:
         (["nodes", "node-8"], "node node-8: 0 Incidents within 90 days"),
     ],
 )
-def test_looking_changes_nothing(run: Run, folder: Path, arguments: list[str], words: str) -> None:
-    code, out, err = run(*arguments)
+def test_read_commands_change_nothing(run_command: Run, folder: Path, arguments: list[str], text: str) -> None:
+    code, out, err = run_command(*arguments)
     assert (code, err) == (0, "")
-    assert words in out
-    assert not changes(folder)
+    assert text in out
+    assert not list_changes(folder)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked"),
+    ("arguments", "expected"),
     [
         (["mode", "j", "Sync"], "patch trainingjobs.pacekeeper.dev j {'spec': {'syncMode': 'Sync'}}"),
         (["restarts", "j", "30"], "patch trainingjobs.pacekeeper.dev j {'spec': {'remediation': {'maxRestarts': 30}}}"),
@@ -131,38 +131,40 @@ def test_looking_changes_nothing(run: Run, folder: Path, arguments: list[str], w
         (["release", "node-7", "--yes"], "delete nodequarantines.pacekeeper.dev node-7 --timeout=120s"),
     ],
 )
-def test_acting_is_one_call(run: Run, folder: Path, arguments: list[str], asked: str) -> None:
-    code, _, err = run(*arguments)
+def test_write_commands_make_one_call(run_command: Run, folder: Path, arguments: list[str], expected: str) -> None:
+    code, _, err = run_command(*arguments)
     assert (code, err) == (0, "")
-    (done,) = changes(folder)
+    (done,) = list_changes(folder)
     if done[0] == "patch":
         assert done[3:5] == ["--type=merge", "-p"]
         done = [*done[:3], str(json.loads(done[5]))]
-    assert " ".join(done) == asked
+    assert " ".join(done) == expected
 
 
-def test_a_report_is_a_file_and_says_which(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_writes_a_file_and_prints_its_name(
+    run_command: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
-    assert run("report", "j") == (0, "j.html\n", "")
+    assert run_command("report", "j") == (0, "j.html\n", "")
     assert "j-r1-hang-u1d2c" in (folder / "j.html").read_text()
-    assert run("report", "j", "-o", str(folder / "b.html"))[0] == 0
+    assert run_command("report", "j", "-o", str(folder / "b.html"))[0] == 0
     assert (folder / "b.html").exists()
-    code, _, err = run("report", "j", "-o", str(folder / "no" / "such"))
+    code, _, err = run_command("report", "j", "-o", str(folder / "no" / "such"))
     assert (code, err) == (2, f"kubectl pacekeeper: --output {folder}/no/such: No such file or directory\n")
-    assert not changes(folder)
+    assert not list_changes(folder)
 
 
-def test_a_mode_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_mode_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["mode", "j", "Fast"])
-    said = capsys.readouterr().err
-    assert "invalid choice: 'Fast'" in said
-    assert "AsyncEDiT" in said
-    assert "RequestedSyncMode" not in said
+    printed = capsys.readouterr().err
+    assert "invalid choice: 'Fast'" in printed
+    assert "AsyncEDiT" in printed
+    assert "RequestedSyncMode" not in printed
 
 
-def test_context_and_namespace_are_handed_on(run: Run, folder: Path) -> None:
-    run("mode", "j", "Auto", "-n", "team-a", "--context", "prod")
+def test_context_and_namespace_are_passed_to_kubectl(run_command: Run, folder: Path) -> None:
+    run_command("mode", "j", "Auto", "-n", "team-a", "--context", "prod")
     (asked,) = [json.loads(line) for line in (folder / "asked.json").read_text().splitlines() if "patch" in line]
     assert asked[0] == "--context=prod"
     assert "--namespace=team-a" in asked
@@ -170,76 +172,78 @@ def test_context_and_namespace_are_handed_on(run: Run, folder: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["approve", "release"])
 @pytest.mark.parametrize(("answer", "done"), [("y\n", True), ("\n", False), ("no\n", False)])
-def test_nodes_are_touched_only_when_somebody_agrees(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, answer: str, done: bool
+def test_quarantines_change_only_after_confirmation(
+    run_command: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, answer: str, done: bool
 ) -> None:
     typed = io.StringIO(answer)
     monkeypatch.setattr(typed, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", typed)
-    code, out, _ = run(verb, "node-7")
+    code, out, _ = run_command(verb, "node-7")
     assert "XID 79" in out
-    assert (code, bool(changes(folder))) == (0 if done else 1, done)
+    assert (code, bool(list_changes(folder))) == (0 if done else 1, done)
 
 
-def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
-    code, _, err = run("approve", "node-7")
+def test_without_a_terminal_the_error_names_the_yes_option(run_command: Run, folder: Path) -> None:
+    code, _, err = run_command("approve", "node-7")
     assert (code, "--yes" in err) == (2, True)
-    assert not changes(folder)
+    assert not list_changes(folder)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
-        (["status", "nobody"], "there are: j"),
-        (["why", "nobody"], "there are: j"),
-        (["incidents", "nobody"], "there are: j"),
-        (["nodes", "nobody"], "there are: node-7, node-8"),
-        (["mode", "nobody", "Sync"], "there are: j"),
-        (["restarts", "nobody", "30"], "there are: j"),
-        (["pause", "nobody"], "there are: j"),
+        (["status", "absent"], "there are: j"),
+        (["why", "absent"], "there are: j"),
+        (["incidents", "absent"], "there are: j"),
+        (["nodes", "absent"], "there are: node-7, node-8"),
+        (["mode", "absent", "Sync"], "there are: j"),
+        (["restarts", "absent", "30"], "there are: j"),
+        (["pause", "absent"], "there are: j"),
         (["approve", "node-8"], "there are: node-7"),
-        (["links", "nobody"], "there are: j"),
+        (["links", "absent"], "there are: j"),
         (["whatif", "j"], "j has no ranks that train: kubectl pacekeeper why j"),
         (["pause"], "name a job, or --all"),
         (["profile", "j"], "j does not train now"),
     ],
 )
-def test_what_cannot_be_done(run: Run, folder: Path, arguments: list[str], words: str) -> None:
-    code, _, err = run(*arguments)
+def test_an_impossible_command_fails_with_an_explanation(
+    run_command: Run, folder: Path, arguments: list[str], text: str
+) -> None:
+    code, _, err = run_command(*arguments)
     assert code != 0
-    assert words in err
-    assert [asked[0] for asked in changes(folder)] in ([], ["annotate"])
+    assert text in err
+    assert [asked[0] for asked in list_changes(folder)] in ([], ["annotate"])
 
 
-def test_what_if_is_computed_from_the_rings_of_the_newest_round(run: Run, folder: Path) -> None:
-    """Rank 2 of 4 takes twice as long; its worker has left a ring of an earlier round behind."""
-    add(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{number}-0"}} for number in range(5)))
+def test_whatif_uses_the_rings_of_the_newest_round(run_command: Run, folder: Path) -> None:
+    """Rank 2 of 4 takes twice as long. Its worker left a ring of an earlier round behind."""
+    add_objects(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{number}-0"}} for number in range(5)))
     for rank in range(4):
         place = folder / "pods" / f"j-w{rank}-0"
         place.mkdir(parents=True)
         write_ring(place / "0", rank, round_=2)
         (place / "0.transport").write_bytes(b"NCCL's")
     write_ring(folder / "pods" / "j-w2-0" / "1", rank=1, round_=1)
-    code, out, err = run("whatif", "j")
+    code, out, err = run_command("whatif", "j")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 100
     assert "Slowdown 1.517" in out
     assert "dp_rank 2" in out
     body = build_job_object(build_training())
-    add(folder, {**body, "status": {**body["status"], "syncMode": "AsyncEDiT"}})
-    assert "j trains in AsyncEDiT, in which no rank waits" in run("whatif", "j")[2]
+    add_objects(folder, {**body, "status": {**body["status"], "syncMode": "AsyncEDiT"}})
+    assert "j trains in AsyncEDiT, in which no rank waits" in run_command("whatif", "j")[2]
 
 
-def test_links_are_told_by_all_workers_the_slowest_first(run: Run, folder: Path) -> None:
-    """What rank 2 of 4 sends takes ten times as long; a fifth pod has just gone."""
+def test_links_lists_the_links_of_all_workers_slowest_first(run_command: Run, folder: Path) -> None:
+    """What rank 2 of 4 sends takes ten times as long. A fifth pod has just been deleted."""
     pods = [{"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {"nodeName": f"node-{n}"}} for n in range(5)]
-    add(folder, *pods)
-    assert "no worker of j has answered" in run("links", "j")[2]
-    for told in mesh(ranks=4, slow=2):
-        place = folder / "pods" / told.worker
+    add_objects(folder, *pods)
+    assert "no worker of j has answered" in run_command("links", "j")[2]
+    for answer in mesh(ranks=4, slow=2):
+        place = folder / "pods" / answer.worker
         place.mkdir(parents=True)
-        (place / "answer").write_text(json.dumps(told.to_json()))
-    code, out, err = run("links", "j")
+        (place / "answer").write_text(json.dumps(answer.to_json()))
+    code, out, err = run_command("links", "j")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].split() == ["FROM", "TO", "×", "USUAL", "MB/S", "MB", "BUSY", "S", "RESENT", "MB", "BETWEEN"]
@@ -250,19 +254,19 @@ def test_links_are_told_by_all_workers_the_slowest_first(run: Run, folder: Path)
     assert sorted(path.name for path in (folder / "pods" / "j-w0-0").iterdir()) == ["answer"], "it tidies up"
 
 
-def test_of_many_links_all_are_shown_where_that_is_wanted(run: Run, folder: Path) -> None:
-    add(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {}} for n in range(6)))
-    for told in mesh(ranks=6, slow=-1):
-        place = folder / "pods" / told.worker
+def test_links_shows_all_links_with_the_all_option(run_command: Run, folder: Path) -> None:
+    add_objects(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {}} for n in range(6)))
+    for answer in mesh(ranks=6, slow=-1):
+        place = folder / "pods" / answer.worker
         place.mkdir(parents=True)
-        (place / "answer").write_text(json.dumps(told.to_json()))
-    out = run("links", "j")[1]
+        (place / "answer").write_text(json.dumps(answer.to_json()))
+    out = run_command("links", "j")[1]
     assert "10 links more: --all" in out
     assert "no link is much slower than the others" in out
-    assert run("links", "j", "--all")[1].count("rank ") == 2 * 30
+    assert run_command("links", "j", "--all")[1].count("rank ") == 2 * 30
 
 
-def test_a_profile_waits_for_the_window_and_tells_it(run: Run, folder: Path) -> None:
+def test_profile_waits_for_the_window_and_prints_it(run_command: Run, folder: Path) -> None:
     sent = build_answers(
         [
             build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank == 1 else HEALTHY_WORK, 0.6)
@@ -274,47 +278,47 @@ def test_a_profile_waits_for_the_window_and_tells_it(run: Run, folder: Path) -> 
     content = write_profile_page(localize_in_table(table, 4), table, dict(sent)).decode()
     window = {"kind": "ProfileWindow", "metadata": {"name": "w"}, "spec": {"window": "profile-1", "content": content}}
     event = {"kind": "Event", "metadata": {"uid": "e"}, "message": "rank 1 takes longer"}
-    add(folder, build_job_object(build_training()))
-    assert "no profile within 0 s" in run("profile", "j", "--timeout", "0")[2]
+    add_objects(folder, build_job_object(build_training()))
+    assert "no profile within 0 s" in run_command("profile", "j", "--timeout", "0")[2]
     (folder / "later.json").write_text(json.dumps([event, window]))
-    code, out, _ = run("profile", "j", "-o", str(folder / "page.html"))
+    code, out, _ = run_command("profile", "j", "-o", str(folder / "page.html"))
     assert code == 0
     assert "train.py:augment" in out
     assert "to do: " in out
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
-    *_, (verb, _, job, _, wanted) = changes(folder)
+    *_, (verb, _, job, _, wanted) = list_changes(folder)
     assert (verb, job, wanted.partition("=")[0]) == ("annotate", "j", "pacekeeper.dev/profile")
 
 
-def add(folder: Path, *objects: Object) -> None:
-    """In front of what there is of the same name."""
+def add_objects(folder: Path, *objects: Object) -> None:
+    """Add objects in front of those that exist with the same name."""
     known = json.loads((folder / "objects.json").read_text())
     (folder / "objects.json").write_text(json.dumps([*objects, *known]))
 
 
 @pytest.mark.parametrize(
-    ("refusal", "words"),
+    ("refusal", "text"),
     [
         ('Error from server (Forbidden): trainingjobs is forbidden: User "eve" cannot list', 'User "eve" cannot list'),
         ('error: the server doesn\'t have a resource type "trainingjobs"', "install the chart"),
         ("E1123 11:52:24.366504 2300 memcache.go:381] noise\nThe connection was refused", "The connection was refused"),
     ],
 )
-def test_what_kubectl_refuses_is_told_in_its_own_words(run: Run, folder: Path, refusal: str, words: str) -> None:
+def test_a_refusal_by_kubectl_is_printed_verbatim(run_command: Run, folder: Path, refusal: str, text: str) -> None:
     (folder / "refusal").write_text(refusal)
-    code, out, err = run("status")
+    code, out, err = run_command("status")
     assert (code, out) == (1, "")
-    assert words in err
+    assert text in err
     assert "noise" not in err
 
 
-def test_without_kubectl(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kubectl_is_reported(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    code, _, err = run("status")
+    code, _, err = run_command("status")
     assert (code, "kubectl is not on the PATH" in err) == (1, True)
 
 
-def test_it_needs_no_library_of_the_operators() -> None:
+def test_the_command_imports_no_library_of_the_operator() -> None:
     program = (
         "import sys, pacekeeper_operator.cli.command; "
         "print({'kopf', 'kubernetes', 'aiohttp', 'torch', 'prometheus_client'} & set(sys.modules))"
@@ -323,32 +327,32 @@ def test_it_needs_no_library_of_the_operators() -> None:
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-def test_why_has_the_events_of_pods_that_do_not_run(run: Run, folder: Path) -> None:
+def test_why_shows_events_of_pods_that_do_not_run(run_command: Run, folder: Path) -> None:
     pod = {"kind": "Pod", "metadata": build_metadata("j-w2-1", "u2"), "spec": {}, "status": {"phase": "Pending"}}
     event = {"kind": "Event", "metadata": build_metadata("e", "e1"), "type": "Warning", "reason": "FailedMount"}
-    add(folder, pod, event | {"message": 'secret "token" not found'})
-    _, words, _ = run("why", "j")
-    assert "Pod j-w2-1 is Pending (kubectl describe pod j-w2-1):\n  FailedMount (" in words
-    assert 'secret "token" not found' in words
+    add_objects(folder, pod, event | {"message": 'secret "token" not found'})
+    _, text, _ = run_command("why", "j")
+    assert "Pod j-w2-1 is Pending (kubectl describe pod j-w2-1):\n  FailedMount (" in text
+    assert 'secret "token" not found' in text
     asked = [" ".join(map(str, json.loads(line))) for line in (folder / "asked.json").read_text().splitlines()]
     assert any("get pods" in line and "status.phase!=Running" in line for line in asked)
     assert any("get events" in line and "involvedObject.uid=u2" in line for line in asked)
 
 
 @pytest.mark.parametrize("verb", [["restarts", "j", "30"], ["mode", "j", "Sync"], ["pause", "j"], ["resume", "j"]])
-def test_what_has_ended_is_not_changed_any_more(run: Run, folder: Path, verb: list[str]) -> None:
+def test_an_ended_job_is_not_changed(run_command: Run, folder: Path, verb: list[str]) -> None:
     file = folder / "objects.json"
     objects = json.loads(file.read_text())
     objects[0]["status"]["phase"] = "Failed"
     file.write_text(json.dumps(objects))
-    code, out, err = run(*verb)
+    code, out, err = run_command(*verb)
     assert (code, out) == (1, "")
     assert "j is Failed; next: nothing: a job that has failed does not start again" in err
-    assert not changes(folder)
+    assert not list_changes(folder)
 
 
 class TestJson:
-    """For programs: the words, and the objects that they are about."""
+    """Output for programs: the text, and the objects that it is about."""
 
     @pytest.mark.parametrize(
         ("arguments", "kinds"),
@@ -367,31 +371,35 @@ class TestJson:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
     )
-    def test_each_verb_says_one_object(self, run: Run, arguments: tuple[str, ...], kinds: set[str]) -> None:
-        _, plain, _ = run(*arguments) if arguments[0] in ("status", "why", "incidents") else (0, "", "")
-        code, words, _ = run(*arguments, "-o", "json")
-        said = json.loads(words)
+    def test_each_verb_prints_one_json_object(
+        self, run_command: Run, arguments: tuple[str, ...], kinds: set[str]
+    ) -> None:
+        _, plain, _ = run_command(*arguments) if arguments[0] in ("status", "why", "incidents") else (0, "", "")
+        code, text, _ = run_command(*arguments, "-o", "json")
+        printed = json.loads(text)
         assert code == 0
-        assert {body["kind"] for body in said["objects"]} == kinds
-        assert said["text"].split() == plain.split() or not plain
+        assert {body["kind"] for body in printed["objects"]} == kinds
+        assert printed["text"].split() == plain.split() or not plain
 
-    def test_a_report_writes_no_page(self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_report_as_json_writes_no_page(
+        self, run_command: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(folder)
         before = {path.name for path in folder.iterdir()}
-        run("report", "j", "-o", "json")
+        run_command("report", "j", "-o", "json")
         assert {path.name for path in folder.iterdir()} - before == {"asked.json"}, "which is the stand-in's"
 
-    def test_nobody_is_asked(self, run: Run) -> None:
-        code, words, error = run("release", "node-7", "-o", "json")
-        assert (code, words) == (2, "")
+    def test_json_output_requires_the_yes_option(self, run_command: Run) -> None:
+        code, text, error = run_command("release", "node-7", "-o", "json")
+        assert (code, text) == (2, "")
         assert "give --yes" in error
 
-    def test_an_error_is_words_and_a_status(self, run: Run) -> None:
-        code, words, error = run("why", "nobody", "-o", "json")
-        assert (code, words) == (1, "")
+    def test_an_error_is_a_message_and_an_exit_code(self, run_command: Run) -> None:
+        code, text, error = run_command("why", "absent", "-o", "json")
+        assert (code, text) == (1, "")
         assert "there are: j" in error
 
-    def test_every_verb_knows_it(self) -> None:
+    def test_every_verb_has_the_output_option(self) -> None:
         verbs = next(
             action for action in command._build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices
         )

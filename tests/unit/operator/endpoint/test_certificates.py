@@ -1,4 +1,4 @@
-"""Who trusts the endpoint, before and after its certificates are renewed: by real handshakes over real sockets."""
+"""Which clients trust the endpoint, before and after its certificates are renewed, by real handshakes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from testing.kubernetes.fake_cluster import FakeCluster
 from testing.operators.virtual_time import Timeline, VirtualRuntime
 
 SETTINGS = Settings(namespace="system", address="127.0.0.1:8443")
-NOW = datetime.now(UTC)  # the TLS library judges by the real clock
+NOW = datetime.now(UTC)  # the TLS library checks against the real clock
 DAY = timedelta(days=1)
 
 
-class Present(VirtualRuntime):
-    """Virtual durations from the present on."""
+class PresentRuntime(VirtualRuntime):
+    """A virtual clock that begins at the present."""
 
     def now(self) -> float:
         return NOW.timestamp() + self.monotonic()
@@ -51,33 +51,35 @@ def timeline() -> Timeline:
 
 
 @pytest.fixture
-async def keeping(cluster: FakeCluster, timeline: Timeline) -> AsyncIterator[CertificateManager]:
-    async with keep(cluster, timeline, SETTINGS) as kept:
-        yield kept
+async def manager(cluster: FakeCluster, timeline: Timeline) -> AsyncIterator[CertificateManager]:
+    async with run_manager(cluster, timeline, SETTINGS) as manager:
+        yield manager
 
 
 @asynccontextmanager
-async def keep(cluster: FakeCluster, timeline: Timeline, settings: Settings) -> AsyncIterator[CertificateManager]:
-    """Certificates as the operator keeps them while it runs."""
-    runtime = Present(timeline)
-    kept = CertificateManager(cluster, settings, runtime)
-    await kept.start()
-    task = runtime.start_task(kept.renew_periodically(), "keeper")
-    yield kept
+async def run_manager(
+    cluster: FakeCluster, timeline: Timeline, settings: Settings
+) -> AsyncIterator[CertificateManager]:
+    """Run a certificate manager as the operator does."""
+    runtime = PresentRuntime(timeline)
+    manager = CertificateManager(cluster, settings, runtime)
+    await manager.start()
+    task = runtime.start_task(manager.renew_periodically(), "certificates")
+    yield manager
     task.cancel()
     assert not runtime.failed.is_set()
 
 
 @asynccontextmanager
-async def listening(context: ssl.SSLContext) -> AsyncIterator[int]:
-    """A server with this context; its port."""
+async def serve_tls(context: ssl.SSLContext) -> AsyncIterator[int]:
+    """Run a server with this context, and yield its port."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
 
-async def connects(port: int, trusted: str, host: str = "127.0.0.1") -> bool:
-    """Whether a client that trusts only this does, as strictly as any TLS library."""
+async def can_connect(port: int, trusted: str, host: str = "127.0.0.1") -> bool:
+    """Return whether a client that trusts only this can connect, as strictly as any TLS library."""
     context = ssl.create_default_context(cadata=trusted)
     context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_STRICT
     try:
@@ -88,12 +90,12 @@ async def connects(port: int, trusted: str, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def secret(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME) -> Object:
+def get_secret(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME) -> Object:
     return cluster.objects["secrets", "system", name]
 
 
-async def write(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME, **data: str) -> None:
-    """A Secret with these texts; one that exists is changed."""
+async def write_secret(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME, **data: str) -> None:
+    """Create a Secret with these texts, or change one that exists."""
     encoded = {key.replace("_", "."): base64.b64encode(text.encode()).decode() for key, text in data.items()}
     found = cluster.objects.get(("secrets", "system", name))
     if found is None:
@@ -102,92 +104,96 @@ async def write(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME, **data:
         await cluster.replace(SECRETS, found | {"data": found["data"] | encoded})
 
 
-async def aged(cluster: FakeCluster) -> CertificateAuthority:
-    """An authority that stands in the Secret, and of whose life two thirds are over."""
+async def create_aging_authority(cluster: FakeCluster) -> CertificateAuthority:
+    """Store an authority in the Secret that is past two thirds of its life."""
     authority = certificates.create_authority(NOW - 0.7 * certificates.AUTHORITY_DAYS * DAY)
     await cluster.create(SECRETS, authority.to_secret("system"))
     return authority
 
 
 class TestOwnAuthority:
-    async def test_is_made_once(self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager) -> None:
-        async with keep(cluster, timeline, SETTINGS) as next_one, listening(next_one.context) as port:
-            assert next_one.trusted == keeping.trusted
-            assert await connects(port, keeping.trusted)
-
-    async def test_nobody_is_given_a_ticket_that_the_next_operator_would_not_know(
-        self, keeping: CertificateManager
+    async def test_the_authority_is_created_once(
+        self, cluster: FakeCluster, timeline: Timeline, manager: CertificateManager
     ) -> None:
-        context = ssl.create_default_context(cadata=keeping.trusted)
-        async with listening(keeping.context) as port:
+        async with run_manager(cluster, timeline, SETTINGS) as next_one, serve_tls(next_one.context) as port:
+            assert next_one.trusted == manager.trusted
+            assert await can_connect(port, manager.trusted)
+
+    async def test_no_session_ticket_is_issued(self, manager: CertificateManager) -> None:
+        context = ssl.create_default_context(cadata=manager.trusted)
+        async with serve_tls(manager.context) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             assert await reader.read() == b""
             session = writer.get_extra_info("ssl_object").session
             assert session is None or not session.has_ticket
             writer.close()
 
-    async def test_alone_is_trusted(self, keeping: CertificateManager) -> None:
-        async with listening(keeping.context) as port:
-            assert await connects(port, keeping.trusted)
-            assert await connects(port, keeping.trusted, "pacekeeper.system.svc")
-            assert not await connects(port, keeping.trusted, "example.org")
-            assert not await connects(port, certificates.create_authority(NOW).certificate)
+    async def test_only_the_authority_of_the_operator_is_trusted(self, manager: CertificateManager) -> None:
+        async with serve_tls(manager.context) as port:
+            assert await can_connect(port, manager.trusted)
+            assert await can_connect(port, manager.trusted, "pacekeeper.system.svc")
+            assert not await can_connect(port, manager.trusted, "example.org")
+            assert not await can_connect(port, certificates.create_authority(NOW).certificate)
 
-    async def test_old_and_new_are_trusted_once_it_is_renewed(self, cluster: FakeCluster, timeline: Timeline) -> None:
-        old = await aged(cluster)
-        async with keep(cluster, timeline, SETTINGS) as kept, listening(kept.context) as port:
-            new = CertificateAuthority.from_secret(secret(cluster))
+    async def test_old_and_new_authorities_are_trusted_after_a_renewal(
+        self, cluster: FakeCluster, timeline: Timeline
+    ) -> None:
+        old = await create_aging_authority(cluster)
+        async with run_manager(cluster, timeline, SETTINGS) as manager, serve_tls(manager.context) as port:
+            new = CertificateAuthority.from_secret(get_secret(cluster))
             assert new.certificate != old.certificate
-            assert await connects(port, old.certificate), "a worker from before"
-            assert await connects(port, new.certificate), "one that knows only the new one"
-            assert await connects(port, kept.trusted), "one that is made now"
-            assert kept.trusted == new.certificate + old.certificate
+            assert await can_connect(port, old.certificate), "a worker that started before"
+            assert await can_connect(port, new.certificate), "a worker that has only the new one"
+            assert await can_connect(port, manager.trusted), "a worker that starts now"
+            assert manager.trusted == new.certificate + old.certificate
 
-    async def test_the_next_operator_is_trusted_by_old_and_new(self, cluster: FakeCluster, timeline: Timeline) -> None:
-        old = await aged(cluster)
-        async with keep(cluster, timeline, SETTINGS) as first:
+    async def test_the_next_operator_is_trusted_by_clients_of_old_and_new(
+        self, cluster: FakeCluster, timeline: Timeline
+    ) -> None:
+        old = await create_aging_authority(cluster)
+        async with run_manager(cluster, timeline, SETTINGS) as first:
             trusted = first.trusted
-        async with keep(cluster, timeline, SETTINGS) as kept, listening(kept.context) as port:
-            assert kept.trusted == trusted
-            assert await connects(port, old.certificate)
-            assert await connects(port, CertificateAuthority.from_secret(secret(cluster)).certificate)
+        async with run_manager(cluster, timeline, SETTINGS) as manager, serve_tls(manager.context) as port:
+            assert manager.trusted == trusted
+            assert await can_connect(port, old.certificate)
+            assert await can_connect(port, CertificateAuthority.from_secret(get_secret(cluster)).certificate)
 
-    async def test_one_that_has_ended_vouches_for_nobody(self) -> None:
+    async def test_an_expired_authority_signs_no_bridge(self) -> None:
         old = certificates.create_authority(NOW - 2 * certificates.AUTHORITY_DAYS * DAY)
         new = old.renew(NOW)
         assert (new.trusted, new.bridge) == (new.certificate, "")
 
-    async def test_it_is_renewed_while_running_without_a_new_server(
-        self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager
+    async def test_a_running_server_shows_a_renewed_authority(
+        self, cluster: FakeCluster, timeline: Timeline, manager: CertificateManager
     ) -> None:
-        old = keeping.trusted
-        told: list[str] = []
-        keeping.on_trust_changed = told.append
-        async with listening(keeping.context) as port:
+        old = manager.trusted
+        notified: list[str] = []
+        manager.on_trust_changed = notified.append
+        async with serve_tls(manager.context) as port:
             cluster.objects.clear()
-            aging = await aged(cluster)  # somebody puts another in its place, which is due
+            aging = await create_aging_authority(cluster)  # a user replaces it by another that is due
             await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
-            assert told == [keeping.trusted] != [old]
-            assert await connects(port, aging.certificate)
-            assert await connects(port, CertificateAuthority.from_secret(secret(cluster)).certificate)
-            assert not await connects(port, old)
+            assert notified == [manager.trusted] != [old]
+            assert await can_connect(port, aging.certificate)
+            assert await can_connect(port, CertificateAuthority.from_secret(get_secret(cluster)).certificate)
+            assert not await can_connect(port, old)
 
-    async def test_a_deleted_secret_is_written_anew(
-        self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager
+    async def test_a_deleted_secret_is_written_again(
+        self, cluster: FakeCluster, timeline: Timeline, manager: CertificateManager
     ) -> None:
-        before = CertificateAuthority.from_secret(secret(cluster))
+        before = CertificateAuthority.from_secret(get_secret(cluster))
         cluster.objects.clear()
         await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
-        assert CertificateAuthority.from_secret(secret(cluster)) == before
-        async with listening(keeping.context) as port:
-            assert await connects(port, before.certificate)
+        assert CertificateAuthority.from_secret(get_secret(cluster)) == before
+        async with serve_tls(manager.context) as port:
+            assert await can_connect(port, before.certificate)
 
-    async def test_a_secret_of_an_older_operator_is_good(self, cluster: FakeCluster, timeline: Timeline) -> None:
+    async def test_a_secret_of_an_older_operator_is_used(self, cluster: FakeCluster, timeline: Timeline) -> None:
         authority = certificates.create_authority(NOW)
-        await write(cluster, tls_crt=authority.certificate, tls_key=authority.key)
-        async with keep(cluster, timeline, SETTINGS) as kept, listening(kept.context) as port:
-            assert kept.trusted == authority.certificate
-            assert await connects(port, authority.certificate)
+        await write_secret(cluster, tls_crt=authority.certificate, tls_key=authority.key)
+        async with run_manager(cluster, timeline, SETTINGS) as manager, serve_tls(manager.context) as port:
+            assert manager.trusted == authority.certificate
+            assert await can_connect(port, authority.certificate)
 
     @pytest.mark.parametrize(
         ("broken", "why"),
@@ -203,37 +209,37 @@ class TestOwnAuthority:
         self, cluster: FakeCluster, broken: dict[str, str], why: str
     ) -> None:
         authority = certificates.create_authority(NOW)
-        await write(cluster, **{"tls_crt": authority.certificate, "tls_key": authority.key} | broken)
+        await write_secret(cluster, **{"tls_crt": authority.certificate, "tls_key": authority.key} | broken)
         with pytest.raises(
             InputError, match=f"Secret system/{AUTHORITY_SECRET_NAME}: {why}.*restore it from a backup, or delete it"
         ):
             await CertificateManager(cluster, SETTINGS, OperatorRuntime()).start()
 
-    async def test_a_secret_that_becomes_corrupt_changes_nothing_that_is_shown(
-        self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager, caplog: pytest.LogCaptureFixture
+    async def test_a_secret_that_becomes_corrupt_leaves_the_certificate_unchanged(
+        self, cluster: FakeCluster, timeline: Timeline, manager: CertificateManager, caplog: pytest.LogCaptureFixture
     ) -> None:
-        await write(cluster, tls_crt="garbage")
+        await write_secret(cluster, tls_crt="garbage")
         await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
         assert f"Secret system/{AUTHORITY_SECRET_NAME}" in caplog.text
-        async with listening(keeping.context) as port:
-            assert await connects(port, keeping.trusted)
+        async with serve_tls(manager.context) as port:
+            assert await can_connect(port, manager.trusted)
 
-    async def test_an_api_server_that_is_away_at_first_is_waited_for(
+    async def test_the_start_waits_for_an_unavailable_api_server(
         self, cluster: FakeCluster, timeline: Timeline, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        kept, find = CertificateManager(cluster, SETTINGS, Present(timeline)), cluster.find
+        manager, find = CertificateManager(cluster, SETTINGS, PresentRuntime(timeline)), cluster.find
 
-        async def away(*_: Any) -> Object | None:
+        async def fail_find(*_: Any) -> Object | None:
             raise kopf.TemporaryError("no answer")
 
-        monkeypatch.setattr(cluster, "find", away)
-        beginning = asyncio.create_task(kept.start())
+        monkeypatch.setattr(cluster, "find", fail_find)
+        starting = asyncio.create_task(manager.start())
         await timeline.run(10)
-        assert not beginning.done()
+        assert not starting.done()
         monkeypatch.setattr(cluster, "find", find)
         await timeline.run(certificates.CERTIFICATE_STARTUP_RETRY_SECONDS)
-        await beginning
-        assert kept.trusted
+        await starting
+        assert manager.trusted
 
 
 def test_a_serving_certificate_is_due_at_two_thirds_of_its_life() -> None:
@@ -243,74 +249,78 @@ def test_a_serving_certificate_is_due_at_two_thirds_of_its_life() -> None:
 
 
 async def test_a_serving_certificate_is_renewed_while_running(
-    cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, timeline: Timeline, manager: CertificateManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with listening(keeping.context) as port:
-        first = await certificate_of(port)
+    async with serve_tls(manager.context) as port:
+        first = await read_certificate(port)
         await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
-        assert await certificate_of(port) == first, "while it is good it stays"
+        assert await read_certificate(port) == first, "it stays while it is valid"
         monkeypatch.setattr(ServingCertificate, "is_due", lambda *_: True)
         await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
-        assert await certificate_of(port) != first
-        assert await connects(port, keeping.trusted)
-    assert CertificateAuthority.from_secret(secret(cluster)).trusted == keeping.trusted, "and its authority stays"
+        assert await read_certificate(port) != first
+        assert await can_connect(port, manager.trusted)
+    assert CertificateAuthority.from_secret(get_secret(cluster)).trusted == manager.trusted, "its authority stays"
 
 
-async def certificate_of(port: int) -> bytes:
-    """What the server shows (DER)."""
+async def read_certificate(port: int) -> bytes:
+    """Return the certificate of the server (DER)."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
-    assert isinstance(shown, bytes)
-    return shown
+    assert isinstance(certificate, bytes)
+    return certificate
 
 
 class TestGivenSecret:
     SETTINGS = replace(SETTINGS, tls_secret="theirs")
 
-    async def give(self, cluster: FakeCluster, *hosts: str) -> str:
-        """What cert-manager would write; the authority to be trusted."""
+    async def provide_certificate(self, cluster: FakeCluster, *hosts: str) -> str:
+        """Write what cert-manager would write, and return the authority to be trusted."""
         authority = certificates.create_authority(NOW)
         serving = authority.issue_serving_certificate(hosts or ("127.0.0.1",), NOW)
-        await write(cluster, "theirs", tls_crt=serving.chain, tls_key=serving.key, ca_crt=authority.certificate)
+        await write_secret(cluster, "theirs", tls_crt=serving.chain, tls_key=serving.key, ca_crt=authority.certificate)
         return authority.certificate
 
-    async def test_is_shown_and_read_anew_when_it_changes(self, cluster: FakeCluster, timeline: Timeline) -> None:
-        first = await self.give(cluster)
-        async with keep(cluster, timeline, self.SETTINGS) as kept, listening(kept.context) as port:
-            assert await connects(port, first)
-            second = await self.give(cluster)
+    async def test_a_provided_certificate_is_shown_and_read_again_when_it_changes(
+        self, cluster: FakeCluster, timeline: Timeline
+    ) -> None:
+        first = await self.provide_certificate(cluster)
+        async with run_manager(cluster, timeline, self.SETTINGS) as manager, serve_tls(manager.context) as port:
+            assert await can_connect(port, first)
+            second = await self.provide_certificate(cluster)
             await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
-            assert kept.trusted == second
-            assert await connects(port, second)
-            assert not await connects(port, first)
-        assert ("secrets", "system", AUTHORITY_SECRET_NAME) not in cluster.objects, "no authority of our own is made"
+            assert manager.trusted == second
+            assert await can_connect(port, second)
+            assert not await can_connect(port, first)
+        assert ("secrets", "system", AUTHORITY_SECRET_NAME) not in cluster.objects, "the operator creates no authority"
 
-    async def test_what_no_worker_would_trust_is_named(self, cluster: FakeCluster) -> None:
-        await self.give(cluster, "example.org")
+    async def test_a_certificate_that_no_worker_would_trust_is_refused(self, cluster: FakeCluster) -> None:
+        await self.provide_certificate(cluster, "example.org")
         with pytest.raises(InputError, match=r"no worker would trust the certificate for 127\.0\.0\.1"):
             await CertificateManager(cluster, self.SETTINGS, OperatorRuntime()).start()
 
     async def test_a_field_that_is_missing_is_named(self, cluster: FakeCluster) -> None:
-        await write(cluster, "theirs", tls_crt="x", tls_key="y")
+        await write_secret(cluster, "theirs", tls_crt="x", tls_key="y")
         with pytest.raises(InputError, match=r"Secret system/theirs \(tls_secret\): ca.crt is missing"):
             await CertificateManager(cluster, self.SETTINGS, OperatorRuntime()).start()
 
-    async def test_it_is_waited_for(self, cluster: FakeCluster, timeline: Timeline) -> None:
-        kept = CertificateManager(cluster, self.SETTINGS, Present(timeline))
-        beginning = asyncio.create_task(kept.start())
+    async def test_the_start_waits_for_a_missing_secret(self, cluster: FakeCluster, timeline: Timeline) -> None:
+        manager = CertificateManager(cluster, self.SETTINGS, PresentRuntime(timeline))
+        starting = asyncio.create_task(manager.start())
         await timeline.run(60)
-        assert not beginning.done()
-        trusted = await self.give(cluster)
+        assert not starting.done()
+        trusted = await self.provide_certificate(cluster)
         await timeline.run(certificates.CERTIFICATE_STARTUP_RETRY_SECONDS)
-        await beginning
-        assert kept.trusted == trusted
+        await starting
+        assert manager.trusted == trusted
 
-    async def test_once_it_is_gone_what_was_shown_stays(self, cluster: FakeCluster, timeline: Timeline) -> None:
-        trusted = await self.give(cluster)
-        async with keep(cluster, timeline, self.SETTINGS) as kept, listening(kept.context) as port:
+    async def test_a_deleted_provided_secret_leaves_the_certificate_unchanged(
+        self, cluster: FakeCluster, timeline: Timeline
+    ) -> None:
+        trusted = await self.provide_certificate(cluster)
+        async with run_manager(cluster, timeline, self.SETTINGS) as manager, serve_tls(manager.context) as port:
             cluster.objects.clear()
             await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
-            assert await connects(port, trusted)
+            assert await can_connect(port, trusted)

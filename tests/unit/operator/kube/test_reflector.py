@@ -1,4 +1,4 @@
-"""A kind's objects as one watch tells of them, whatever becomes of that watch."""
+"""The objects of a kind as one watch reports them, despite failures of that watch."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from testing.operators.virtual_time import Timeline, VirtualRuntime
 END = object()
 
 
-def thing(name: str, version: int, value: str = "", namespace: str = "") -> dict[str, Any]:
+def build_object(name: str, version: int, value: str = "", namespace: str = "") -> dict[str, Any]:
     return {"metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version)}, "value": value}
 
 
-class Watched(FakeCluster):
-    """Watches tell what is put into `coming`, by namespace: changes, errors, END; where they began is kept."""
+class ScriptedCluster(FakeCluster):
+    """Watches yield what is put into `events` by namespace: changes, errors, END. Their versions are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
         self.began: list[tuple[str, int]] = []
-        self.coming: dict[str, asyncio.Queue[Any]] = {}
+        self.events: dict[str, asyncio.Queue[Any]] = {}
 
     def put(self, *changes: Any, namespace: str = "") -> None:
         for change in changes:
-            self.coming.setdefault(namespace, asyncio.Queue()).put_nowait(change)
+            self.events.setdefault(namespace, asyncio.Queue()).put_nowait(change)
 
     async def watch(
         self, kind: ResourceKind, version: int, namespace: str = "", *, labels: str = ""
@@ -48,7 +48,7 @@ class Watched(FakeCluster):
         assert (kind.plural, labels) in {("nodes", ""), ("pods", "")}
         self.began.append((namespace, version))
         while True:
-            change = await self.coming.setdefault(namespace, asyncio.Queue()).get()
+            change = await self.events.setdefault(namespace, asyncio.Queue()).get()
             if change is END:
                 return
             if isinstance(change, Exception):
@@ -56,154 +56,154 @@ class Watched(FakeCluster):
             yield change
 
 
-class World:
-    """A source of nodes for two shelves, on a clock of its own."""
+class ReflectorBench:
+    """A reflector of nodes for two stores, on its own clock."""
 
     def __init__(self, kind: ResourceKind = NODE_OBJECTS, *namespaces: str) -> None:
-        self.cluster = Watched()
+        self.cluster = ScriptedCluster()
         self.timeline = Timeline()
-        self.shelves: list[ResourceStore[Any]] = [
+        self.stores: list[ResourceStore[Any]] = [
             ResourceStore(kind, lambda body: str(body["value"])),
             ResourceStore(kind, lambda body: len(body["value"])),
         ]
-        self.source = Reflector(self.cluster, VirtualRuntime(self.timeline), self.shelves, namespaces)
+        self.source = Reflector(self.cluster, VirtualRuntime(self.timeline), self.stores, namespaces)
 
-    def there_are(self, *things: dict[str, Any], version: int) -> None:
-        kind = self.shelves[0].kind.plural
-        self.cluster.objects = {(kind, t["metadata"]["namespace"], t["metadata"]["name"]): t for t in things}
+    def set_objects(self, *objects: dict[str, Any], version: int) -> None:
+        kind = self.stores[0].kind.plural
+        self.cluster.objects = {(kind, t["metadata"]["namespace"], t["metadata"]["name"]): t for t in objects}
         self.cluster.version = version
 
     async def follow(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.source.run())
 
-    def seen(self, name: str, namespace: str = "") -> list[Any]:
-        return [shelf.get((namespace, name)) for shelf in self.shelves]
+    def list_values(self, name: str, namespace: str = "") -> list[Any]:
+        return [store.get((namespace, name)) for store in self.stores]
 
 
-def changed(name: str, version: int, value: str, *, deleted: bool = False, namespace: str = "") -> WatchEvent:
-    return WatchEvent(thing(name, version, value, namespace), version, deleted)
+def build_event(name: str, version: int, value: str, *, deleted: bool = False, namespace: str = "") -> WatchEvent:
+    return WatchEvent(build_object(name, version, value, namespace), version, deleted)
 
 
-async def test_all_shelves_hear_what_one_watch_tells() -> None:
-    world = World()
-    world.there_are(thing("a", 3, "x"), version=5)
-    world.cluster.put(changed("a", 6, "xyz"), changed("b", 7, "y"), changed("a", 8, "xyz", deleted=True))
-    following = await world.follow()
-    await world.timeline.run(1)
-    assert world.cluster.began == [("", 5)], "it begins where its list ended"
-    assert world.seen("a") == [None, None]
-    assert world.seen("b") == ["y", 1]
+async def test_all_stores_receive_the_events_of_one_watch() -> None:
+    bench = ReflectorBench()
+    bench.set_objects(build_object("a", 3, "x"), version=5)
+    bench.cluster.put(build_event("a", 6, "xyz"), build_event("b", 7, "y"), build_event("a", 8, "xyz", deleted=True))
+    following = await bench.follow()
+    await bench.timeline.run(1)
+    assert bench.cluster.began == [("", 5)], "it begins where its list ended"
+    assert bench.list_values("a") == [None, None]
+    assert bench.list_values("b") == ["y", 1]
     following.cancel()
 
 
-async def test_a_watch_that_ends_goes_on_from_the_last_word_be_it_that_there_is_nothing() -> None:
-    world = World()
-    world.there_are(version=5)
-    world.cluster.put(changed("a", 6, "x"), WatchEvent(None, 40), END, changed("a", 41, "y"))
-    following = await world.follow()
-    await world.timeline.run(1)
-    assert world.cluster.began == [("", 5), ("", 40)]
-    assert world.seen("a") == ["y", 1]
-    assert world.shelves[0].has_watch_events
+async def test_a_watch_that_ends_resumes_from_the_last_event_or_bookmark() -> None:
+    bench = ReflectorBench()
+    bench.set_objects(version=5)
+    bench.cluster.put(build_event("a", 6, "x"), WatchEvent(None, 40), END, build_event("a", 41, "y"))
+    following = await bench.follow()
+    await bench.timeline.run(1)
+    assert bench.cluster.began == [("", 5), ("", 40)]
+    assert bench.list_values("a") == ["y", 1]
+    assert bench.stores[0].has_watch_events
     following.cancel()
 
 
-async def test_where_the_past_is_forgotten_all_is_listed_anew_and_what_has_gone_is_noticed() -> None:
-    world = World()
-    world.there_are(thing("a", 3, "x"), version=5)
-    world.cluster.put(ResourceVersionExpired("too old"))
-    following = await world.follow()
-    await world.timeline.run(0)
-    assert world.seen("a") == ["x", 1]
-    world.there_are(thing("b", 70, "y"), version=80)
-    await world.timeline.run(5)
-    assert world.cluster.began == [("", 5), ("", 80)]
-    assert world.seen("a") == [None, None]
-    assert world.seen("b") == ["y", 1]
+async def test_an_expired_version_leads_to_a_new_list_that_shows_deletions() -> None:
+    bench = ReflectorBench()
+    bench.set_objects(build_object("a", 3, "x"), version=5)
+    bench.cluster.put(ResourceVersionExpired("too old"))
+    following = await bench.follow()
+    await bench.timeline.run(0)
+    assert bench.list_values("a") == ["x", 1]
+    bench.set_objects(build_object("b", 70, "y"), version=80)
+    await bench.timeline.run(5)
+    assert bench.cluster.began == [("", 5), ("", 80)]
+    assert bench.list_values("a") == [None, None]
+    assert bench.list_values("b") == ["y", 1]
     following.cancel()
 
 
 @pytest.mark.parametrize("error", [kopf.TemporaryError("no answer"), NotFound("no such kind"), Denied("no")])
-async def test_a_watch_that_fails_is_tried_again_ever_more_slowly(error: Exception) -> None:
-    world = World()
-    world.there_are(version=5)
-    world.cluster.put(*[error] * 20, changed("a", 6, "x"))
-    following = await world.follow()
-    await world.timeline.run(60)
-    assert 5 < len(world.cluster.began) < 15
-    await world.timeline.run(600)
-    assert world.seen("a") == ["x", 1]
+async def test_a_failing_watch_is_retried_with_back_off(error: Exception) -> None:
+    bench = ReflectorBench()
+    bench.set_objects(version=5)
+    bench.cluster.put(*[error] * 20, build_event("a", 6, "x"))
+    following = await bench.follow()
+    await bench.timeline.run(60)
+    assert 5 < len(bench.cluster.began) < 15
+    await bench.timeline.run(600)
+    assert bench.list_values("a") == ["x", 1]
     following.cancel()
 
 
-async def test_a_list_that_fails_is_tried_again() -> None:
-    world = World()
-    world.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
-    world.there_are(thing("a", 3, "x"), version=5)
-    following = await world.follow()
-    await world.timeline.run(5)
-    assert world.seen("a") == ["x", 1]
+async def test_a_failing_list_is_retried() -> None:
+    bench = ReflectorBench()
+    bench.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
+    bench.set_objects(build_object("a", 3, "x"), version=5)
+    following = await bench.follow()
+    await bench.timeline.run(5)
+    assert bench.list_values("a") == ["x", 1]
     following.cancel()
 
 
-async def test_a_watch_that_comes_back_tells_again_what_a_list_has_shown_meanwhile() -> None:
-    world = World()
-    world.there_are(version=5)
-    following = await world.follow()
-    await world.timeline.run(1)
-    world.there_are(thing("a", 50, "x"), version=60)
-    await world.source.refresh()
-    assert all(shelf.listed.is_set() for shelf in world.shelves)
-    assert world.shelves[0].missed_changes == 0, "the first list is none in between"
-    world.there_are(thing("a", 70, "y"), version=80)
-    await world.source.refresh()
-    assert world.shelves[0].missed_changes == 1
-    world.cluster.put(END, WatchEvent(None, 90))
-    await world.timeline.run(1)
-    assert world.cluster.began == [("", 5), ("", 5)]
-    assert world.shelves[0].missed_changes == 0
+async def test_a_watch_resumes_from_its_own_version_after_a_list() -> None:
+    bench = ReflectorBench()
+    bench.set_objects(version=5)
+    following = await bench.follow()
+    await bench.timeline.run(1)
+    bench.set_objects(build_object("a", 50, "x"), version=60)
+    await bench.source.refresh()
+    assert all(store.listed.is_set() for store in bench.stores)
+    assert bench.stores[0].missed_changes == 0, "the first list is none in between"
+    bench.set_objects(build_object("a", 70, "y"), version=80)
+    await bench.source.refresh()
+    assert bench.stores[0].missed_changes == 1
+    bench.cluster.put(END, WatchEvent(None, 90))
+    await bench.timeline.run(1)
+    assert bench.cluster.began == [("", 5), ("", 5)]
+    assert bench.stores[0].missed_changes == 0
     following.cancel()
 
 
-async def test_a_namespace_is_followed_by_itself() -> None:
-    world = World(PODS, "one", "two")
-    world.there_are(thing("a", 3, "x", "one"), version=5)
-    world.cluster.put(*[Denied("it is being deleted")] * 50, namespace="one")
-    world.cluster.put(changed("b", 6, "y", namespace="two"), namespace="two")
-    following = await world.follow()
-    await world.timeline.run(5)
-    assert world.seen("b", "two") == ["y", 1]
-    assert world.seen("a", "one") == ["x", 1], "what another namespace's list does not show stays"
+async def test_each_namespace_is_watched_separately() -> None:
+    bench = ReflectorBench(PODS, "one", "two")
+    bench.set_objects(build_object("a", 3, "x", "one"), version=5)
+    bench.cluster.put(*[Denied("it is being deleted")] * 50, namespace="one")
+    bench.cluster.put(build_event("b", 6, "y", namespace="two"), namespace="two")
+    following = await bench.follow()
+    await bench.timeline.run(5)
+    assert bench.list_values("b", "two") == ["y", 1]
+    assert bench.list_values("a", "one") == ["x", 1], "objects that the list of another namespace does not show stay"
     following.cancel()
 
 
-async def test_where_the_api_server_was_restored_from_a_backup_the_watch_begins_where_that_ends() -> None:
-    world = World()
-    world.there_are(thing("a", 90, "x"), version=100)
-    following = await world.follow()
-    await world.timeline.run(1)
-    world.there_are(thing("a", 40, "old"), version=50)
-    await world.source.refresh()
-    assert world.source.has_seen_restore
-    assert world.seen("a") == ["old", 3]
-    await world.timeline.run(10)
-    world.cluster.put(changed("a", 51, "news"))
-    await world.timeline.run(1)
-    assert world.cluster.began[0] == ("", 100)
-    assert world.cluster.began[-1] == ("", 50)
-    assert world.seen("a") == ["news", 4]
+async def test_after_a_restore_from_a_backup_the_watch_begins_at_its_version() -> None:
+    bench = ReflectorBench()
+    bench.set_objects(build_object("a", 90, "x"), version=100)
+    following = await bench.follow()
+    await bench.timeline.run(1)
+    bench.set_objects(build_object("a", 40, "old"), version=50)
+    await bench.source.refresh()
+    assert bench.source.has_seen_restore
+    assert bench.list_values("a") == ["old", 3]
+    await bench.timeline.run(10)
+    bench.cluster.put(build_event("a", 51, "news"))
+    await bench.timeline.run(1)
+    assert bench.cluster.began[0] == ("", 100)
+    assert bench.cluster.began[-1] == ("", 50)
+    assert bench.list_values("a") == ["news", 4]
     following.cancel()
 
 
-async def test_a_watch_that_is_ahead_of_the_api_server_is_listed_anew() -> None:
-    world = World()
-    world.there_are(thing("a", 90, "x"), version=100)
-    world.cluster.put(ResourceVersionExpired("Too large resource version: 100, current: 50"))
-    following = await world.follow()
-    await world.timeline.run(0)
-    world.there_are(thing("a", 40, "old"), version=50)
-    await world.timeline.run(10)
-    assert world.cluster.began[-1] == ("", 50)
-    assert world.seen("a") == ["old", 3]
-    assert world.source.has_seen_restore
+async def test_a_watch_ahead_of_the_api_server_leads_to_a_new_list() -> None:
+    bench = ReflectorBench()
+    bench.set_objects(build_object("a", 90, "x"), version=100)
+    bench.cluster.put(ResourceVersionExpired("Too large resource version: 100, current: 50"))
+    following = await bench.follow()
+    await bench.timeline.run(0)
+    bench.set_objects(build_object("a", 40, "old"), version=50)
+    await bench.timeline.run(10)
+    assert bench.cluster.began[-1] == ("", 50)
+    assert bench.list_values("a") == ["old", 3]
+    assert bench.source.has_seen_restore
     following.cancel()

@@ -1,4 +1,4 @@
-"""What a list and a watch of the API server may take of this process's memory, over real HTTP."""
+"""How much memory a list and a watch of the API server may take, over real HTTP."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pacekeeper_operator.kube.response_limits import compute_next_limit
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_limits, "PAGE_BYTES", 40_000)
     monkeypatch.setattr(response_limits, "OBJECT_BYTES", 160_000)
 
 
-class Server:
+class PagingServer:
     """Lists its pods by `limit` and `continue`, as the API server does."""
 
     def __init__(self, *sizes: int) -> None:
@@ -33,8 +33,8 @@ class Server:
             {"metadata": {"name": f"pod-{number}", "resourceVersion": "3"}, "filling": "x" * size}
             for number, size in enumerate(sizes)
         ]
-        self.answers: list[tuple[int, int]] = []  # limit that was asked for, bytes of the answer
-        self.places: list[int] = []  # where each answer began
+        self.answers: list[tuple[int, int]] = []  # requested limit, bytes of the answer
+        self.offsets: list[int] = []  # the offset of each answer
 
     async def answer(self, request: web.Request) -> web.Response:
         first, limit = int(request.query.get("continue") or 0), int(request.query["limit"])
@@ -44,7 +44,7 @@ class Server:
         body = {"metadata": {"resourceVersion": "7", **rest}, "items": self.pods[first : first + limit]}
         text = json.dumps(body)
         self.answers.append((limit, len(text)))
-        self.places.append(first)
+        self.offsets.append(first)
         return web.Response(text=text, content_type="application/json")
 
     @asynccontextmanager
@@ -65,55 +65,55 @@ class Server:
         return [pod["metadata"]["name"] for pod in self.pods]
 
 
-async def test_what_is_small_comes_in_one_page() -> None:
-    server = Server(*[10] * 50)
+async def test_small_objects_arrive_in_one_page() -> None:
+    server = PagingServer(*[10] * 50)
     async with server.connect() as cluster:
         assert await server.read(cluster) == server.names
     assert [limit for limit, _ in server.answers] == [LIST_PAGE_OBJECTS]
 
 
-async def test_pages_of_large_objects_are_cut_and_the_next_list_begins_as_the_last_one_went() -> None:
-    server = Server(*[15_000] * 20)
+async def test_pages_of_large_objects_shrink_and_the_next_list_begins_with_that_size() -> None:
+    server = PagingServer(*[15_000] * 20)
     async with server.connect() as cluster:
         assert await server.read(cluster) == server.names
         tries = len(server.answers)
         assert await server.read(cluster) == server.names
     assert all(size <= 40_000 for limit, size in server.answers[tries:])
-    assert any(size > 40_000 for _, size in server.answers[:tries]), "which were not read to their end"
+    assert any(size > 40_000 for _, size in server.answers[:tries]), "these were not read to their end"
 
 
-async def test_a_large_object_among_small_ones_comes_by_itself() -> None:
-    server = Server(*[100] * 100, 120_000, *[100] * 100)
+async def test_a_large_object_among_small_ones_has_its_own_page() -> None:
+    server = PagingServer(*[100] * 100, 120_000, *[100] * 100)
     async with server.connect() as cluster:
         assert await server.read(cluster) == server.names
     assert (1, max(size for limit, size in server.answers if limit == 1)) in server.answers
 
 
-async def test_a_page_that_is_too_large_is_asked_for_again_at_its_place() -> None:
-    """The token of the page before stays; only the limit is another one."""
-    server = Server(*[100] * LIST_PAGE_OBJECTS, *[15_000] * 20)
+async def test_a_page_that_is_too_large_is_requested_again_at_its_offset() -> None:
+    """The token of the page before stays, and only the limit changes."""
+    server = PagingServer(*[100] * LIST_PAGE_OBJECTS, *[15_000] * 20)
     async with server.connect() as cluster:
         assert await server.read(cluster) == server.names
-    again = [place for place, (_, size) in zip(server.places, server.answers, strict=True) if size > 40_000]
+    again = [offset for offset, (_, size) in zip(server.offsets, server.answers, strict=True) if size > 40_000]
     assert again, "some page was too large"
-    assert server.places == sorted(server.places), "nothing begins anew"
-    assert all(server.places.count(place) > 1 for place in again)
+    assert server.offsets == sorted(server.offsets), "no list begins again"
+    assert all(server.offsets.count(offset) > 1 for offset in again)
 
 
-async def test_an_object_beyond_what_etcd_takes_is_an_error_that_names_its_kind() -> None:
-    server = Server(10, 200_000)
+async def test_an_object_beyond_the_limit_of_etcd_is_an_error_that_names_its_kind() -> None:
+    server = PagingServer(10, 200_000)
     async with server.connect() as cluster:
         with pytest.raises(kopf.TemporaryError, match=r"an object of /api/v1/pods has more than 160,000 bytes"):
             await server.read(cluster)
 
 
-async def test_no_more_than_one_page_is_held() -> None:
-    server = Server(*[15_000] * 6)
-    held: list[list[Object]] = []
+async def test_no_more_than_one_page_is_in_memory() -> None:
+    server = PagingServer(*[15_000] * 6)
+    pages: list[list[Object]] = []
     async with server.connect() as cluster:
         async for page in cluster.list_pages(PODS, labels="a=b"):
-            assert not any(held), "what was read before is let go"
-            held.append(page.items)
+            assert not any(pages), "the earlier pages are released"
+            pages.append(page.items)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ class TestLines:
         reader.feed_eof()
         return [line async for line in response_limits.read_lines(reader)]
 
-    async def test_they_may_come_in_any_pieces(self) -> None:
+    async def test_lines_may_arrive_in_any_pieces(self) -> None:
         assert await self.read(b"a", b"b\nc", b"\n", b"d\ne\n") == [b"ab", b"c", b"d", b"e"]
 
-    async def test_one_without_an_end_is_refused(self) -> None:
+    async def test_a_line_without_an_end_is_refused(self) -> None:
         with pytest.raises(aiohttp.ClientPayloadError, match="more than"):
             await self.read(*[b"x" * 50_000] * 5)

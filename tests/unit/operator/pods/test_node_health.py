@@ -1,4 +1,4 @@
-"""Marks by which others want a node empty."""
+"""Marks by which others request that workers leave a node."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from pacekeeper_operator.pods.node_health import NodeHealthRules
 from pacekeeper_operator.settings import Settings
 
 
-def node(
+def build_node(
     *taints: tuple[str, str, str], cordoned: bool = False, conditions: tuple[tuple[str, str, str], ...] = ()
 ) -> dict[str, Any]:
-    told = [{"type": kind, "status": status, "reason": reason} for kind, status, reason in conditions]
-    marks = [{"key": key, "value": value, "effect": effect} for key, value, effect in taints]
-    return {"spec": {"unschedulable": cordoned, "taints": marks}, "status": {"conditions": told}}
+    statuses = [{"type": kind, "status": status, "reason": reason} for kind, status, reason in conditions]
+    taint_list = [{"key": key, "value": value, "effect": effect} for key, value, effect in taints]
+    return {"spec": {"unschedulable": cordoned, "taints": taint_list}, "status": {"conditions": statuses}}
 
 
 HEALTHY = (("Ready", "True", "KubeletReady"), ("KernelDeadlock", "False", "KernelHasNoDeadlock"))
-OURS = (TAINT_QUARANTINE, "", "NoSchedule")
+QUARANTINE = (TAINT_QUARANTINE, "", "NoSchedule")
 
 
-class TestWhyEmpty:
-    def test_a_node_on_which_nothing_is_marked_stays(self) -> None:
-        assert NodeHealthRules().find_leave_reason(node(("gpu", "h100", "NoSchedule"), conditions=HEALTHY)) == ""
+class TestLeaveReason:
+    def test_a_node_without_marks_stays(self) -> None:
+        assert NodeHealthRules().find_leave_reason(build_node(("gpu", "h100", "NoSchedule"), conditions=HEALTHY)) == ""
         assert NodeHealthRules().find_leave_reason({"metadata": {"name": "new"}}) == ""
         assert NodeHealthRules().find_leave_reason({"spec": {"taints": None}}) == ""
 
-    def test_a_cordon(self) -> None:
-        assert NodeHealthRules().find_leave_reason(node(cordoned=True)) == "it is cordoned"
-        assert NodeHealthRules(cordons=False).find_leave_reason(node(cordoned=True)) == ""
+    def test_a_cordon_is_a_reason_to_leave(self) -> None:
+        assert NodeHealthRules().find_leave_reason(build_node(cordoned=True)) == "it is cordoned"
+        assert NodeHealthRules(cordons=False).find_leave_reason(build_node(cordoned=True)) == ""
 
-    def test_our_own_quarantine_is_no_such_mark(self) -> None:
-        assert NodeHealthRules().find_leave_reason(node(OURS, cordoned=True)) == ""
+    def test_the_own_quarantine_is_no_reason_to_leave(self) -> None:
+        assert NodeHealthRules().find_leave_reason(build_node(QUARANTINE, cordoned=True)) == ""
         autoscaler = ("ToBeDeletedByClusterAutoscaler", "1700000000", "NoSchedule")
-        words = "taint ToBeDeletedByClusterAutoscaler=1700000000:NoSchedule"
-        assert NodeHealthRules().find_leave_reason(node(OURS, autoscaler, cordoned=True)) == words
+        message = "taint ToBeDeletedByClusterAutoscaler=1700000000:NoSchedule"
+        assert NodeHealthRules().find_leave_reason(build_node(QUARANTINE, autoscaler, cordoned=True)) == message
 
     @pytest.mark.parametrize(
-        ("named", "fits"),
+        ("setting", "fits"),
         [
             ("gpu", True),
             ("gpu=bad", True),
@@ -53,12 +53,12 @@ class TestWhyEmpty:
             ("gp", False),
         ],
     )
-    def test_a_taint_by_key_value_and_effect(self, named: str, fits: bool) -> None:
-        health = NodeHealthRules(taints=(named,))
-        assert bool(health.find_leave_reason(node(("gpu", "bad", "NoSchedule")))) is fits
+    def test_a_taint_matches_by_key_value_and_effect(self, setting: str, fits: bool) -> None:
+        health = NodeHealthRules(taints=(setting,))
+        assert bool(health.find_leave_reason(build_node(("gpu", "bad", "NoSchedule")))) is fits
 
     @pytest.mark.parametrize(
-        ("named", "words"),
+        ("setting", "message"),
         [
             ("GpuHealthy=False", "condition GpuHealthy is False (Xid79)"),
             ("GpuHealthy", ""),
@@ -66,26 +66,28 @@ class TestWhyEmpty:
             ("Gpu=False", ""),
         ],
     )
-    def test_a_condition_by_type_and_status(self, named: str, words: str) -> None:
+    def test_a_condition_matches_by_type_and_status(self, setting: str, message: str) -> None:
         assert (
-            NodeHealthRules(conditions=(named,)).find_leave_reason(node(conditions=(("GpuHealthy", "False", "Xid79"),)))
-            == words
+            NodeHealthRules(conditions=(setting,)).find_leave_reason(
+                build_node(conditions=(("GpuHealthy", "False", "Xid79"),))
+            )
+            == message
         )
 
-    def test_a_condition_is_true_where_no_status_is_named(self) -> None:
-        found = NodeHealthRules().find_leave_reason(node(conditions=(("KernelDeadlock", "True", ""),)))
+    def test_a_condition_without_a_status_matches_true(self) -> None:
+        found = NodeHealthRules().find_leave_reason(build_node(conditions=(("KernelDeadlock", "True", ""),)))
         assert found == "condition KernelDeadlock is True"
 
 
 class TestSettings:
-    def test_they_are_lists_and_may_be_empty(self) -> None:
+    def test_settings_are_lists_that_may_be_empty(self) -> None:
         given = {"PACEKEEPER_LEAVE_TAINTS": "a=b:NoExecute, c", "PACEKEEPER_LEAVE_CONDITIONS": ""}
         settings = Settings.from_environment(given | {"PACEKEEPER_LEAVE_CORDONED": "false"})
         assert settings.node_health == NodeHealthRules(cordons=False, taints=("a=b:NoExecute", "c"), conditions=())
         assert Settings.from_environment({}).node_health == NodeHealthRules()
 
     @pytest.mark.parametrize(
-        ("variable", "text", "words"),
+        ("variable", "text", "message"),
         [
             ("TAINTS", "a b", "taint 'a b': write key, key=value or key=value:Effect"),
             ("TAINTS", "a:Never", "taint 'a:Never'"),
@@ -97,6 +99,6 @@ class TestSettings:
             ),
         ],
     )
-    def test_what_is_none_is_refused_with_the_remedy(self, variable: str, text: str, words: str) -> None:
-        with pytest.raises(InputError, match=words.replace("(", r"\(")):
+    def test_an_invalid_setting_is_refused_with_the_remedy(self, variable: str, text: str, message: str) -> None:
+        with pytest.raises(InputError, match=message.replace("(", r"\(")):
             Settings.from_environment({f"PACEKEEPER_LEAVE_{variable}": text})

@@ -1,4 +1,4 @@
-"""What sidecars ask for, as the platform says it."""
+"""The resources of sidecars, as the platform configures them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_resources_are_read_from_the_environment() -> None:
         ('{"requests": {"cpu": 1e-1}, "limits": {"cpu": "99m"}}', "of 'cpu', 0.1, are above its limit, 99m"),
     ],
 )
-def test_what_the_api_server_would_refuse_is_refused_at_the_start(text: str, complaint: str) -> None:
-    """Each worker's pod would be refused, and its job blamed."""
+def test_invalid_resources_are_refused_at_the_start(text: str, complaint: str) -> None:
+    """Otherwise the pod of each worker would be refused, and its job blamed."""
     with pytest.raises(InputError, match=f"{VARIABLE}: .*{complaint}"):
         Settings.from_environment({VARIABLE: text})
 
@@ -56,26 +56,26 @@ def test_tolerations_of_probe_pods_are_read_from_the_environment() -> None:
 @pytest.mark.parametrize(
     "text", ["{", "{}", "[1]", '[{"effects": "NoExecute"}]', '[{"effect": "Never"}]', '[{"tolerationSeconds": "60"}]']
 )
-def test_tolerations_that_make_no_sense_are_refused(text: str) -> None:
+def test_invalid_tolerations_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="PACEKEEPER_PROBE_TOLERATIONS"):
         Settings.from_environment({"PACEKEEPER_PROBE_TOLERATIONS": text})
 
 
 QUOTA = 'pods "j-w0-0" is forbidden: exceeded quota: team, requested: {}, used: pods=1, limited: pods=1'
-LACKS = 'pods "j-w0-0" is forbidden: failed quota: team: must specify {}'
+LACKING = 'pods "j-w0-0" is forbidden: failed quota: team: must specify {}'
 RANGE = 'pods "j-w0-0" is forbidden: {}'
 REFUSED, COUNTS = "this is about container pacekeeper-sidecar", "container pacekeeper-sidecar, which Pacekeeper adds to"
 
 
 @pytest.mark.parametrize(
-    ("denial", "words"),
+    ("denial", "explanation"),
     [
-        (LACKS.format("limits.cpu for: pacekeeper-sidecar"), REFUSED),
-        (LACKS.format("limits.cpu for: pacekeeper-sidecar,trainer; requests.cpu for: trainer"), REFUSED),
-        (LACKS.format("requests.cpu for: trainer; limits.cpu for: pacekeeper-sidecar"), REFUSED),
-        (LACKS.format("limits.cpu for: trainer"), ""),
-        (LACKS.format("limits.cpu,limits.memory"), REFUSED),
-        (LACKS.format("limits.memory,requests.cpu"), ""),
+        (LACKING.format("limits.cpu for: pacekeeper-sidecar"), REFUSED),
+        (LACKING.format("limits.cpu for: pacekeeper-sidecar,trainer; requests.cpu for: trainer"), REFUSED),
+        (LACKING.format("requests.cpu for: trainer; limits.cpu for: pacekeeper-sidecar"), REFUSED),
+        (LACKING.format("limits.cpu for: trainer"), ""),
+        (LACKING.format("limits.cpu,limits.memory"), REFUSED),
+        (LACKING.format("limits.memory,requests.cpu"), ""),
         (RANGE.format("minimum cpu usage per Container is 100m, but request is 20m"), REFUSED),
         (RANGE.format("[minimum cpu usage per Container is 1, but request is 500m, minimum memory usage per Container "
                       "is 1Gi, but request is 64Mi]"), REFUSED),
@@ -97,14 +97,16 @@ REFUSED, COUNTS = "this is about container pacekeeper-sidecar", "container pacek
         ('pods "j-w0-0" is forbidden: no PriorityClass with name urgent was found', ""),
     ],
 )  # fmt: skip
-def test_a_denial_of_a_pod_names_the_sidecar_where_its_resources_are_refused_or_count(denial: str, words: str) -> None:
+def test_the_explanation_of_a_denial_names_the_sidecar_where_its_resources_matter(
+    denial: str, explanation: str
+) -> None:
     found = explain_denial(denial, SIDECAR_RESOURCES, SIDECAR_CONTAINER)
-    assert bool(found) == bool(words)
-    assert words in found
+    assert bool(found) == bool(explanation)
+    assert explanation in found
     assert not found or found.endswith("by the chart's value sidecarResources)")
 
 
-def test_a_sidecar_without_resources_is_said_to_have_none() -> None:
-    found = explain_denial(LACKS.format("limits.cpu for: pacekeeper-sidecar"), {}, SIDECAR_CONTAINER)
+def test_the_explanation_of_a_denial_mentions_missing_resources() -> None:
+    found = explain_denial(LACKING.format("limits.cpu for: pacekeeper-sidecar"), {}, SIDECAR_CONTAINER)
     assert "with no requests and limits" in found
     assert not explain_denial(QUOTA.format("limits.memory=1280Mi"), {}, SIDECAR_CONTAINER)

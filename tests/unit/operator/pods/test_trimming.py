@@ -1,4 +1,4 @@
-"""What the operator keeps of a TrainingJob, and what kopf is given to read: over real HTTP, by kopf's own client."""
+"""What the operator stores of a TrainingJob, and what kopf receives, over real HTTP by the client of kopf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pacekeeper_operator.pods.manifests import Installation, build_worker_pod, f
 from pacekeeper_operator.pods.trimming import MAX_SPEC_BYTES, MAX_TEMPLATE_VALUES, trim_job
 
 
-def job(**container: Any) -> dict[str, Any]:
+def build_job_object(**container: Any) -> dict[str, Any]:
     return {
         "kind": "TrainingJob",
         "metadata": {
@@ -36,8 +36,8 @@ def job(**container: Any) -> dict[str, Any]:
     }
 
 
-def test_what_is_never_read_is_not_kept() -> None:
-    trimmed, whole = job(), job()
+def test_fields_that_are_never_read_are_removed() -> None:
+    trimmed, whole = build_job_object(), build_job_object()
     trim_job(trimmed)
     assert trimmed["metadata"] == {
         "name": "j",
@@ -52,7 +52,7 @@ def test_what_is_never_read_is_not_kept() -> None:
     assert TrainingJob.parse(trimmed) == TrainingJob.parse(whole)
 
 
-def deep(levels: int) -> Any:
+def build_nested_list(levels: int) -> Any:
     found: Any = 0
     for _ in range(levels):
         found = [found]
@@ -60,31 +60,31 @@ def deep(levels: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("container", "words"),
+    ("container", "message"),
     [
         ({"args": ["x" * MAX_SPEC_BYTES]}, r"262,\d\d\d bytes .* may have 262,144: move .* a ConfigMap"),
         ({"args": [""] * MAX_TEMPLATE_VALUES}, r"more than 8,192 fields and values .* ConfigMap \(envFrom\)"),
-        ({"args": deep(1_000)}, "nested in more than 64 levels"),
+        ({"args": build_nested_list(1_000)}, "nested in more than 64 levels"),
     ],
 )
-def test_a_template_that_is_too_large_is_refused_by_field_and_remedy(container: Any, words: str) -> None:
-    body = job(**container)
+def test_a_template_that_is_too_large_is_refused_by_field_and_remedy(container: Any, message: str) -> None:
+    body = build_job_object(**container)
     trim_job(body)
     assert len(json.dumps(body)) < 1_000
-    read = TrainingJob.parse(body)
-    assert read.spec.suspend
-    with pytest.raises(InputError, match=f"spec.template: .*{words}"):
-        build_worker_pod(read, 0, 0, Installation("operator:8443", ""))
-    assert find_template_refusal(read) == f"spec.template: {read.spec.template[DROPPED_TEMPLATE_KEY]}"
+    parsed = TrainingJob.parse(body)
+    assert parsed.spec.suspend
+    with pytest.raises(InputError, match=f"spec.template: .*{message}"):
+        build_worker_pod(parsed, 0, 0, Installation("operator:8443", ""))
+    assert find_template_refusal(parsed) == f"spec.template: {parsed.spec.template[DROPPED_TEMPLATE_KEY]}"
 
 
 def test_a_template_of_the_largest_size_is_kept() -> None:
-    body = job(args=["x" * (MAX_SPEC_BYTES - 200)])
+    body = build_job_object(args=["x" * (MAX_SPEC_BYTES - 200)])
     trim_job(body)
     assert DROPPED_TEMPLATE_KEY not in TrainingJob.parse(body).spec.template
 
 
-def test_names_and_what_is_no_job_yet_do_no_harm() -> None:
+def test_an_incomplete_job_is_trimmed_without_an_error() -> None:
     body: dict[str, Any] = {"kind": "TrainingJob", "metadata": {"name": "j", "labels": None}, "spec": None}
     trim_job(body)
     assert body["metadata"]["name"] == "j"

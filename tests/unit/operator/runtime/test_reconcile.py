@@ -1,4 +1,4 @@
-"""One pass over a job, with an API server that does not always answer."""
+"""One pass over a job, with an API server that sometimes fails."""
 
 from __future__ import annotations
 
@@ -41,51 +41,51 @@ from testing.kubernetes.stored_job import INSTALLATION, store_job
 from testing.operators.observations import build_fresh, build_job, build_policy, build_training, change_worker
 
 
-async def at_work(cluster: FakeCluster, world: Observation) -> tuple[Operator, JobContext]:
-    """An operator that has looked around, before its first pass."""
-    await store_job(cluster, world)
+async def start_operator(cluster: FakeCluster, observation: Observation) -> tuple[Operator, JobContext]:
+    """Start an operator with up-to-date stores, before its first pass."""
+    await store_job(cluster, observation)
     operator = Operator(
         Settings(network_policies=False), cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", "")
     )
     operator.paused = ""
     await operator.stores.pods.refresh(cluster, ())
-    return operator, create_job_context(operator, world.job, {})
+    return operator, create_job_context(operator, observation.job, {})
 
 
-def condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
+def find_condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
     found = cluster.objects["trainingjobs", "ns", "j"]["status"]["conditions"]
     return next(item for item in found if item["type"] == name)
 
 
 @pytest.fixture
 def cluster() -> FakeCluster:
-    metrics.publish_job_metrics("ns", "j", None)  # whatever the test before has shown of it
+    metrics.publish_job_metrics("ns", "j", None)  # the test before may have exported metrics of it
     return FakeCluster()
 
 
 @pytest.mark.parametrize(
     "status",
     [{}, {"observedGeneration": -1}, {"phase": "Running", "round": 3, "checkpointSubPath": "j"}],
-    ids=["a new job", "by the API server", "whose bookkeeping is lost"],
+    ids=["a new job", "by the API server", "with a lost state"],
 )
 async def test_a_jobs_checkpoints_lie_in_its_folder_on_its_claim(status: dict[str, Any], cluster: FakeCluster) -> None:
-    its = build_job(1, 0, checkpoint=CheckpointSpec(volume_claim_name="claim"))
-    operator, _ = await at_work(cluster, build_fresh(job=its))
+    job = build_job(1, 0, checkpoint=CheckpointSpec(volume_claim_name="claim"))
+    operator, _ = await start_operator(cluster, build_fresh(job=job))
     await cluster.delete(TRAINING_JOB_STATES, "j", "ns")
-    desk = create_job_context(operator, its, {"status": status})
+    context = create_job_context(operator, job, {"status": status})
     for _ in range(3):
-        await reconcile_job(operator, desk)
-        await desk.effect_runner.wait_until_idle()
+        await reconcile_job(operator, context)
+        await context.effect_runner.wait_until_idle()
     pod = next(body for key, body in cluster.objects.items() if key[0] == "pods")
-    mounts = next(its for its in pod["spec"]["containers"] if its["name"] == "trainer")["volumeMounts"]
+    mounts = next(c for c in pod["spec"]["containers"] if c["name"] == "trainer")["volumeMounts"]
     assert next(mount for mount in mounts if mount["mountPath"] == "/checkpoints").get("subPath") == "j"
     assert cluster.objects["trainingjobs", "ns", "j"]["status"].get("checkpointSubPath") == "j"
 
 
-async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> None:
-    """A 429 at the operator's restart: nobody has gone because nobody could be seen."""
-    world = build_training(replicas=2, spares=1)
-    await store_job(cluster, world)
+async def test_a_failing_list_of_pods_changes_nothing(cluster: FakeCluster) -> None:
+    """After a 429 at the restart of the operator, no worker counts as lost."""
+    observation = build_training(replicas=2, spares=1)
+    await store_job(cluster, observation)
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
     operator = Operator(Settings(), cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""))
     with pytest.raises(kopf.TemporaryError):
@@ -95,202 +95,208 @@ async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> Non
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
     with pytest.raises(kopf.TemporaryError):
         await operator.stores.pods.refresh(cluster, ())
-    desk = create_job_context(operator, world.job, {})
-    await reconcile_job(operator, desk)
-    await desk.effect_runner.wait_until_idle()
-    assert desk.cache.desired is not None
-    state = desk.cache.desired.state
+    context = create_job_context(operator, observation.job, {})
+    await reconcile_job(operator, context)
+    await context.effect_runner.wait_until_idle()
+    assert context.cache.desired is not None
+    state = context.cache.desired.state
     assert [w.name for w in state.placement.workers if not w.leaving] == ["j-w0-0", "j-w1-0", "j-w2-0"]
     assert not state.incidents.current
 
 
-async def test_a_step_that_fails_costs_its_own_work_only_and_is_told(
+async def test_a_failing_step_does_not_affect_others_and_is_reported(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_observation: Observation, _policy: Policy) -> DesiredState:
-        raise ZeroDivisionError("a bug of ours")
+    def fail_step(_observation: Observation, _policy: Policy) -> DesiredState:
+        raise ZeroDivisionError("a bug")
 
-    steps = tuple((name, broken if name == "investigation" else step) for name, step in STEPS)
+    steps = tuple((name, fail_step if name == "investigation" else step) for name, step in STEPS)
     monkeypatch.setattr("pacekeeper_operator.decide.evaluate.STEPS", steps)
-    world = change_worker(build_training(replicas=2, spares=1), "j-w1-0", gone=True)
-    thought = evaluate_job(world, build_policy())
-    assert [incident.cause for incident in thought.desired.state.incidents.current] == [IncidentCause.WORKER_LOST]
-    assert thought.failed_steps == ("investigation: ZeroDivisionError('a bug of ours')",)
+    observation = change_worker(build_training(replicas=2, spares=1), "j-w1-0", gone=True)
+    result = evaluate_job(observation, build_policy())
+    assert [incident.cause for incident in result.desired.state.incidents.current] == [IncidentCause.WORKER_LOST]
+    assert result.failed_steps == ("investigation: ZeroDivisionError('a bug')",)
 
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
-    await reconcile_job(operator, desk)
-    assert "a bug of ours" in condition(cluster, "ActionBlocked")["message"]
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, context)
+    assert "a bug" in find_condition(cluster, "ActionBlocked")["message"]
 
 
-async def test_a_write_that_is_refused_keeps_nobody_from_saying_so(cluster: FakeCluster) -> None:
-    """Nothing is done that is not written, and the status is said all the same."""
-    world = build_training(replicas=2, spares=1)
-    operator, desk = await at_work(cluster, world)
+async def test_a_refused_write_of_the_state_is_reported_in_the_status(cluster: FakeCluster) -> None:
+    """No effect is carried out that is not written, and the status is written nevertheless."""
+    observation = build_training(replicas=2, spares=1)
+    operator, context = await start_operator(cluster, observation)
     await cluster.delete(PODS, "j-w1-0", "ns")
     await operator.stores.pods.refresh(cluster, ())
     cluster.refusals["trainingjobstates"] = [ObjectRejected("etcdserver: request is too large")]
     with pytest.raises(ObjectRejected):
-        await reconcile_job(operator, desk)
-    await desk.effect_runner.wait_until_idle()
-    assert condition(cluster, "ActionBlocked")["status"] == "True"
-    assert "too large" in condition(cluster, "ActionBlocked")["message"]
-    assert not [key for key in cluster.objects if key[0] == "incidents"], "it is not written, so it is not so"
-    await reconcile_job(operator, desk)
-    await desk.effect_runner.wait_until_idle()
+        await reconcile_job(operator, context)
+    await context.effect_runner.wait_until_idle()
+    assert find_condition(cluster, "ActionBlocked")["status"] == "True"
+    assert "too large" in find_condition(cluster, "ActionBlocked")["message"]
+    assert not [key for key in cluster.objects if key[0] == "incidents"], "what is not written does not hold"
+    await reconcile_job(operator, context)
+    await context.effect_runner.wait_until_idle()
     assert [key for key in cluster.objects if key[0] == "incidents"]
-    assert condition(cluster, "ActionBlocked")["status"] == "False"
+    assert find_condition(cluster, "ActionBlocked")["status"] == "False"
 
 
-async def test_bookkeeping_that_cannot_be_read_is_told_with_its_remedy(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+async def test_an_unreadable_state_is_reported_with_its_remedy(cluster: FakeCluster) -> None:
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
     cluster.objects["trainingjobstates", "ns", "j"]["state"] = "rubbish"
     with pytest.raises(InputError):
-        await reconcile_job(operator, desk)
-    assert "delete it" in condition(cluster, "ActionBlocked")["message"]
-    await close_incidents_of_a_deleted_job(operator, desk)
+        await reconcile_job(operator, context)
+    assert "delete it" in find_condition(cluster, "ActionBlocked")["message"]
+    await check_deletion_despite_unreadable_state(operator, context)
 
 
-def shown(name: str, **labels: str) -> float | None:
+def read_metric(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"pacekeeper_job_{name}", {"namespace": "ns", "trainingjob": "j", **labels})
 
 
-async def test_what_is_said_of_the_job_is_shown_to_prometheus_until_nobody_looks_at_it(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
-    await reconcile_job(operator, desk)
+async def test_the_status_of_a_job_is_exported_until_its_metrics_are_hidden(cluster: FakeCluster) -> None:
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, context)
     status = cluster.objects["trainingjobs", "ns", "j"]["status"]
-    assert shown("phase", phase=status["phase"]) == 1
-    assert shown("workers", state="desired") == 2
-    assert shown("restarts_left") == shown("restarts_allowed") == desk.job.spec.remediation.max_restarts
+    assert read_metric("phase", phase=status["phase"]) == 1
+    assert read_metric("workers", state="desired") == 2
+    assert read_metric("restarts_left") == read_metric("restarts_allowed") == context.job.spec.remediation.max_restarts
     cluster.objects["trainingjobstates", "ns", "j"]["state"] = "rubbish"
-    desk.cache._desired = None
+    context.cache._desired = None
     with pytest.raises(InputError):
-        await reconcile_job(operator, desk)
-    assert shown("condition", condition="ActionBlocked", reason="ActionFailed") == 1
-    assert shown("restarts_left") is None, "nobody knows"
-    hide_job_metrics(desk.job)
-    assert shown("phase", phase=status["phase"]) is None
-    assert shown("condition", condition="ActionBlocked", reason="ActionFailed") is None
+        await reconcile_job(operator, context)
+    assert read_metric("condition", condition="ActionBlocked", reason="ActionFailed") == 1
+    assert read_metric("restarts_left") is None, "they are unknown"
+    hide_job_metrics(context.job)
+    assert read_metric("phase", phase=status["phase"]) is None
+    assert read_metric("condition", condition="ActionBlocked", reason="ActionFailed") is None
 
 
-def test_who_trains_with_fewer_or_more_workers_says_so() -> None:
-    four, none = build_training(replicas=4).plan, Plan()
-    three = replace(four, members=four.members[:3])
-    assert (describe_resize(four, three), describe_resize(three, four)) == ("4 → 3", "3 → 4")
-    assert not any(describe_resize(*pair) for pair in [(four, four), (none, four), (four, none)])
+def test_a_resize_is_described() -> None:
+    four_workers, no_workers = build_training(replicas=4).plan, Plan()
+    three_workers = replace(four_workers, members=four_workers.members[:3])
+    assert (describe_resize(four_workers, three_workers), describe_resize(three_workers, four_workers)) == (
+        "4 → 3",
+        "3 → 4",
+    )
+    assert not any(
+        describe_resize(*pair)
+        for pair in [(four_workers, four_workers), (no_workers, four_workers), (four_workers, no_workers)]
+    )
 
 
-class Stopped(asyncio.Event):
-    """As kopf's: asked like a flag, too."""
+class StopFlag(asyncio.Event):
+    """A flag like that of kopf, which is also tested as a bool."""
 
     def __bool__(self) -> bool:
         return self.is_set()
 
 
-async def test_who_stops_keeping_a_job_shows_nothing_of_it_any_more(cluster: FakeCluster) -> None:
-    operator, _ = await at_work(cluster, build_training(replicas=2, spares=1))
+async def test_a_stopped_job_loop_exports_no_metrics(cluster: FakeCluster) -> None:
+    operator, _ = await start_operator(cluster, build_training(replicas=2, spares=1))
     await operator.stores.nodes.refresh(cluster, ())
     body = {**cluster.objects["trainingjobs", "ns", "j"], "spec": {"replicas": 2, "template": {}}}
-    stopped = Stopped()
+    stopped = StopFlag()
     handler: Any = run_job_loop  # kopf gives it more than it takes
-    keeping = asyncio.create_task(handler(memo=kopf.Memo(operator=operator), body=body, stopped=stopped))
+    loop = asyncio.create_task(handler(memo=kopf.Memo(operator=operator), body=body, stopped=stopped))
     async with asyncio.timeout(60):
-        while shown("workers", state="desired") is None:  # noqa: ASYNC110  # a gauge can only be looked at
+        while read_metric("workers", state="desired") is None:  # noqa: ASYNC110  # a gauge can only be polled
             await asyncio.sleep(0)
     stopped.set()
-    await keeping
-    assert shown("workers", state="desired") is None
+    await loop
+    assert read_metric("workers", state="desired") is None
 
 
-async def close_incidents_of_a_deleted_job(operator: Operator, desk: JobContext) -> None:
-    """What cannot be read does not hold up its deletion: pods go by the API server's own word."""
+async def check_deletion_despite_unreadable_state(operator: Operator, context: JobContext) -> None:
+    """Check that an unreadable state does not prevent the deletion of pods that the API server lists."""
     with pytest.raises(InputError):
-        await close_incidents(operator, desk)
-    assert not await clean_up(operator, desk), "three pods were still there"
-    assert await clean_up(operator, desk)
+        await close_incidents(operator, context)
+    assert not await clean_up(operator, context), "three pods were still there"
+    assert await clean_up(operator, context)
 
 
-async def test_who_does_not_lead_writes_nothing(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+async def test_an_operator_that_does_not_lead_writes_nothing(cluster: FakeCluster) -> None:
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
     before = dict(cluster.objects)
     operator.is_leader = lambda: False
     with pytest.raises(kopf.TemporaryError, match="Lease"):
-        await reconcile_job(operator, desk)
+        await reconcile_job(operator, context)
     assert cluster.objects == before
 
 
-async def test_a_pass_that_fails_is_no_news_for_the_next_one(cluster: FakeCluster) -> None:
-    """Or the loop goes round without a pause for as long as the Lease is not held."""
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+async def test_a_failing_pass_does_not_wake_the_next_one(cluster: FakeCluster) -> None:
+    """Otherwise the loop repeats without a pause while the Lease is not held."""
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
     operator.is_leader = lambda: False
-    desk.cache.wake.set()
+    context.cache.wake.set()
     with pytest.raises(kopf.TemporaryError, match="Lease"):
-        await reconcile_job(operator, desk)
-    assert not desk.cache.wake.is_set()
+        await reconcile_job(operator, context)
+    assert not context.cache.wake.is_set()
 
 
-async def test_bookkeeping_that_was_deleted_is_written_anew_and_nobody_is_replaced(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
-    await reconcile_job(operator, desk)
+async def test_a_deleted_state_is_written_again_and_no_worker_is_replaced(cluster: FakeCluster) -> None:
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, context)
     del cluster.objects["trainingjobstates", "ns", "j"]
     await cluster.delete(PODS, "j-w2-0", "ns")
     await operator.stores.pods.refresh(cluster, ())
     with pytest.raises(NotFound):
-        await reconcile_job(operator, desk)
-    await reconcile_job(operator, desk)
+        await reconcile_job(operator, context)
+    await reconcile_job(operator, context)
     written = state_codec.decode_state(cluster.objects["trainingjobstates", "ns", "j"], "j").desired
     assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]
 
 
-async def test_bookkeeping_that_is_deleted_while_nothing_is_to_be_written_is_written_anew(
+async def test_a_state_deleted_without_pending_writes_is_written_again(
     cluster: FakeCluster,
 ) -> None:
-    """Or the operator after this one would find nothing, and replace all workers."""
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
-    await reconcile_job(operator, desk)
+    """Otherwise the next operator would find nothing, and replace all workers."""
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, context)
     del cluster.objects["trainingjobstates", "ns", "j"]
-    await reconcile_job(operator, desk)
-    assert ("trainingjobstates", "ns", "j") not in cluster.objects, "it was looked for in each pass"
+    await reconcile_job(operator, context)
+    assert ("trainingjobstates", "ns", "j") not in cluster.objects, "no pass reads it"
     operator.jobs.verify_states(await cluster.list_with_version(TRAINING_JOB_STATES), "")
-    assert desk.cache.wake.is_set()
-    await reconcile_job(operator, desk)
+    assert context.cache.wake.is_set()
+    await reconcile_job(operator, context)
     written = state_codec.decode_state(cluster.objects["trainingjobstates", "ns", "j"], "j").desired
     assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]
 
 
-async def test_a_bookkeeping_that_becomes_illegible_is_said_so_until_somebody_helps(cluster: FakeCluster) -> None:
-    """A pass that went on with what it remembers would say that all is well."""
-    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
-    await reconcile_job(operator, desk)
+async def test_a_state_that_becomes_unreadable_fails_each_pass_until_it_is_repaired(cluster: FakeCluster) -> None:
+    """A pass with the cached state would report that all is well."""
+    operator, context = await start_operator(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, context)
     state = cluster.objects["trainingjobstates", "ns", "j"]
     await cluster.replace(TRAINING_JOB_STATES, {**state, "plan": "rubbish"})
     operator.jobs.verify_states(await cluster.list_with_version(TRAINING_JOB_STATES), "")
     for _ in range(3):
         with pytest.raises(InputError, match="cannot be read"):
-            await reconcile_job(operator, desk)
+            await reconcile_job(operator, context)
     await cluster.replace(
         TRAINING_JOB_STATES, {**state, "metadata": cluster.objects["trainingjobstates", "ns", "j"]["metadata"]}
     )
-    await reconcile_job(operator, desk)
+    await reconcile_job(operator, context)
 
 
-async def test_a_namespace_that_may_not_be_read_is_passed_over(cluster: FakeCluster) -> None:
-    """It is being deleted, say, and its RoleBinding has gone."""
+async def test_a_namespace_that_may_not_be_read_is_skipped(cluster: FakeCluster) -> None:
+    """For example, it is being deleted and has lost its RoleBinding."""
     await store_job(cluster, build_training(replicas=2, spares=1))
     settings = Settings(network_policies=False)
     operator = Operator(settings, cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""))
     cluster.failures["pods"] = [Denied("pods is forbidden")]
-    await operator.stores.pods.refresh(cluster, ("going", "ns"))
+    await operator.stores.pods.refresh(cluster, ("terminating", "ns"))
     assert operator.stores.pods.listed.is_set()
     assert len(operator.stores.pods.get_group(("ns", "j"))) == 3
 
 
-def test_an_earlier_job_does_not_take_a_later_ones_place() -> None:
-    """Its loop may still end while the job of its name is there again."""
-    memory, earlier = JobRegistry(0.0), build_training().job
+def test_an_earlier_job_does_not_replace_a_later_one_of_its_name() -> None:
+    """Its loop may still end while a new job of its name exists."""
+    registry, earlier = JobRegistry(0.0), build_training().job
     assert earlier.created_at is not None
     later = replace(earlier, uid="later", created_at=earlier.created_at + 60)
-    known = memory.get_or_create(later)
-    assert memory.get_or_create(earlier) is not known
-    assert memory.find("ns", "j") is known
-    memory.forget(earlier)
-    assert memory.find("ns", "j") is known
+    cached = registry.get_or_create(later)
+    assert registry.get_or_create(earlier) is not cached
+    assert registry.find("ns", "j") is cached
+    registry.forget(earlier)
+    assert registry.find("ns", "j") is cached

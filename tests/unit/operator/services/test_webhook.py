@@ -1,4 +1,4 @@
-"""Incidents that are posted to a webhook: the format, retries, and what becomes of those that nobody takes."""
+"""Incidents that are posted to a webhook: the format, retries, and messages that are dropped."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ ENDED = replace(INCIDENT, outcome=IncidentOutcome.RECOVERED, recovered=112.5, re
 
 
 class Receiver:
-    """Takes messages, once those answers are used up that it is given."""
+    """Raises the given errors first, and receives messages after that."""
 
     def __init__(self, *answers: Exception) -> None:
-        self.answers, self.taken, self.tries = list(answers), list[WebhookMessage](), 0
+        self.answers, self.received, self.attempts = list(answers), list[WebhookMessage](), 0
 
     async def post(self, body: WebhookMessage) -> None:
-        self.tries += 1
+        self.attempts += 1
         if self.answers:
             raise self.answers.pop(0)
-        self.taken.append(body)
+        self.received.append(body)
 
     @property
-    def names(self) -> list[tuple[str, str]]:
-        return [(body["groupLabels"]["incident"], body["status"]) for body in self.taken]
+    def deliveries(self) -> list[tuple[str, str]]:
+        return [(body["groupLabels"]["incident"], body["status"]) for body in self.received]
 
 
-class World:
+class WebhookBench:
     def __init__(self, *answers: Exception) -> None:
         self.receiver, self.timeline = Receiver(*answers), Timeline()
         self.webhook = Webhook(self.receiver.post, VirtualRuntime(self.timeline))
-        self.lost = metrics.WEBHOOK_MESSAGES_LOST._value.get()
+        self.lost_before = metrics.WEBHOOK_MESSAGES_LOST._value.get()
 
     @property
-    def lost_by_now(self) -> float:
-        return float(metrics.WEBHOOK_MESSAGES_LOST._value.get() - self.lost)
+    def lost_messages(self) -> float:
+        return float(metrics.WEBHOOK_MESSAGES_LOST._value.get() - self.lost_before)
 
     async def run(self, seconds: float) -> None:
         task = asyncio.create_task(self.webhook.deliver())
@@ -68,7 +68,7 @@ class World:
         task.cancel()
 
 
-def test_a_beginning_is_a_firing_alert_of_alertmanagers_format() -> None:
+def test_an_open_incident_is_a_firing_alert_in_the_format_of_alertmanager() -> None:
     body = build_message(JOB, INCIDENT, 200.0)
     (alert,) = body["alerts"]
     assert (body["version"], body["status"], alert["status"]) == ("4", "firing", "firing")
@@ -79,7 +79,7 @@ def test_a_beginning_is_a_firing_alert_of_alertmanagers_format() -> None:
     assert all(isinstance(value, str) for part in ("labels", "annotations") for value in alert[part].values())
 
 
-def test_its_end_resolves_the_same_alert() -> None:
+def test_an_ended_incident_resolves_the_same_alert() -> None:
     before, after = build_message(JOB, INCIDENT, 200.0)["alerts"][0], build_message(JOB, ENDED, 200.0)["alerts"][0]
     assert after["status"] == "resolved"
     assert before["fingerprint"] == after["fingerprint"]
@@ -88,61 +88,61 @@ def test_its_end_resolves_the_same_alert() -> None:
     assert after["annotations"]["recovered_seconds"] == "12.5"
 
 
-async def test_what_is_not_taken_is_sent_again_and_nothing_overtakes_it() -> None:
-    world = World(*[WebhookUndelivered("no answer")] * 5)
-    world.webhook.enqueue(JOB, INCIDENT)
-    world.webhook.enqueue(JOB, ENDED)
-    await world.run(120)
-    assert world.receiver.names == [("gpt-7", "firing"), ("gpt-7", "resolved")]
-    assert (world.receiver.tries, world.lost_by_now) == (7, 0)
+async def test_an_undelivered_message_is_sent_again_in_order() -> None:
+    bench = WebhookBench(*[WebhookUndelivered("no answer")] * 5)
+    bench.webhook.enqueue(JOB, INCIDENT)
+    bench.webhook.enqueue(JOB, ENDED)
+    await bench.run(120)
+    assert bench.receiver.deliveries == [("gpt-7", "firing"), ("gpt-7", "resolved")]
+    assert (bench.receiver.attempts, bench.lost_messages) == (7, 0)
 
 
-async def test_what_is_refused_is_not_sent_again() -> None:
-    world = World(WebhookRefused("status 400"))
-    world.webhook.enqueue(JOB, INCIDENT)
-    world.webhook.enqueue(JOB, ENDED)
-    await world.run(120)
-    assert world.receiver.names == [("gpt-7", "resolved")]
-    assert world.lost_by_now == 1
+async def test_a_refused_message_is_not_sent_again() -> None:
+    bench = WebhookBench(WebhookRefused("status 400"))
+    bench.webhook.enqueue(JOB, INCIDENT)
+    bench.webhook.enqueue(JOB, ENDED)
+    await bench.run(120)
+    assert bench.receiver.deliveries == [("gpt-7", "resolved")]
+    assert bench.lost_messages == 1
 
 
-async def test_after_an_hour_it_is_given_up() -> None:
-    world = World(*[WebhookUndelivered("no answer")] * 10_000)
-    world.webhook.enqueue(JOB, INCIDENT)
-    await world.run(2 * webhook.WEBHOOK_DELIVERY_TIMEOUT_SECONDS)
-    assert world.receiver.tries < 100
-    assert world.lost_by_now == 1
+async def test_an_undelivered_message_is_dropped_after_a_timeout() -> None:
+    bench = WebhookBench(*[WebhookUndelivered("no answer")] * 10_000)
+    bench.webhook.enqueue(JOB, INCIDENT)
+    await bench.run(2 * webhook.WEBHOOK_DELIVERY_TIMEOUT_SECONDS)
+    assert bench.receiver.attempts < 100
+    assert bench.lost_messages == 1
 
 
-async def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_of_messages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "MAX_QUEUED_MESSAGES", 3)
-    world = World()
+    bench = WebhookBench()
     for number in range(5):
-        world.webhook.enqueue(JOB, replace(INCIDENT, name=f"gpt-{number}"))
-    await world.run(10)
-    assert world.receiver.names == [(f"gpt-{number}", "firing") for number in (2, 3, 4)]
-    assert world.lost_by_now == 2
+        bench.webhook.enqueue(JOB, replace(INCIDENT, name=f"gpt-{number}"))
+    await bench.run(10)
+    assert bench.receiver.deliveries == [(f"gpt-{number}", "firing") for number in (2, 3, 4)]
+    assert bench.lost_messages == 2
 
 
 class TestOverHttp:
     @pytest.fixture
     async def server(self) -> AsyncIterator[tuple[str, list[Any], Iterator[int]]]:
-        asked: list[Any] = []
+        requests: list[Any] = []
         statuses = iter([200, 302, 422, 503])
 
         async def answer(request: web.Request) -> web.Response:
-            asked.append((request.headers.get("Authorization"), await request.json()))
+            requests.append((request.headers.get("Authorization"), await request.json()))
             return web.Response(status=next(statuses), headers={"Location": "/elsewhere"})
 
         app = web.Application()
         app.router.add_post("/hook/secret-part", answer)
         async with TestServer(app) as running:
-            yield str(running.make_url("/hook/secret-part")), asked, statuses
+            yield str(running.make_url("/hook/secret-part")), requests, statuses
 
-    async def test_it_posts_json_with_the_token_and_follows_nobody(
+    async def test_a_post_sends_json_with_the_token_and_follows_no_redirect(
         self, server: tuple[str, list[Any], Iterator[int]], tmp_path: Path
     ) -> None:
-        url, asked, _ = server
+        url, requests, _ = server
         (tmp_path / "url").write_text(f"{url}\n")
         (tmp_path / "token").write_text("t\n")
         post = create_http_post(tmp_path)
@@ -153,8 +153,8 @@ class TestOverHttp:
             await post({})
         with pytest.raises(WebhookUndelivered, match="503"):
             await post({})
-        assert asked[0] == ("Bearer t", {"version": "4"})
-        assert len(asked) == 4
+        assert requests[0] == ("Bearer t", {"version": "4"})
+        assert len(requests) == 4
 
     async def test_errors_do_not_show_the_address(self, tmp_path: Path) -> None:
         with pytest.raises(WebhookUndelivered, match="needs the key url"):

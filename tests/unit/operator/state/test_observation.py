@@ -1,4 +1,4 @@
-"""What follows at once from what was observed: prices, names, and where a round's members meet."""
+"""What follows directly from an observation: prices, names, and the rendezvous of a round."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from testing.operators.observations import (
 
 class TestClocks:
     @pytest.mark.parametrize(("ago", "young"), [(0.0, True), (1.9, True), (2.0, False), (-0.1, False)])
-    def test_what_is_dated_in_the_future_is_not_young(self, ago: float, young: bool) -> None:
+    def test_a_fault_dated_in_the_future_is_not_young(self, ago: float, young: bool) -> None:
         assert build_training().is_younger(build_crash("j-w1-0", 1, noticed_at=NOW - ago), 2.0) is young
 
 
 class TestViews:
-    def warm(self, pod: dict[str, Any] | None = None, **changes: Any) -> bool:
+    def is_warm(self, pod: dict[str, Any] | None = None, **changes: Any) -> bool:
         view = change_worker(build_training(), "j-w4-0", pod=pod, **changes).find_worker("j-w4-0")
         assert view is not None
         return view.warm
 
-    def test_who_is_warm_can_take_ranks_at_once(self) -> None:
-        assert self.warm()
-        assert self.warm(silent_seconds=FRESH_WORKER_SECONDS)
-        assert not self.warm(silent_seconds=FRESH_WORKER_SECONDS + 0.1)
-        assert not self.warm({"address": ""})
-        assert not self.warm({"deleting": True})
-        assert not self.warm({"phase": "Failed"})
-        assert not self.warm(heartbeat={"state": LauncherState.STARTING})
-        assert not self.warm(heartbeat={"launcher_silent_seconds": LAUNCHER_UNRESPONSIVE_SECONDS})
+    def test_a_warm_worker_can_take_ranks_at_once(self) -> None:
+        assert self.is_warm()
+        assert self.is_warm(silent_seconds=FRESH_WORKER_SECONDS)
+        assert not self.is_warm(silent_seconds=FRESH_WORKER_SECONDS + 0.1)
+        assert not self.is_warm({"address": ""})
+        assert not self.is_warm({"deleting": True})
+        assert not self.is_warm({"phase": "Failed"})
+        assert not self.is_warm(heartbeat={"state": LauncherState.STARTING})
+        assert not self.is_warm(heartbeat={"launcher_silent_seconds": LAUNCHER_UNRESPONSIVE_SECONDS})
 
 
 class TestPrices:
@@ -67,7 +67,7 @@ class TestPrices:
         assert build_restart_option(build_training(), build_policy()).refused == ""
         assert build_replace_option(build_training(spares=0), build_policy()).refused == "no spare is warm"
 
-    def test_the_chosen_one_is_marked(self) -> None:
+    def test_the_chosen_remedy_is_marked(self) -> None:
         choice = choose_remedy_at_standstill(
             (Option(Remedy.RESTART_RANKS, 5.0, 1.0), Option(Remedy.REPLACE_WORKER, 9.0, 1.0))
         )
@@ -88,20 +88,22 @@ class TestNames:
             (IncidentKey(IncidentCause.WORKER_LOST, 3, worker="j-w1-0", rank=1), "j-r3-worker-lost-w1-0-u1d2c"),
         ],
     )
-    def test_of_incidents(self, subject: IncidentKey, name: str) -> None:
+    def test_names_of_incidents_contain_their_occurrence(self, subject: IncidentKey, name: str) -> None:
         assert subject.incident_name(build_job()) == name
         assert subject.find_occurrence(name, build_job()) == subject.occurrence
         assert replace(subject, round=4).find_occurrence(name, build_job()) == 0
 
 
 class TestRounds:
-    def test_other_members_start_with_equal_shares_and_what_these_refused_is_forgotten(self) -> None:
-        world = build_training()
-        draft = world.desired.with_plan(shares=(6, 8, 9, 9))
-        draft = draft.with_adaptation(shares_refusal="no", suppressed_relative_time=2.0, suppressed_peer_slowdown=1.5)
-        draft = draft.with_adaptation(loss=AccumulatedLoss(3.0, NOW, 1.1))
-        world = world.with_desired(draft)
-        same = rounds.begin_round(world, world.plan.members)
+    def test_a_round_of_other_members_resets_shares_and_refusals(self) -> None:
+        observation = build_training()
+        desired = observation.desired.with_plan(shares=(6, 8, 9, 9))
+        desired = desired.with_adaptation(
+            shares_refusal="no", suppressed_relative_time=2.0, suppressed_peer_slowdown=1.5
+        )
+        desired = desired.with_adaptation(loss=AccumulatedLoss(3.0, NOW, 1.1))
+        observation = observation.with_desired(desired)
+        same = rounds.begin_round(observation, observation.plan.members)
         adaptation = same.state.adaptation
         assert same.plan.shares == (6, 8, 9, 9)
         assert (
@@ -110,7 +112,7 @@ class TestRounds:
             adaptation.suppressed_peer_slowdown,
         ) == ("no", 2.0, 1.5)
         assert adaptation.loss == AccumulatedLoss(3.0, NOW, 1.1)
-        fewer = rounds.begin_round(world, world.plan.members[:3])
+        fewer = rounds.begin_round(observation, observation.plan.members[:3])
         adaptation = fewer.state.adaptation
         assert fewer.plan.shares is None
         assert (
@@ -121,55 +123,61 @@ class TestRounds:
         assert adaptation.loss is None
 
     @pytest.mark.parametrize("silent", [True, False])
-    def test_who_has_not_said_where_it_can_be_met_is_met_where_it_always_was(self, silent: bool) -> None:
-        world = build_training()
+    def test_a_member_without_a_heartbeat_uses_the_default_rendezvous_port(self, silent: bool) -> None:
+        observation = build_training()
         if silent:
-            views = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in world.workers)
+            views = tuple(
+                replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in observation.workers
+            )
         else:
-            views = world.workers[1:]
-        plan = rounds.begin_round(replace(world, workers=views), world.plan.members).plan
+            views = observation.workers[1:]
+        plan = rounds.begin_round(replace(observation, workers=views), observation.plan.members).plan
         assert (plan.store_port, plan.secret) == (Plan.store_port, "")
 
 
-WORKED_OUT = sorted(name for name, value in vars(Observation).items() if isinstance(value, cached_property))
+CACHED_NAMES = sorted(name for name, value in vars(Observation).items() if isinstance(value, cached_property))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_goes_along_to_the_next_draft_is_what_would_be_worked_out_anew(seed: int) -> None:
-    dice, world = random.Random(seed), build_training(6, 2)
-    world = change_worker(world, "j-w3-0", heartbeat={"round": 4, "training": {"sync_mode": "EDiT"}})
+def test_cached_values_carried_to_the_next_desired_state_equal_new_ones(seed: int) -> None:
+    rng, observation = random.Random(seed), build_training(6, 2)
+    observation = change_worker(observation, "j-w3-0", heartbeat={"round": 4, "training": {"sync_mode": "EDiT"}})
     for _ in range(20):
-        for name in dice.sample(WORKED_OUT, dice.randrange(len(WORKED_OUT))):
-            getattr(world, name)
-        draft, workers = world.desired, world.state.placement.workers
-        match dice.randrange(6):
+        for name in rng.sample(CACHED_NAMES, rng.randrange(len(CACHED_NAMES))):
+            getattr(observation, name)
+        desired, workers = observation.desired, observation.state.placement.workers
+        match rng.randrange(6):
             case 0:
-                world = world.with_desired(draft.with_plan(round=dice.randrange(9)))
+                observation = observation.with_desired(desired.with_plan(round=rng.randrange(9)))
             case 1:
-                world = world.with_desired(draft.with_plan(membership=dice.randrange(3)))
+                observation = observation.with_desired(desired.with_plan(membership=rng.randrange(3)))
             case 2:
-                members = tuple(Member(w.name, "10.0.0.9", (n,)) for n, w in enumerate(dice.sample(workers, 4)))
-                world = world.with_desired(draft.with_plan(members=members))
+                members = tuple(Member(w.name, "10.0.0.9", (n,)) for n, w in enumerate(rng.sample(workers, 4)))
+                observation = observation.with_desired(desired.with_plan(members=members))
             case 3:
-                given_up = replace(dice.choice(workers), leaving=dice.choice(["", "it is lost"]))
-                world = world.with_desired(draft.with_worker(given_up))
+                given_up = replace(rng.choice(workers), leaving=rng.choice(["", "it is lost"]))
+                observation = observation.with_desired(desired.with_worker(given_up))
             case 4:
-                world = world.with_desired(draft.with_placement(workers=tuple(dice.sample(workers, len(workers)))))
+                observation = observation.with_desired(
+                    desired.with_placement(workers=tuple(rng.sample(workers, len(workers))))
+                )
             case _:
-                world = world.with_blocked_actions((BlockedAction("what", "why"),))
-        anew = replace(world)
-        assert {name: getattr(world, name) for name in WORKED_OUT} == {n: getattr(anew, n) for n in WORKED_OUT}
+                observation = observation.with_blocked_actions((BlockedAction("what", "why"),))
+        rebuilt = replace(observation)
+        assert {name: getattr(observation, name) for name in CACHED_NAMES} == {
+            n: getattr(rebuilt, n) for n in CACHED_NAMES
+        }
 
 
 class TestLoss:
-    def test_between_two_answers_slow_ranks_have_cost_what_both_say(self) -> None:
-        told = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.25)).accumulate_loss(NOW + 100, 2.0, since=NOW - 50)
-        assert (told.seconds, told.slowdown) == pytest.approx((3.0 + 100 * (0.2 + 0.5) / 2, 2.0))
+    def test_the_loss_between_two_samples_is_their_mean(self) -> None:
+        loss = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.25)).accumulate_loss(NOW + 100, 2.0, since=NOW - 50)
+        assert (loss.seconds, loss.slowdown) == pytest.approx((3.0 + 100 * (0.2 + 0.5) / 2, 2.0))
 
-    def test_and_before_the_new_trouble_showed_what_the_old_one_had_left(self) -> None:
-        """For an hour shares had mended all; then the rank became slower."""
-        told = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.0)).accumulate_loss(NOW + 3600, 2.0, since=NOW + 3590)
-        assert (told.seconds, told.at) == pytest.approx((3.0 + 10 * 0.25, NOW + 3600))
+    def test_the_loss_before_the_first_sign_counts_the_earlier_slowdown(self) -> None:
+        """For an hour shares had compensated the slowdown. Then the rank became slower."""
+        loss = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.0)).accumulate_loss(NOW + 3600, 2.0, since=NOW + 3590)
+        assert (loss.seconds, loss.at) == pytest.approx((3.0 + 10 * 0.25, NOW + 3600))
 
-    def test_without_one_before_it_has_cost_as_much_since_it_showed(self) -> None:
+    def test_the_first_loss_counts_from_the_first_sign(self) -> None:
         assert Adaptation().accumulate_loss(NOW + 60, 1.25, since=NOW).seconds == pytest.approx(60 * 0.2)

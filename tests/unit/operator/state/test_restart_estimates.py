@@ -1,4 +1,4 @@
-"""What a restart costs a job, as measured last or guessed."""
+"""What a restart costs a job, as measured last or estimated."""
 
 from __future__ import annotations
 
@@ -23,37 +23,41 @@ from testing.operators.observations import (
 
 
 class TestRestartCost:
-    def of(self, world: Observation | None = None, **heartbeat: Any) -> float:
-        world = change_members(world or build_training(), **heartbeat)
-        return world.restarts.estimate_cost() - world.restarts.restart_seconds
+    def measure_lost_seconds(self, observation: Observation | None = None, **heartbeat: Any) -> float:
+        observation = change_members(observation or build_training(), **heartbeat)
+        return observation.restarts.estimate_cost() - observation.restarts.restart_seconds
 
-    def test_is_what_was_trained_since_the_state_was_kept(self) -> None:
-        assert self.of(checkpoint={"step": 490}) == pytest.approx(1.0)
-        assert self.of(checkpoint={"step": 490, "snapshot_step": 495}) == pytest.approx(0.5)
-        assert self.of(checkpoint={"step": None}) == pytest.approx(50.0), "from the beginning"
+    def test_the_cost_is_the_training_since_the_newest_saved_state(self) -> None:
+        assert self.measure_lost_seconds(checkpoint={"step": 490}) == pytest.approx(1.0)
+        assert self.measure_lost_seconds(checkpoint={"step": 490, "snapshot_step": 495}) == pytest.approx(0.5)
+        assert self.measure_lost_seconds(checkpoint={"step": None}) == pytest.approx(50.0), "from the beginning"
 
     @pytest.mark.parametrize("checkpoint", [500, 501])
-    def test_nothing_is_lost_where_nothing_was_trained_since(self, checkpoint: int) -> None:
-        assert self.of(checkpoint={"step": checkpoint, "age_seconds": 700.0}) == 0.0
+    def test_the_cost_is_zero_without_training_since_the_checkpoint(self, checkpoint: int) -> None:
+        assert self.measure_lost_seconds(checkpoint={"step": checkpoint, "age_seconds": 700.0}) == 0.0
         unmeasured = replace(build_training(), metrics=JobMetrics())
-        assert self.of(unmeasured, checkpoint={"step": checkpoint, "age_seconds": 700.0}) == 0.0
+        assert self.measure_lost_seconds(unmeasured, checkpoint={"step": checkpoint, "age_seconds": 700.0}) == 0.0
 
     @pytest.mark.parametrize(("snapshot", "lost"), [(489, 700.0), (490, 700.0), (491, 0.0)])
-    def test_without_the_time_of_a_step_by_the_age_of_the_checkpoint(self, snapshot: int, lost: float) -> None:
+    def test_without_a_step_time_the_cost_is_the_age_of_the_checkpoint(self, snapshot: int, lost: float) -> None:
         unmeasured = replace(build_training(), metrics=JobMetrics())
-        assert self.of(unmeasured, checkpoint={"snapshot_step": snapshot, "age_seconds": 700.0}) == lost
+        assert (
+            self.measure_lost_seconds(unmeasured, checkpoint={"snapshot_step": snapshot, "age_seconds": 700.0}) == lost
+        )
 
-    def test_before_a_restart_was_measured_it_is_guessed_by_the_start_of_the_round(self) -> None:
-        def seconds(*starts: float) -> float:
-            world = build_training()
-            for view, start in zip(world.members, starts, strict=False):
-                beat = {"start": {"first_step_at": NOW - 100, "started_at": NOW - 100 - start}}
-                world = change_worker(world, view.name, heartbeat=beat)
-            return world.restarts.restart_seconds
+    def test_an_unmeasured_restart_is_estimated_by_the_start_of_the_round(self) -> None:
+        def estimate_seconds(*starts: float) -> float:
+            observation = build_training()
+            for view, start in zip(observation.members, starts, strict=False):
+                heartbeat = {"start": {"first_step_at": NOW - 100, "started_at": NOW - 100 - start}}
+                observation = change_worker(observation, view.name, heartbeat=heartbeat)
+            return observation.restarts.restart_seconds
 
-        assert seconds(60.0, 61.0, 63.0, 900.0) == 60.0, "nobody's word makes it longer"
-        assert seconds(2.0, 2.0, 2.0, 2.0) == 5.0, "it says nothing of what comes before a restart"
-        assert change_members(build_training(), start={"started_at": None}).restarts.restart_seconds == 5.0, "not told"
+        assert estimate_seconds(60.0, 61.0, 63.0, 900.0) == 60.0, "no report of a worker makes it longer"
+        assert estimate_seconds(2.0, 2.0, 2.0, 2.0) == 5.0, "the start of a round does not include what precedes it"
+        assert change_members(build_training(), start={"started_at": None}).restarts.restart_seconds == 5.0, (
+            "not reported"
+        )
         measured = build_training().desired.with_budget(restart_seconds=3.0)
         assert build_training().with_desired(measured).restarts.restart_seconds == 3.0
 
@@ -66,12 +70,12 @@ class TestRestartCost:
             (None, 4.5, 0.0, 4.5),
         ],
     )
-    def test_what_a_round_with_a_spare_takes_is_measured_too(
+    def test_a_restart_with_a_spare_is_measured_separately(
         self, restart: float | None, exchange: float | None, longer: float, restarts: float
     ) -> None:
-        draft = build_training().desired.with_budget(restart_seconds=restart, spare_restart_seconds=exchange)
-        world = build_training().with_desired(draft)
-        assert world.restarts.restart_seconds == restarts
-        assert build_replace_option(world, build_policy()).cost_seconds == pytest.approx(
-            world.restarts.estimate_cost() + longer
+        desired = build_training().desired.with_budget(restart_seconds=restart, spare_restart_seconds=exchange)
+        observation = build_training().with_desired(desired)
+        assert observation.restarts.restart_seconds == restarts
+        assert build_replace_option(observation, build_policy()).cost_seconds == pytest.approx(
+            observation.restarts.estimate_cost() + longer
         )

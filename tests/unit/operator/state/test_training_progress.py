@@ -11,8 +11,10 @@ from testing.operators.observations import (
 
 
 class TestRefused:
-    def test_is_what_any_of_the_ranks_says(self) -> None:
+    def test_the_refusal_of_any_rank_is_that_of_the_job(self) -> None:
         assert build_training().progress.refusal == ""
-        world = change_worker(build_training(), "j-w2-0", heartbeat={"training": {"refused": "shares sum to 33"}})
-        silent = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in world.workers)
-        assert replace(world, workers=silent).progress.refusal == world.progress.refusal == "shares sum to 33"
+        observation = change_worker(build_training(), "j-w2-0", heartbeat={"training": {"refused": "shares sum to 33"}})
+        silent = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in observation.workers)
+        assert (
+            replace(observation, workers=silent).progress.refusal == observation.progress.refusal == "shares sum to 33"
+        )
