@@ -26,7 +26,7 @@ from testing.kubernetes.cli_objects import build_incident_object, build_job_obje
 from testing.operators.observations import build_policy, build_stalls, build_training
 from testing.training.patterns import HEALTHY_WORK, SLOW_FUNCTION, build_answers, build_pattern
 from testing.training.rings import write_ring
-from tests.unit.operator.decide.network.test_slow_communication import mesh
+from tests.unit.operator.decide.network.test_slow_communication import build_mesh
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -235,7 +235,7 @@ def test_links_are_told_by_all_workers_the_slowest_first(run: Run, folder: Path)
     pods = [{"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {"nodeName": f"node-{n}"}} for n in range(5)]
     add(folder, *pods)
     assert "no worker of j has answered" in run("links", "j")[2]
-    for told in mesh(ranks=4, slow=2):
+    for told in build_mesh(ranks=4, slow=2):
         place = folder / "pods" / told.worker
         place.mkdir(parents=True)
         (place / "answer").write_text(json.dumps(told.to_json()))
@@ -252,7 +252,7 @@ def test_links_are_told_by_all_workers_the_slowest_first(run: Run, folder: Path)
 
 def test_of_many_links_all_are_shown_where_that_is_wanted(run: Run, folder: Path) -> None:
     add(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {}} for n in range(6)))
-    for told in mesh(ranks=6, slow=-1):
+    for told in build_mesh(ranks=6, slow=-1):
         place = folder / "pods" / told.worker
         place.mkdir(parents=True)
         (place / "answer").write_text(json.dumps(told.to_json()))
