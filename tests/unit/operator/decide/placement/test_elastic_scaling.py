@@ -99,7 +99,7 @@ class TestContinuing:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"fewest": 4}, "spec.minReplicas"),
+            ({"min_replicas": 4}, "spec.minReplicas"),
             ({"replica_ranks": None}, "the script does not declare that it can train with fewer"),
             ({"replica_ranks": 4}, "no whole replica is left"),
             ({"operator_age": 9.0}, "a spare may not have reported yet"),
