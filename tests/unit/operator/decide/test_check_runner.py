@@ -115,13 +115,13 @@ def list_decisions(observation: Observation) -> list[str]:
 def test_the_number_of_decisions_per_pass_is_limited() -> None:
     calls: list[int] = []
 
-    def endless(_observation: Observation, _policy: Policy) -> Decision:
+    def decide_endlessly(_observation: Observation, _policy: Policy) -> Decision:
         calls.append(0)
         return build_decision(
             CountRestart(), incident_key=IncidentKey(IncidentCause.HANG, 1, occurrence=1 + len(calls))
         )
 
-    desired = check_runner.run_checks(build_training(), build_policy(), [endless])
+    desired = check_runner.run_checks(build_training(), build_policy(), [decide_endlessly])
     assert len(desired.state.budget.restarts) == MAX_DECISIONS_PER_PASS
 
 

@@ -96,12 +96,14 @@ class TestStart:
     def test_a_job_waits_for_an_older_one_after_its_first_failure(self) -> None:
         observation = build_fresh()
         observation = observation.with_desired(observation.desired.with_placement(retry_at=NOW))
-        behind = replace(observation, cluster_view=replace(observation.cluster_view, older_waiting_job="older"))
+        after_older_job = replace(
+            observation, cluster_view=replace(observation.cluster_view, older_waiting_job="older")
+        )
         assert list_missing_workers(evaluate_job(observation, build_policy()).observation)
         assert not list_missing_workers(
-            evaluate_job(replace(behind, now=NOW + OLDER_JOB_TURN_SECONDS - 1), build_policy()).observation
+            evaluate_job(replace(after_older_job, now=NOW + OLDER_JOB_TURN_SECONDS - 1), build_policy()).observation
         )
-        late = evaluate_job(replace(behind, now=NOW + OLDER_JOB_TURN_SECONDS), build_policy()).observation
+        late = evaluate_job(replace(after_older_job, now=NOW + OLDER_JOB_TURN_SECONDS), build_policy()).observation
         assert list_missing_workers(late), "an older job that can never be placed does not block others indefinitely"
 
     def test_a_trainer_that_ends_before_it_is_ready_is_retried_once_and_then_fails_the_job(self) -> None:

@@ -233,8 +233,8 @@ class TestWaiting:
         in_use = replace(observation, cluster_view=replace(observation.cluster_view, folder_owner="first"))
         running = self.find_running(in_use)
         assert (running.status, running.reason) == ("False", Reason.FOLDER_IN_USE)
-        for words in ("job first", "claim claim/shared", "spec.checkpoint.subPath", "spec.checkpoint.adopt: first"):
-            assert words in running.message
+        for part in ("job first", "claim claim/shared", "spec.checkpoint.subPath", "spec.checkpoint.adopt: first"):
+            assert part in running.message
         assert find_condition(build_status(in_use), JobCondition.RECONCILING).reason == Reason.FOLDER_IN_USE
         assert not evaluate_job(in_use, build_policy()).desired.state.placement.workers, (
             "no pod is created, so the folder is unchanged"
@@ -253,8 +253,8 @@ class TestWaiting:
         running = self.find_running(failed)
         assert (running.status, running.reason) == ("False", Reason.SCHEDULING_TIMEOUT)
         assert running.message.endswith("(attempt 2); the next attempt comes shortly")
-        behind = replace(failed, cluster_view=replace(failed.cluster_view, older_waiting_job="elder"))
-        assert self.find_running(behind).message.endswith("the next attempt comes after elder, which is older")
+        after_older_job = replace(failed, cluster_view=replace(failed.cluster_view, older_waiting_job="elder"))
+        assert self.find_running(after_older_job).message.endswith("the next attempt comes after elder, which is older")
         under_way = failed.with_desired(failed.desired.with_placement(placing_since=NOW - 1))
         assert self.find_running(under_way).reason == Reason.WAITING_FOR_PODS
         assert self.find_running(observation).reason == Reason.WAITING_FOR_PODS
@@ -297,8 +297,8 @@ def build_shrunk() -> Observation:
 
 def build_local_sgd() -> Observation:
     observation = build_training()
-    chosen = LocalSgdChoice(NOW - 60, Bottleneck.COMMUNICATION, "the link is slow", "i")
-    return observation.with_desired(observation.desired.with_adaptation(local_sgd=chosen))
+    choice = LocalSgdChoice(NOW - 60, Bottleneck.COMMUNICATION, "the link is slow", "i")
+    return observation.with_desired(observation.desired.with_adaptation(local_sgd=choice))
 
 
 def build_measured(**metrics: Any) -> Observation:

@@ -23,13 +23,15 @@ DBE = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 
 
 def build_measured(
-    metric: str, value: float, node: str = "node-1", *, seen: float = 0.0, **changes: Any
+    metric: str, value: float, node: str = "node-1", *, baseline_value: float = 0.0, **changes: Any
 ) -> Observation:
     """Build a job with a series of GPU 3 of a node, whose first value for the job was `seen`."""
     observation = build_training()
     found = GpuValue(node, "3", metric, value, **changes)
-    known = GpuReadings(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
-    observation = observation.with_desired(observation.desired.with_gpus(nodes=known.nodes, values=known.values))
+    baseline = GpuReadings(
+        nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: baseline_value} if baseline_value else {}
+    )
+    observation = observation.with_desired(observation.desired.with_gpus(nodes=baseline.nodes, values=baseline.values))
     return replace(observation, metrics=JobMetrics(step_seconds=0.1, gpu_values=(found,)))
 
 
@@ -38,7 +40,7 @@ def build_reported(xid: int, worker: str = "j-w1-0", **changes: Any) -> Observat
     return replace(build_training(), faults=(fault,))
 
 
-def decide(observation: Observation) -> Decision:
+def make_decision(observation: Observation) -> Decision:
     decision = gpu_error.check_gpu_errors(observation, build_policy())
     assert decision is not None
     return decision
@@ -46,20 +48,20 @@ def decide(observation: Observation) -> Decision:
 
 class TestMeasured:
     def test_a_fatal_xid_takes_the_worker_from_the_node(self) -> None:
-        decision = decide(build_measured(DCGM_XID_METRIC, 79.0, trusted=True))
-        moved, blamed = decision.actions
+        decision = make_decision(build_measured(DCGM_XID_METRIC, 79.0, trusted=True))
+        moved, quarantine = decision.actions
         assert isinstance(moved, ReplaceWorker)
-        assert isinstance(blamed, QuarantineNode)
+        assert isinstance(quarantine, QuarantineNode)
         assert (moved.worker, moved.dead, moved.disruption) == ("j-w1-0", False, True)
-        assert (blamed.node, blamed.witness) == ("node-1", Witness.GPU_SERIES)
+        assert (quarantine.node, quarantine.witness) == ("node-1", Witness.GPU_SERIES)
         assert decision.message == "GPU 3 of node node-1: XID 79 (GPU has fallen off the bus)"
         assert (decision.rank, decision.worker, decision.node, decision.live) == (1, "j-w1-0", "node-1", False)
 
     def test_the_message_names_what_a_counter_counts(self) -> None:
-        assert decide(build_measured(DBE, 7.0)).message == "GPU 3 of node node-1: uncorrectable memory error"
+        assert make_decision(build_measured(DBE, 7.0)).message == "GPU 3 of node node-1: uncorrectable memory error"
 
     @pytest.mark.parametrize(
-        ("metric", "seen", "value", "is_new"),
+        ("metric", "baseline_value", "value", "is_new"),
         [
             (DBE, 7.0, 8.0, True),
             (DBE, 7.0, 7.0, False),
@@ -69,9 +71,11 @@ class TestMeasured:
             (DCGM_XID_METRIC, 79.0, 94.0, True),
         ],
     )
-    def test_only_a_changed_value_is_reported(self, metric: str, seen: float, value: float, is_new: bool) -> None:
+    def test_only_a_changed_value_is_reported(
+        self, metric: str, baseline_value: float, value: float, is_new: bool
+    ) -> None:
         """A counter decreases only by a reset; the gauge of XIDs holds the last one."""
-        found = gpu_error.check_gpu_errors(build_measured(metric, value, seen=seen), build_policy())
+        found = gpu_error.check_gpu_errors(build_measured(metric, value, baseline_value=baseline_value), build_policy())
         assert (found is not None) is is_new
 
     def test_errors_on_nodes_without_a_worker_of_the_job_are_ignored(self) -> None:
@@ -88,7 +92,7 @@ class TestMeasured:
 
 class TestReported:
     def test_an_error_that_the_application_may_cause_has_no_action(self) -> None:
-        decision = decide(build_reported(13))
+        decision = make_decision(build_reported(13))
         assert (decision.actions, decision.class_, decision.remedy) == ((), IncidentClass.APPLICATION, None)
         assert (
             decision.message
@@ -97,46 +101,50 @@ class TestReported:
         assert decision.remedies == ()
 
     def test_a_fatal_report_moves_the_rank_and_is_no_witness(self) -> None:
-        decision = decide(build_reported(79, error="Xid (PCI:0000:01:00): 79"))
-        blamed = decision.actions[-1]
-        assert isinstance(blamed, QuarantineNode)
-        assert (blamed.witness, decision.remedy, decision.rank) == (Witness.NONE, Remedy.REPLACE_WORKER, 1)
+        decision = make_decision(build_reported(79, error="Xid (PCI:0000:01:00): 79"))
+        quarantine = decision.actions[-1]
+        assert isinstance(quarantine, QuarantineNode)
+        assert (quarantine.witness, decision.remedy, decision.rank) == (Witness.NONE, Remedy.REPLACE_WORKER, 1)
         assert (decision.first_sign, decision.settled_faults) == (NOW - 2, ("j-w1-0-gpu-79",))
         assert decision.evidence[-1] == "Xid (PCI:0000:01:00): 79"
 
     def test_the_same_error_of_a_worker_has_the_same_incident_key_under_any_name(self) -> None:
-        one, again = build_reported(79), build_reported(79)
-        renamed = replace(again, faults=(replace(again.faults[0], name="j-w1-0-gpu-once-more"),))
-        assert decide(one).incident_key == decide(renamed).incident_key
-        assert decide(one).incident_key != decide(build_reported(94)).incident_key
-        assert decide(one).incident_key != decide(build_reported(79, worker="j-w2-0")).incident_key
+        first, repeated = build_reported(79), build_reported(79)
+        renamed = replace(repeated, faults=(replace(repeated.faults[0], name="j-w1-0-gpu-once-more"),))
+        assert make_decision(first).incident_key == make_decision(renamed).incident_key
+        assert make_decision(first).incident_key != make_decision(build_reported(94)).incident_key
+        assert make_decision(first).incident_key != make_decision(build_reported(79, worker="j-w2-0")).incident_key
 
     def test_all_unknown_xids_of_a_worker_share_one_incident_key(self) -> None:
         """A script can invent any number of XIDs, and each would be an Incident that is stored for a month."""
-        assert decide(build_reported(10_000)).incident_key == decide(build_reported(10_001)).incident_key
-        assert decide(build_reported(10_000)).incident_key != decide(build_reported(13)).incident_key
+        assert make_decision(build_reported(10_000)).incident_key == make_decision(build_reported(10_001)).incident_key
+        assert make_decision(build_reported(10_000)).incident_key != make_decision(build_reported(13)).incident_key
         assert (
-            decide(build_reported(10_000)).incident_key != decide(build_reported(10_001, worker="j-w2-0")).incident_key
+            make_decision(build_reported(10_000)).incident_key
+            != make_decision(build_reported(10_001, worker="j-w2-0")).incident_key
         )
 
     def test_the_job_trains_on_after_an_error_of_a_spare(self) -> None:
-        decision = decide(build_reported(79, worker="j-w4-0"))
+        decision = make_decision(build_reported(79, worker="j-w4-0"))
         assert (decision.rank, decision.live) == (None, True)
 
     def test_a_worker_that_is_no_longer_recorded_has_no_node(self) -> None:
-        decision = decide(build_reported(79, worker="j-w9-0"))
+        decision = make_decision(build_reported(79, worker="j-w9-0"))
         assert (decision.actions, decision.node, decision.remedy) == ((), None, None)
 
 
 class TestSeveralNodes:
     """Errors that the application may cause, on nodes 1 and 2 at once."""
 
-    def build_both(self, first: int = 13, second: int = 31) -> Observation:
-        one, other = build_reported(first, error="kernel"), build_reported(second, worker="j-w2-0", error="kernel")
-        return replace(one, faults=(*one.faults, *other.faults))
+    def build_both(self, first_xid: int = 13, second_xid: int = 31) -> Observation:
+        one_report, other_report = (
+            build_reported(first_xid, error="kernel"),
+            build_reported(second_xid, worker="j-w2-0", error="kernel"),
+        )
+        return replace(one_report, faults=(*one_report.faults, *other_report.faults))
 
     def test_errors_on_two_nodes_are_one_incident_of_the_application(self) -> None:
-        decision = decide(self.build_both())
+        decision = make_decision(self.build_both())
         message = "XID 13 (graphics engine exception) on 2 nodes at once (node-1, node-2): the application causes it"
         assert decision.message == message
         assert (decision.class_, decision.actions, decision.live) == (IncidentClass.APPLICATION, (), True)
@@ -147,40 +155,40 @@ class TestSeveralNodes:
     def test_dcgm_values_of_two_nodes_are_one_incident_of_the_application(self) -> None:
         observation = build_training()
         values = tuple(GpuValue(f"node-{n}", "0", DCGM_XID_METRIC, 13.0) for n in (1, 2))
-        decision = decide(replace(observation, metrics=JobMetrics(gpu_values=values)))
+        decision = make_decision(replace(observation, metrics=JobMetrics(gpu_values=values)))
         assert "on 2 nodes at once" in decision.message
         assert (decision.gpu_readings, decision.first_sign) == (values, NOW)
 
     def test_an_error_shortly_before_on_another_node_counts(self) -> None:
-        def after(seconds: float, **changes: Any) -> Observation:
+        def build_after(seconds: float, **changes: Any) -> Observation:
             past = PastIncident(
                 IncidentCause.GPU_ERROR, NOW - seconds, 0.0, node="node-2", class_=IncidentClass.APPLICATION
             )
             observation = build_reported(13)
             return observation.with_desired(observation.desired.with_incidents(past=(replace(past, **changes),)))
 
-        assert "on 2 nodes at once (node-1, node-2)" in decide(after(SHARED_GPU_ERROR_SECONDS - 1)).message
-        for alone in (
-            after(SHARED_GPU_ERROR_SECONDS),
-            after(1, node="node-1"),
-            after(1, class_=IncidentClass.INFRASTRUCTURE),
-            after(1, cause=IncidentCause.CRASH),
+        assert "on 2 nodes at once (node-1, node-2)" in make_decision(build_after(SHARED_GPU_ERROR_SECONDS - 1)).message
+        for unrelated in (
+            build_after(SHARED_GPU_ERROR_SECONDS),
+            build_after(1, node="node-1"),
+            build_after(1, class_=IncidentClass.INFRASTRUCTURE),
+            build_after(1, cause=IncidentCause.CRASH),
         ):
-            assert decide(alone).message.endswith("the application alone may cause it")
+            assert make_decision(unrelated).message.endswith("the application alone may cause it")
 
     def test_errors_of_two_gpus_of_one_node_are_not_shared(self) -> None:
-        one, other = build_reported(13), build_reported(31)
-        assert "at once" not in decide(replace(one, faults=(*one.faults, *other.faults))).message
+        first, second = build_reported(13), build_reported(31)
+        assert "at once" not in make_decision(replace(first, faults=(*first.faults, *second.faults))).message
 
     def test_a_hardware_error_concerns_its_node_alone(self) -> None:
-        decision = decide(self.build_both(79, 13))
+        decision = make_decision(self.build_both(79, 13))
         assert (decision.class_, decision.node) == (IncidentClass.INFRASTRUCTURE, "node-1")
-        assert decide(self.build_both(13, 79)).message.endswith("the application alone may cause it")
+        assert make_decision(self.build_both(13, 79)).message.endswith("the application alone may cause it")
 
 
 class TestContained:
     def test_a_contained_error_ends_one_process_and_moves_no_worker(self) -> None:
-        decision = decide(build_reported(94))
+        decision = make_decision(build_reported(94))
         assert (decision.actions, decision.remedy, decision.class_) == ((), None, IncidentClass.INFRASTRUCTURE)
         assert decision.message.endswith("XID 94 (contained memory error); it ended one process, which is restarted")
 
@@ -189,7 +197,7 @@ class TestContained:
             observation = build_measured(DBE, 1.0)
             last = GpuValue("node-1", gpu, DCGM_XID_METRIC, xid)
             observation = observation.with_desired(observation.desired.with_gpus(values={last.key: xid}))
-            return decide(
+            return make_decision(
                 replace(
                     observation,
                     metrics=replace(observation.metrics, gpu_values=(*observation.metrics.gpu_values, last)),

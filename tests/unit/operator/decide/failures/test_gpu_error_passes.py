@@ -98,7 +98,7 @@ class TestGpuError:
 
     def test_unknown_xids_of_many_nodes_are_one_incident(self) -> None:
         observation = build_training()
-        values = tuple(GpuValue(f"node-{i}", "0", "DCGM_FI_DEV_XID_ERRORS", 999.0) for i in range(3))
+        values = tuple(GpuValue(f"node-{index}", "0", "DCGM_FI_DEV_XID_ERRORS", 999.0) for index in range(3))
         result = evaluate_job(
             replace(observation, metrics=replace(observation.metrics, gpu_values=values)), build_policy()
         )
@@ -132,8 +132,8 @@ class TestGpuError:
 
     def test_a_change_from_the_baseline_counts_at_any_age(self) -> None:
         observation = build_training()
-        seen = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
-        observation = observation.with_desired(observation.desired.with_gpus(values=seen))
+        baseline = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
+        observation = observation.with_desired(observation.desired.with_gpus(values=baseline))
         series = GpuValue("node-1", "0", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 3.0, previous_value=3.0)
         assert list_decisions(
             evaluate_job(
@@ -142,7 +142,7 @@ class TestGpuError:
         )
 
     def test_mig_instances_of_a_gpu_are_distinguished(self) -> None:
-        """Their XIDs are sticky, and differ: each is news once."""
+        """Their XIDs are sticky, and differ: each is reported once."""
         observation = build_training()
         values = tuple(
             GpuValue("node-1", "0", "DCGM_FI_DEV_XID_ERRORS", xid, instance=instance)
@@ -150,15 +150,15 @@ class TestGpuError:
         )
         observation = replace(observation, metrics=replace(observation.metrics, gpu_values=values))
         result = evaluate_job(observation, build_policy())
-        for now in (1, 2):
-            result = evaluate_job(replace(apply_result(result, observation), now=NOW + now), build_policy())
+        for seconds in (1, 2):
+            result = evaluate_job(replace(apply_result(result, observation), now=NOW + seconds), build_policy())
         assert not list_decisions(result)
 
     def test_a_counter_that_falls_is_no_error(self) -> None:
         observation = self.with_value(build_training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0)
-        seen = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
+        baseline = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
         assert not list_decisions(
-            evaluate_job(observation.with_desired(observation.desired.with_gpus(values=seen)), build_policy())
+            evaluate_job(observation.with_desired(observation.desired.with_gpus(values=baseline)), build_policy())
         )
 
     def test_a_stalled_job_does_not_wait_for_a_checkpoint(self) -> None:
@@ -228,4 +228,4 @@ class TestGpuError:
         )
         (request,) = result.desired.state.incidents.quarantine_requests
         assert request.witness is witness
-        assert result.desired.plan.checkpoint_request == 1, "the job is healed either way"
+        assert result.desired.plan.checkpoint_request == 1, "the job recovers in both cases"

@@ -43,7 +43,7 @@ def build_measured(
     )
 
 
-def decide(observation: Observation) -> Decision:
+def make_decision(observation: Observation) -> Decision:
     decision = gpu_warning.check_gpu_warnings(observation, build_policy())
     assert decision is not None
     return decision
@@ -76,7 +76,7 @@ class TestMove:
         assert list_members(result) == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
 
     def test_price_and_message_of_a_warning(self) -> None:
-        decision = decide(with_warning(build_training()))
+        decision = make_decision(with_warning(build_training()))
         assert decision.actions == (
             ReplaceWorker("j-w1-0", PENDING, dead=False, disruption=True, waits_for_checkpoint=True),
         )
@@ -128,8 +128,10 @@ class TestMove:
         """No worker has reported yet, and Prometheus was not queried."""
         observation = with_warning(build_training(spares=0))
         observation = apply_result(evaluate_job(observation, build_policy()), observation)
-        blind = replace(observation, workers=tuple(replace(view, heartbeat=None) for view in observation.workers))
-        assert find_only_incident(evaluate_job(blind, build_policy())).outcome is None
+        without_reports = replace(
+            observation, workers=tuple(replace(view, heartbeat=None) for view in observation.workers)
+        )
+        assert find_only_incident(evaluate_job(without_reports, build_policy())).outcome is None
 
 
 class TestWarnings:
@@ -152,16 +154,16 @@ class TestWarnings:
             gpu_warning.check_gpu_warnings(build_measured(observation=observation, uuid="GPU-9"), build_policy())
             is None
         )
-        assert decide(build_measured(observation=observation, uuid="GPU-1")).worker == "j-w1-0"
-        assert decide(build_measured(observation=observation, uuid="")).worker == "j-w1-0"
+        assert make_decision(build_measured(observation=observation, uuid="GPU-1")).worker == "j-w1-0"
+        assert make_decision(build_measured(observation=observation, uuid="")).worker == "j-w1-0"
         assert gpu_warning.check_gpu_warnings(build_measured(node="node-9"), build_policy()) is None
 
     def test_the_message_contains_the_measured_values(self) -> None:
         assert (
             "PCIe link repeats packets (132 in ten minutes)"
-            in decide(build_measured(GpuSign.PCIE_REPLAYS, 132.4)).message
+            in make_decision(build_measured(GpuSign.PCIE_REPLAYS, 132.4)).message
         )
-        decision = decide(with_warning(build_training(), "j-w1-0", GpuSign.PCIE_REPLAYS, pcie_replays=99))
+        decision = make_decision(with_warning(build_training(), "j-w1-0", GpuSign.PCIE_REPLAYS, pcie_replays=99))
         assert "(99 in ten minutes)" in decision.message
 
     def test_gpu_signs_of_a_worker_are_described(self) -> None:
@@ -189,7 +191,7 @@ class TestNodes:
     def test_untrusted_series_request_no_quarantine(self) -> None:
         result = evaluate_job(build_measured(trusted=False), build_policy())
         assert result.desired.state.incidents.quarantine_requests == ()
-        assert result.desired.plan.checkpoint_request == 1, "the job is helped either way"
+        assert result.desired.plan.checkpoint_request == 1, "the job saves a checkpoint in both cases"
 
     def test_trusted_series_are_a_witness(self) -> None:
         (request,) = evaluate_job(
@@ -205,17 +207,21 @@ class TestNodes:
     def test_a_node_that_another_worker_left_for_a_warning_is_not_left_again(self) -> None:
         """Otherwise each next worker would be moved until the GPU is reset."""
 
-        def after(**changes: Any) -> Decision:
+        def decide_after(**changes: Any) -> Decision:
             past = replace(
                 PastIncident(IncidentCause.GPU_WARNING, NOW - 60, 9.0, worker="j-w1-9", node="node-1"), **changes
             )
             observation = with_warning(build_training())
-            return decide(observation.with_desired(observation.desired.with_incidents(past=(past,))))
+            return make_decision(observation.with_desired(observation.desired.with_incidents(past=(past,))))
 
-        (price,) = after().remedies
-        assert (after().actions, price.chosen) == ((), False)
+        (price,) = decide_after().remedies
+        assert (decide_after().actions, price.chosen) == ((), False)
         assert price.reason == "another worker had such a warning on node-1 before: the node needs an inspection"
-        for other in (after(node="node-2"), after(worker="j-w1-0"), after(cause=IncidentCause.GPU_ERROR)):
+        for other in (
+            decide_after(node="node-2"),
+            decide_after(worker="j-w1-0"),
+            decide_after(cause=IncidentCause.GPU_ERROR),
+        ):
             assert other.actions
 
 
@@ -229,9 +235,9 @@ class TestWithoutASpare:
         later = apply_result(result, without_spare, now=NOW + 300)
         assert find_only_incident(evaluate_job(later, build_policy())) == waiting, "the incident is written once"
         result = evaluate_job(change_worker(later, "j-w4-0", silent_seconds=0.5), build_policy())
-        acted = find_only_incident(result)
-        assert (acted.name, acted.applied, acted.remedy) == (waiting.name, NOW + 300, Remedy.REPLACE_WORKER)
-        assert acted.first_sign == NOW
+        applied = find_only_incident(result)
+        assert (applied.name, applied.applied, applied.remedy) == (waiting.name, NOW + 300, Remedy.REPLACE_WORKER)
+        assert applied.first_sign == NOW
         assert result.desired.plan.checkpoint_request == 1
 
     def test_a_warning_is_one_incident_over_all_rounds(self) -> None:
@@ -260,7 +266,10 @@ class TestWithoutASpare:
     def test_two_warned_workers_do_not_wait_for_the_same_spare(self) -> None:
         result = evaluate_job(with_warning(with_warning(build_training()), "j-w2-0"), build_policy())
         incidents = result.desired.state.incidents.current
-        assert [(i.worker, i.remedy) for i in incidents] == [("j-w1-0", Remedy.REPLACE_WORKER), ("j-w2-0", None)]
+        assert [(incident.worker, incident.remedy) for incident in incidents] == [
+            ("j-w1-0", Remedy.REPLACE_WORKER),
+            ("j-w2-0", None),
+        ]
 
     def test_a_warning_hides_no_straggler(self) -> None:
         """Nothing is measured, because no remedy was applied."""

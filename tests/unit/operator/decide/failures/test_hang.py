@@ -56,8 +56,8 @@ def decide_hang(observation: Observation, culprit: int = 2, **stack: str) -> Dec
         fault = build_stall(member.worker, member.ranks[0], culprit=member.ranks[0] == culprit)
         (state,) = fault.ranks
         waiting = 60.0 if culprit < 0 else state.waiting_seconds
-        own = stack.get(f"rank{state.rank}", state.stack)
-        faults.append(replace(fault, ranks=(replace(state, waiting_seconds=waiting, stack=own),)))
+        own_stack = stack.get(f"rank{state.rank}", state.stack)
+        faults.append(replace(fault, ranks=(replace(state, waiting_seconds=waiting, stack=own_stack),)))
     decision = hang.check_hangs(replace(observation, faults=tuple(faults)), build_policy())
     assert decision is not None
     return decision
@@ -137,10 +137,10 @@ class TestNode:
 
     def test_hangs_of_several_ranks_on_a_node_request_its_quarantine(self) -> None:
         decision = decide_hang(self.build_suspect())
-        moved, blamed = decision.actions
+        moved, quarantine = decision.actions
         assert isinstance(moved, ReplaceWorker)
-        assert isinstance(blamed, QuarantineNode)
-        assert (blamed.node, decision.class_) == ("node-2", IncidentClass.INFRASTRUCTURE)
+        assert isinstance(quarantine, QuarantineNode)
+        assert (quarantine.node, decision.class_) == ("node-2", IncidentClass.INFRASTRUCTURE)
         assert decision.message == f"{BLOCKED}; it is not the first rank to hang on this node"
 
     def test_hangs_of_other_jobs_on_a_node_request_its_quarantine(self) -> None:
@@ -213,7 +213,9 @@ def test_the_evidence_contains_the_newest_report_of_nccl() -> None:
 class TestFinding:
     """Fault class, culprit, and at least two kinds of signals."""
 
-    def find(self, culprit: RankState, *others: RankState, past: PastIncident | None = None, **report: Any) -> Finding:
+    def make_finding(
+        self, culprit: RankState, *others: RankState, past: PastIncident | None = None, **report: Any
+    ) -> Finding:
         observation = build_training() if past is None else build_with_past_incident(past)
         rest = (replace(other, rank=rank) for other, rank in zip(others, (0, 1, 3), strict=True))
         states = (replace(culprit, rank=2), *rest)
@@ -238,32 +240,34 @@ class TestFinding:
 
     def test_the_state_of_the_culprit_determines_the_fault(self) -> None:
         waiting, outside = WAITING, replace(WAITING, collective="NONE", sequence=41, stack=IN_SCRIPT)
-        found = self.find(outside, *[waiting] * 3)
+        found = self.make_finding(outside, *[waiting] * 3)
         assert (found.fault, found.culprit) == (FaultClass.CODE, "rank 2")
         messages = {witness.kind: witness.message for witness in found.signals}
         assert messages[SignalKind.WAITS] == "ranks 0-1,3 wait in ALL_REDUCE 42 of group 'data' of ranks 0-3 for rank 2"
         assert messages[SignalKind.STACK] == f"rank 2: {IN_SCRIPT}"
         assert messages[SignalKind.PROCESS] == "the process of rank 2 sleeps"
-        assert self.find(replace(outside, process_state="D"), *[waiting] * 3).fault is FaultClass.HARDWARE
-        assert self.find(replace(outside, process_state="T"), *[waiting] * 3).fault is FaultClass.UNKNOWN
+        assert self.make_finding(replace(outside, process_state="D"), *[waiting] * 3).fault is FaultClass.HARDWARE
+        assert self.make_finding(replace(outside, process_state="T"), *[waiting] * 3).fault is FaultClass.UNKNOWN
         loading = replace(outside, phase="LOAD", overdue=True)
-        assert self.find(loading, *[waiting] * 3).fault is FaultClass.DATA
-        assert self.find(replace(waiting, collective="BROADCAST"), *[waiting] * 3).fault is FaultClass.CODE
+        assert self.make_finding(loading, *[waiting] * 3).fault is FaultClass.DATA
+        assert self.make_finding(replace(waiting, collective="BROADCAST"), *[waiting] * 3).fault is FaultClass.CODE
         gpus = [replace(waiting, device="STARTED", device_group=7, device_sequence=5) for _ in range(3)]
-        kernel = self.find(replace(gpus[0], device="SCHEDULED"), *gpus)
+        kernel = self.make_finding(replace(gpus[0], device="SCHEDULED"), *gpus)
         assert (kernel.fault, SignalKind.GPU in kernel.signal_kinds) == (FaultClass.UNKNOWN, True)
 
     def test_earlier_hangs_determine_the_fault(self) -> None:
         outside = replace(WAITING, collective="NONE", sequence=41, stack=IN_SCRIPT)
         elsewhere = PastIncident(IncidentCause.HANG, NOW - 100, 5.0, rank=2, worker="j-w7-0", node="node-7")
-        found = self.find(replace(outside, process_state="D"), *[WAITING] * 3, past=elsewhere)
+        found = self.make_finding(replace(outside, process_state="D"), *[WAITING] * 3, past=elsewhere)
         assert (found.fault, SignalKind.HISTORY in found.signal_kinds) == (FaultClass.CODE, True)
         on_node = PastIncident(IncidentCause.HANG, NOW - 100, 5.0, rank=3, worker="j-w8-0", node="node-2")
-        assert self.find(outside, *[WAITING] * 3, past=on_node).fault is FaultClass.HARDWARE
+        assert self.make_finding(outside, *[WAITING] * 3, past=on_node).fault is FaultClass.HARDWARE
 
     def test_a_stalled_transfer_within_a_group_names_its_links(self) -> None:
         pair = replace(WAITING, group=8, sequence=5, waiting_seconds=12.0)
-        found = self.find(pair, WAITING, WAITING, replace(pair, entered="7:42"), transfers="rank 2: sends to rank 3")
+        found = self.make_finding(
+            pair, WAITING, WAITING, replace(pair, entered="7:42"), transfers="rank 2: sends to rank 3"
+        )
         assert (found.fault, found.culprit) == (FaultClass.NETWORK, "links of ranks 2, 3")
         assert found.signal_kinds == {SignalKind.WAITS, SignalKind.PROCESS, SignalKind.STACK, SignalKind.TRANSPORT}
 
@@ -271,10 +275,13 @@ class TestFinding:
 class TestLostPackets:
     """Pairs of workers between which packets are lost, according to the kernels of both ends."""
 
-    def decide(self, *ends: tuple[int, str]) -> tuple[Decision | None, set[SignalKind]]:
+    def make_decision(self, *ends: tuple[int, str]) -> tuple[Decision | None, set[SignalKind]]:
         """Decide on blocked connections. `ends`: a rank, and the address that does not acknowledge what it sends."""
         observation = build_training()
-        blocked = {rank: [BlockedConnection(rank, to, 2.4) for r, to in ends if r == rank] for rank, _ in ends}
+        blocked = {
+            rank: [BlockedConnection(rank, address, 2.4) for sender, address in ends if sender == rank]
+            for rank, _ in ends
+        }
         faults = [
             FaultReport(
                 f"{rank}",
@@ -298,7 +305,7 @@ class TestLostPackets:
         return next(member.address for member in build_training().plan.members if rank in member.ranks)
 
     def test_a_pair_of_workers_without_acknowledgments_is_named(self) -> None:
-        decision, kinds = self.decide((0, f"{self.find_address(1)}:50"), (1, f"{self.find_address(0)}:60"))
+        decision, kinds = self.make_decision((0, f"{self.find_address(1)}:50"), (1, f"{self.find_address(0)}:60"))
         assert decision is not None
         assert decision.finding is not None
         assert (decision.finding.fault, decision.finding.culprit) == (
@@ -312,27 +319,29 @@ class TestLostPackets:
         assert decision.actions == (RestartRanks(),)
 
     def test_a_worker_with_all_connections_blocked_is_named_alone(self) -> None:
-        decision, _ = self.decide((0, f"{self.find_address(1)}:50"), (2, f"{self.find_address(1)}:60"))
+        decision, _ = self.make_decision((0, f"{self.find_address(1)}:50"), (2, f"{self.find_address(1)}:60"))
         assert decision is not None
         assert decision.finding is not None
         assert decision.finding.culprit == "links of rank 1's worker"
 
     @pytest.mark.parametrize("remote", ["127.0.0.6:15006", "[fd00::9]:50", "nonsense"])
     def test_behind_a_service_mesh_the_links_of_the_group_are_named(self, remote: str) -> None:
-        decision, _ = self.decide((0, remote))
+        decision, _ = self.make_decision((0, remote))
         assert decision is not None
         assert decision.finding is not None
         assert decision.finding.culprit == "links of ranks 0, 1, 2, 3"
 
     def test_without_blocked_connections_no_decision_is_made_yet(self) -> None:
-        assert self.decide() == (None, set())
+        assert self.make_decision() == (None, set())
 
 
 def test_a_stall_is_ignored_while_a_member_is_leaving() -> None:
     observation = build_training()
     record = next(worker for worker in observation.state.placement.workers if worker.name == "j-w0-0")
     leaving = observation.with_desired(observation.desired.with_worker(replace(record, leaving="its GPU fails")))
-    faults = tuple(build_stall(m.worker, m.ranks[0], culprit=m.ranks[0] == 2) for m in observation.plan.members)
+    faults = tuple(
+        build_stall(member.worker, member.ranks[0], culprit=member.ranks[0] == 2) for member in observation.plan.members
+    )
     assert hang.check_hangs(replace(leaving, faults=faults), build_policy()) is None
 
 
@@ -379,7 +388,10 @@ class TestBudget:
             (incident,) = desired.state.incidents.open
             assert (incident.cause, incident.applied) == (IncidentCause.HANG, None)
             observation = replace(observation.with_desired(desired), now=observation.now + 60)
-        found = {each.type: each for each in status.build_job_status(observation, policy, JobStatus()).conditions}
+        found = {
+            condition.type: condition
+            for condition in status.build_job_status(observation, policy, JobStatus()).conditions
+        }
         assert (found[JobCondition.STALLED].status, found[JobCondition.STALLED].reason) == ("True", "BackOff")
         assert "when spec.remediation.maxRestarts allows another restart" in found[JobCondition.STALLED].message
         desired = evaluate_job(replace(observation, now=NOW + 3600), policy).desired

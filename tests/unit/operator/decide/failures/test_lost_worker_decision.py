@@ -22,7 +22,7 @@ def build_losses(
     ]
 
 
-def decide(
+def make_decision(
     names: list[str], class_: IncidentClass = IncidentClass.UNKNOWN, *, restarts_left: int = 1, allowed: bool = True
 ) -> Decision:
     """Decide on lost workers. `restarts_left`: restarts that the budget has left."""
@@ -37,21 +37,21 @@ def decide(
 
 
 def test_the_message_names_a_lost_worker_and_its_rank() -> None:
-    decision = decide(["j-w1-0"])
+    decision = make_decision(["j-w1-0"])
     assert decision.message == "worker j-w1-0 (rank 1) is lost: it is gone"
     assert (decision.node, decision.rank, decision.live) == ("node-1", 1, False)
 
 
 def test_the_job_trains_on_after_the_loss_of_a_spare() -> None:
-    decision = decide(["j-w8-0"])
+    decision = make_decision(["j-w8-0"])
     assert decision.message == "worker j-w8-0 (a spare) is lost: it is gone"
     assert (decision.rank, decision.live) == (None, True)
 
 
 def test_the_message_names_three_workers_and_counts_the_others() -> None:
     three = "; ".join(f"j-w{n}-0 (rank {n}): it is gone" for n in (1, 2, 3))
-    assert decide(["j-w1-0", "j-w2-0", "j-w3-0"]).message == f"3 workers are lost: {three}"
-    assert decide([f"j-w{n}-0" for n in (1, 2, 3, 4)]).message == f"4 workers are lost: {three}; and 1 more"
+    assert make_decision(["j-w1-0", "j-w2-0", "j-w3-0"]).message == f"3 workers are lost: {three}"
+    assert make_decision([f"j-w{n}-0" for n in (1, 2, 3, 4)]).message == f"4 workers are lost: {three}; and 1 more"
 
 
 def test_a_worker_without_a_node_names_no_node() -> None:
@@ -63,25 +63,25 @@ def test_a_worker_without_a_node_names_no_node() -> None:
 
 class TestBudget:
     def test_without_a_restart_left_the_job_fails(self) -> None:
-        (end,) = decide(["j-w1-0"], restarts_left=0).actions
+        (end,) = make_decision(["j-w1-0"], restarts_left=0).actions
         assert isinstance(end, FailJob)
         assert end.message == "no restart is left: worker j-w1-0 (rank 1) is lost: it is gone"
 
     def test_a_disruption_needs_no_restart_of_the_budget(self) -> None:
-        (action,) = decide(["j-w1-0"], IncidentClass.DISRUPTION, restarts_left=0).actions
+        (action,) = make_decision(["j-w1-0"], IncidentClass.DISRUPTION, restarts_left=0).actions
         assert isinstance(action, ReplaceWorker)
         assert action.disruption
 
     def test_a_lost_spare_needs_no_restart_of_the_budget(self) -> None:
-        (action,) = decide(["j-w8-0"], restarts_left=0).actions
+        (action,) = make_decision(["j-w8-0"], restarts_left=0).actions
         assert isinstance(action, ReplaceWorker)
 
     def test_workers_lost_together_count_as_one_restart(self) -> None:
-        actions = decide(["j-w1-0", "j-w2-0", "j-w3-0"]).actions
+        actions = make_decision(["j-w1-0", "j-w2-0", "j-w3-0"]).actions
         assert [isinstance(action, ReplaceWorker) and action.disruption for action in actions] == [False, True, True]
 
 
 def test_no_action_is_taken_if_replacing_is_not_allowed() -> None:
-    decision = decide(["j-w1-0"], allowed=False)
+    decision = make_decision(["j-w1-0"], allowed=False)
     assert (decision.actions, decision.remedy) == ((), None)
-    assert decide(["j-w1-0"]).remedy is Remedy.REPLACE_WORKER
+    assert make_decision(["j-w1-0"]).remedy is Remedy.REPLACE_WORKER

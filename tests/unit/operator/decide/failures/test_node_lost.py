@@ -40,7 +40,7 @@ def with_node_not_ready(observation: Observation, name: str) -> Observation:
     return replace(observation, cluster_view=replace(observation.cluster_view, nodes=nodes))
 
 
-def decide(observation: Observation) -> Decision:
+def make_decision(observation: Observation) -> Decision:
     decision = node_lost.check_lost_nodes(observation, build_policy())
     assert decision is not None
     return decision
@@ -54,12 +54,14 @@ class TestSuspected:
         assert not needs_reachability_probe(
             change_worker(build_training(), "j-w1-0", silent_seconds=WORKER_SILENT_SECONDS - 1)
         )
-        assert not needs_reachability_probe(change_worker(silent, "j-w1-0", pod={"deleting": True})), "it is going"
+        assert not needs_reachability_probe(change_worker(silent, "j-w1-0", pod={"deleting": True})), (
+            "it is being deleted"
+        )
         assert not needs_reachability_probe(change_worker(build_training(), "j-w4-0", silent_seconds=900.0)), (
             "it holds no ranks"
         )
-        complaint = FaultReport("f", FaultKind.ROUND_FAILED, "j-w0-0", 1, NOW, 1)
-        assert needs_reachability_probe(replace(build_training(), faults=(complaint,)))
+        report = FaultReport("f", FaultKind.ROUND_FAILED, "j-w0-0", 1, NOW, 1)
+        assert needs_reachability_probe(replace(build_training(), faults=(report,)))
         assert needs_reachability_probe(replace(build_training(), faults=(build_stall("j-w0-0", 0),)))
 
 
@@ -74,7 +76,7 @@ def test_unreachable_members_are_silent_and_do_not_answer_probes() -> None:
 
 class TestMessages:
     def test_message_and_action_for_a_worker_on_a_lost_node(self) -> None:
-        decision = decide(with_node_not_ready(build_silent("j-w1-0"), "node-1"))
+        decision = make_decision(with_node_not_ready(build_silent("j-w1-0"), "node-1"))
         assert decision.message == "worker j-w1-0 (rank 1) is lost: node node-1 is lost: its node is not Ready"
         assert (decision.cause, decision.node, decision.remedy) == (
             IncidentCause.NODE_LOST,
@@ -86,7 +88,7 @@ class TestMessages:
         assert (moved.dead, moved.force, moved.disruption) == (True, True, True)
 
     def test_message_and_action_for_a_lost_worker_alone(self) -> None:
-        decision = decide(build_silent("j-w1-0", seconds=WORKER_SILENCE_LIMIT_SECONDS + 1, kubelet=True))
+        decision = make_decision(build_silent("j-w1-0", seconds=WORKER_SILENCE_LIMIT_SECONDS + 1, kubelet=True))
         message = f"there has been no sign of it for {WORKER_SILENCE_LIMIT_SECONDS:.0f} s"
         assert decision.message == f"worker j-w1-0 (rank 1) is lost: the operator does not reach it, and {message}"
         (moved,) = decision.actions
@@ -95,7 +97,7 @@ class TestMessages:
 
     def test_message_for_workers_on_several_lost_nodes(self) -> None:
         observation = with_node_not_ready(with_node_not_ready(build_silent("j-w1-0", "j-w2-0"), "node-1"), "node-2")
-        decision = decide(observation)
+        decision = make_decision(observation)
         assert decision.message.startswith("2 workers are lost (j-w1-0, j-w2-0); of j-w1-0: node node-1 is lost: ")
         assert len(decision.actions) == 4
 
@@ -104,7 +106,7 @@ class TestMessages:
             build_silent("j-w1-0", seconds=WORKER_SILENCE_LIMIT_SECONDS + 1), "j-w1-0", pod={"node": ""}
         )
         observation = replace(observation, cluster_view=replace(observation.cluster_view, nodes={}))
-        assert decide(observation).node is None
+        assert make_decision(observation).node is None
 
 
 class TestWithoutKubelet:
@@ -114,7 +116,7 @@ class TestWithoutKubelet:
         return with_node_not_ready(change_worker(build_silent(), "j-w1-0", silent_seconds=seconds), "node-1")
 
     def test_a_silent_worker_on_a_node_that_is_not_ready_is_lost(self) -> None:
-        decision = decide(self.build_without_kubelet())
+        decision = make_decision(self.build_without_kubelet())
         message = f"its node is not Ready, and there has been no sign of it for {WORKER_SILENCE_LIMIT_SECONDS:.0f} s"
         assert decision.message == f"worker j-w1-0 (rank 1) is lost: {message}"
         assert (decision.cause, decision.node) == (IncidentCause.NODE_LOST, "node-1")
@@ -148,22 +150,24 @@ class TestCutOff:
         [("j-w4-0", {"reachable": True}), ("j-w4-0", {"node_reachable": True}), ("j-w4-0", {"silent_seconds": 1.0})],
     )
     def test_workers_are_lost_if_another_worker_or_node_answers(self, name: str, answer: dict[str, Any]) -> None:
-        assert decide(change_worker(self.build_cut_off(), name, **answer)) is not None
+        assert make_decision(change_worker(self.build_cut_off(), name, **answer)) is not None
 
     def test_a_worker_that_never_reported_is_no_answer(self) -> None:
         observation = self.build_cut_off()
-        never = tuple(
+        never_reported = tuple(
             replace(view, heartbeat=None, silent_seconds=RECENT_POLL_SECONDS / 2) for view in observation.workers[4:]
         )
         assert (
-            node_lost.check_lost_nodes(replace(observation, workers=(*observation.workers[:4], *never)), build_policy())
+            node_lost.check_lost_nodes(
+                replace(observation, workers=(*observation.workers[:4], *never_reported)), build_policy()
+            )
             is None
         )
 
     def test_workers_are_lost_if_the_operator_reaches_another_job(self) -> None:
         observation = self.build_cut_off()
         assert (
-            decide(replace(observation, cluster_view=replace(observation.cluster_view, reached_elsewhere=True)))
+            make_decision(replace(observation, cluster_view=replace(observation.cluster_view, reached_elsewhere=True)))
             is not None
         )
 
@@ -174,4 +178,4 @@ def test_no_worker_is_lost_before_the_grace_period_of_the_operator_ends() -> Non
         node_lost.check_lost_nodes(replace(observation, operator_age=build_policy().grace_after_start), build_policy())
         is None
     )
-    assert decide(replace(observation, operator_age=build_policy().grace_after_start + 1)) is not None
+    assert make_decision(replace(observation, operator_age=build_policy().grace_after_start + 1)) is not None

@@ -34,9 +34,9 @@ def test_a_crash_is_decided_first() -> None:
     assert round_failed.check_failed_rounds(observation, observations.build_policy()) is None
 
 
-@pytest.mark.parametrize(("ago", "is_decided"), [(2.9, False), (3.0, True)])
-def test_a_failed_round_waits_for_the_check_for_lost_workers(ago: float, is_decided: bool) -> None:
-    fault = FaultReport("f", FaultKind.ROUND_FAILED, "j-w0-0", 1, observations.NOW - ago, 1)
+@pytest.mark.parametrize(("age_seconds", "is_decided"), [(2.9, False), (3.0, True)])
+def test_a_failed_round_waits_for_the_check_for_lost_workers(age_seconds: float, is_decided: bool) -> None:
+    fault = FaultReport("f", FaultKind.ROUND_FAILED, "j-w0-0", 1, observations.NOW - age_seconds, 1)
     decision = round_failed.check_failed_rounds(
         replace(observations.build_training(), faults=(fault,)), observations.build_policy()
     )
@@ -47,9 +47,9 @@ def test_a_failed_round_waits_for_the_check_for_lost_workers(ago: float, is_deci
 def test_without_a_restart_left_the_job_fails(used: int, fails: bool) -> None:
     observation = build_failed_launchers(4.0)
     observation = observation.with_desired(observation.desired.with_lifecycle(training_since=None))
-    spent = observation.desired.with_budget(restarts=tuple(observations.NOW - n for n in range(1, used + 1)))
+    with_restarts = observation.desired.with_budget(restarts=tuple(observations.NOW - n for n in range(1, used + 1)))
     decision = round_failed.check_failed_rounds(
-        observation.with_desired(spent), observations.build_policy(max_restarts=2)
+        observation.with_desired(with_restarts), observations.build_policy(max_restarts=2)
     )
     assert decision is not None
     assert isinstance(decision.actions[0], FailJob) is fails

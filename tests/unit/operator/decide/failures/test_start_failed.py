@@ -39,7 +39,7 @@ def build_late(seconds: float = WARM_UP_TIMEOUT_SECONDS + 1) -> Observation:
     return observation.with_desired(observation.desired.with_worker(record))
 
 
-def decide(observation: Observation, **changes: object) -> Decision:
+def make_decision(observation: Observation, **changes: object) -> Decision:
     decision = start_failed.check_failed_starts(observation, build_policy(**changes))
     assert decision is not None
     return decision
@@ -47,7 +47,7 @@ def decide(observation: Observation, **changes: object) -> Decision:
 
 class TestEnded:
     def test_a_spare_that_ended_before_it_was_ready_is_replaced(self) -> None:
-        decision = decide(build_ended())
+        decision = make_decision(build_ended())
         assert decision.message == "the trainer of j-w4-0 ended with 2 (Error) before it was ready"
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
@@ -59,13 +59,13 @@ class TestEnded:
         assert start_failed.check_failed_starts(change_worker(build_ended(), "j-w4-0", pod=pod), build_policy()) is None
 
     def test_the_message_names_the_launch_command_if_the_container_exits_with_zero(self) -> None:
-        decision = decide(change_worker(build_ended(), "j-w4-0", pod={"exit_code": 0, "exit_reason": ""}))
+        decision = make_decision(change_worker(build_ended(), "j-w4-0", pod={"exit_code": 0, "exit_reason": ""}))
         assert decision.message.startswith("the trainer of j-w4-0 ended with 0 before it was ready: the command of")
         assert "pacekeeper run" in decision.message
 
     def test_the_message_names_a_failed_init_container(self) -> None:
         pod = {"exit_code": 3, "phase": "Failed", "failed_init_container": "fetch", "exit_message": "no such bucket"}
-        decision = decide(change_worker(build_ended(), "j-w4-0", pod=pod))
+        decision = make_decision(change_worker(build_ended(), "j-w4-0", pod=pod))
         assert decision.message == "the init container fetch of j-w4-0 ended with 3 (Error)"
         assert (decision.class_, decision.evidence) == (IncidentClass.APPLICATION, ("no such bucket",))
 
@@ -78,7 +78,7 @@ class TestEnded:
         )
         silent = build_ended()
         silent = replace(silent, workers=tuple(replace(view, heartbeat=None) for view in silent.workers))
-        assert decide(silent).worker == "j-w4-0", "it has never reported"
+        assert make_decision(silent).worker == "j-w4-0", "it has never reported"
 
     def test_members_and_leaving_workers_are_ignored(self) -> None:
         assert start_failed.check_failed_starts(build_ended(name="j-w1-0"), build_policy()) is None
@@ -90,15 +90,15 @@ class TestEnded:
             )
             is None
         )
-        assert decide(build_ended(build_ended(name="j-w1-0"))).worker == "j-w4-0", "the next one is checked"
+        assert make_decision(build_ended(build_ended(name="j-w1-0"))).worker == "j-w4-0", "the next one is checked"
 
     def test_a_failed_start_fails_only_a_job_that_has_never_trained(self) -> None:
         observation = build_ended()
         observation = observation.with_desired(observation.desired.with_placement(failed_starts=1))
-        assert isinstance(decide(observation).actions[0], ReplaceWorker)
+        assert isinstance(make_decision(observation).actions[0], ReplaceWorker)
         untrained = build_ended(build_untrained())
         untrained = untrained.with_desired(untrained.desired.with_placement(failed_starts=1).with_plan(members=()))
-        decision = decide(untrained)
+        decision = make_decision(untrained)
         assert isinstance(decision.actions[0], FailJob)
         assert (decision.live, decision.round) == (False, 0)
 
@@ -136,7 +136,7 @@ class TestEnded:
         observation = observation.with_desired(
             observation.desired.with_plan(members=()).with_placement(failed_starts=5, placing_since=NOW)
         )
-        assert isinstance(decide(observation).actions[0], ReplaceWorker)
+        assert isinstance(make_decision(observation).actions[0], ReplaceWorker)
         after = evaluate_job(observation, build_policy()).desired.state.placement
         assert after.retry_at is not None
         assert after.retry_at - NOW > 100
@@ -144,11 +144,11 @@ class TestEnded:
 
     def test_the_first_failed_start_does_not_fail_the_job(self) -> None:
         observation = build_ended()
-        waits = decide(observation.with_desired(observation.desired.with_placement(vacant_since=NOW - 9)))
-        assert isinstance(waits.actions[0], ReplaceWorker)
+        decision = make_decision(observation.with_desired(observation.desired.with_placement(vacant_since=NOW - 9)))
+        assert isinstance(decision.actions[0], ReplaceWorker)
 
     def test_a_worker_without_a_node_names_no_node(self) -> None:
-        assert decide(change_worker(build_ended(), "j-w4-0", pod={"node": ""})).node is None
+        assert make_decision(change_worker(build_ended(), "j-w4-0", pod={"node": ""})).node is None
 
 
 class TestLate:
@@ -158,30 +158,32 @@ class TestLate:
         assert start_failed.check_failed_starts(wrong_clock, build_policy()) is None, (
             "a clock that is hours ahead is no wait of minutes"
         )
-        decision = decide(build_late())
+        decision = make_decision(build_late())
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
         assert (action.dead, action.never_ready, decision.live) == (True, True, True)
         assert (decision.node, decision.remedy) == ("node-4", Remedy.REPLACE_WORKER)
 
     def test_the_message_names_the_command_if_no_launcher_has_reported(self) -> None:
-        assert "no launcher has reported" not in decide(change_worker(build_late(), "j-w4-0")).message
+        assert "no launcher has reported" not in make_decision(change_worker(build_late(), "j-w4-0")).message
         silent = change_worker(build_late(), "j-w4-0", heartbeat={"rendezvous_port": None})
-        assert "no launcher has reported: the command of container trainer must run" in decide(silent).message
+        assert "no launcher has reported: the command of container trainer must run" in make_decision(silent).message
 
     def test_the_incident_is_not_live_if_a_rank_waits_for_the_late_worker(self) -> None:
         observation = build_late()
-        assert not decide(observation.with_desired(observation.desired.with_placement(vacant_since=NOW - 9))).live
-        assert not decide(observation.with_desired(observation.desired.with_plan(members=()))).live
+        assert not make_decision(
+            observation.with_desired(observation.desired.with_placement(vacant_since=NOW - 9))
+        ).live
+        assert not make_decision(observation.with_desired(observation.desired.with_plan(members=()))).live
 
     def test_no_action_is_taken_if_replacing_is_not_allowed(self) -> None:
-        decision = decide(build_late(), allow=frozenset())
+        decision = make_decision(build_late(), allow=frozenset())
         assert (decision.actions, decision.remedy) == ((), None)
 
     def test_a_worker_without_a_node_names_no_node(self) -> None:
         observation = build_late()
         record = replace(observation.state.placement.workers[4], node="")
-        assert decide(observation.with_desired(observation.desired.with_worker(record))).node is None
+        assert make_decision(observation.with_desired(observation.desired.with_worker(record))).node is None
 
     def test_a_pod_that_is_being_deleted_is_not_late(self) -> None:
         assert (
@@ -203,7 +205,7 @@ class TestRefused:
         return replace(gone, workers=tuple(views))
 
     def test_a_refused_pod_is_replaced_and_the_script_is_not_blamed(self) -> None:
-        decision = decide(self.build_refused())
+        decision = make_decision(self.build_refused())
         assert decision.message == "worker j-w4-0 is given up: its pod was refused by the kubelet of node-4 (OutOfcpu)"
         assert (decision.class_, decision.remedy) == (IncidentClass.INFRASTRUCTURE, Remedy.REPLACE_WORKER)
 
@@ -212,7 +214,7 @@ class TestRefused:
         observation = observation.with_desired(observation.desired.with_plan(members=()))
         waits = []
         for _ in range(6):
-            decision = decide(observation)
+            decision = make_decision(observation)
             (action,) = decision.actions
             assert isinstance(action, ReplaceWorker)
             after = ACTION_HANDLERS[ReplaceWorker]([action], decision, observation).desired.state.placement
@@ -279,11 +281,11 @@ class TestIncident:
 
     def fail_again(self, observation: Observation, **pod: Any) -> Observation:
         """Run passes until the next spare is created, and let it end before it is ready."""
-        known = len(observation.state.placement.incarnations), max(observation.state.placement.incarnations.values())
+        before = len(observation.state.placement.incarnations), max(observation.state.placement.incarnations.values())
         while (
             len(observation.state.placement.incarnations),
             max(observation.state.placement.incarnations.values()),
-        ) == known:
+        ) == before:
             observation = self.apply_step(observation, 10.0)
         failed = PodView("", "", "Failed", "node-7", exit_code=2, exit_reason="Error")
         return self.apply_step(self.with_spare(observation, replace(failed, **pod)))

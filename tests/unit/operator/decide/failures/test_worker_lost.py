@@ -19,7 +19,7 @@ def build_termination(worker: str) -> FaultReport:
     return FaultReport(f"{worker}-terminating", FaultKind.TERMINATING, worker, 1, NOW - 3, membership=1)
 
 
-def decide(observation: Observation) -> Decision:
+def make_decision(observation: Observation) -> Decision:
     decision = worker_lost.check_lost_workers(observation, build_policy())
     assert decision is not None
     return decision
@@ -67,7 +67,7 @@ def decide(observation: Observation) -> Decision:
 def test_the_state_of_the_pod_determines_message_and_class(
     pod: dict[str, Any], message: str, class_: IncidentClass, dead: bool
 ) -> None:
-    decision = decide(change_worker(build_training(), "j-w1-0", pod=pod))
+    decision = make_decision(change_worker(build_training(), "j-w1-0", pod=pod))
     assert decision.message.startswith("worker j-w1-0 (rank 1) is lost: ")
     assert decision.message.endswith(message)
     assert decision.class_ is class_
@@ -79,13 +79,13 @@ def test_the_state_of_the_pod_determines_message_and_class(
 
 def test_a_worker_whose_ranks_had_finished_is_a_disruption() -> None:
     finished = {"state": LauncherState.FINISHED}
-    decision = decide(change_worker(build_training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=finished))
+    decision = make_decision(change_worker(build_training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=finished))
     assert decision.message.endswith("its ranks had finished before the others had to restart")
     assert decision.class_ is IncidentClass.DISRUPTION
 
 
 def test_a_worker_whose_pod_is_gone_is_dead() -> None:
-    decision = decide(change_worker(build_training(), "j-w1-0", gone=True))
+    decision = make_decision(change_worker(build_training(), "j-w1-0", gone=True))
     (action,) = decision.actions
     assert isinstance(action, ReplaceWorker)
     assert action.dead
@@ -100,8 +100,10 @@ def test_a_worker_whose_pod_is_not_created_yet_is_not_lost() -> None:
 
 def test_out_of_memory_is_a_separate_cause() -> None:
     killed = change_worker(build_training(), "j-w1-0", pod={"exit_code": 137, "exit_reason": "OOMKilled"})
-    assert decide(killed).cause is IncidentCause.OUT_OF_MEMORY
-    assert decide(change_worker(killed, "j-w1-0", pod={"exit_reason": "Error"})).cause is IncidentCause.WORKER_LOST
+    assert make_decision(killed).cause is IncidentCause.OUT_OF_MEMORY
+    assert (
+        make_decision(change_worker(killed, "j-w1-0", pod={"exit_reason": "Error"})).cause is IncidentCause.WORKER_LOST
+    )
 
 
 class TestTermination:
@@ -109,7 +111,7 @@ class TestTermination:
         observation = replace(build_training(), faults=(build_termination("j-w1-0"),))
         nodes = dict(observation.cluster_view.nodes)
         nodes["node-1"] = replace(nodes["node-1"], leave_reason="it is drained")
-        decision = decide(replace(observation, cluster_view=replace(observation.cluster_view, nodes=nodes)))
+        decision = make_decision(replace(observation, cluster_view=replace(observation.cluster_view, nodes=nodes)))
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
         assert (decision.class_, decision.first_sign, action.dead) == (IncidentClass.DISRUPTION, NOW - 3, False)
@@ -122,17 +124,17 @@ class TestTermination:
         assert worker_lost.check_lost_workers(replace(observation, now=NOW - 2), build_policy()) is None, (
             "its deletion may still appear"
         )
-        decision = decide(observation)
+        decision = make_decision(observation)
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
         assert (decision.class_, action.dead, action.disruption) == (IncidentClass.UNKNOWN, False, False)
         assert "liveness probe" in decision.message
-        deleted = decide(change_worker(replace(observation, now=NOW - 2), "j-w1-0", pod={"deleting": True}))
+        deleted = make_decision(change_worker(replace(observation, now=NOW - 2), "j-w1-0", pod={"deleting": True}))
         assert deleted.class_ is IncidentClass.DISRUPTION
 
     def test_a_terminated_worker_whose_pod_has_ended_is_dead(self) -> None:
         observation = change_worker(build_training(), "j-w1-0", pod={"exit_code": 143})
-        (action,) = decide(replace(observation, faults=(build_termination("j-w1-0"),))).actions
+        (action,) = make_decision(replace(observation, faults=(build_termination("j-w1-0"),))).actions
         assert isinstance(action, ReplaceWorker)
         assert action.dead
 
@@ -142,7 +144,9 @@ def test_a_lost_worker_explains_crashes_but_not_terminations_of_others() -> None
     leaving = build_termination("j-w3-0")
     spare = build_termination("j-w4-0")
     faults = (build_crash("j-w0-0", 0), build_crash("j-w1-0", 1), spare)
-    assert decide(replace(observation, faults=faults)).settled_faults == tuple(fault.name for fault in faults[:2])
+    assert make_decision(replace(observation, faults=faults)).settled_faults == tuple(
+        fault.name for fault in faults[:2]
+    )
     deleted = change_worker(observation, "j-w3-0", pod={"deleting": True})
-    both = decide(replace(deleted, faults=(*faults, leaving)))
+    both = make_decision(replace(deleted, faults=(*faults, leaving)))
     assert set(both.settled_faults) == {faults[0].name, faults[1].name, leaving.name}, "both are one event"

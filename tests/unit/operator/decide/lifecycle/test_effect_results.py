@@ -34,9 +34,9 @@ class TestQuarantineDecisions:
             },
         )
         incidents = effect_results.apply_effect_results(observation, build_policy()).state.incidents
-        one, other = sorted(incidents.current, key=lambda incident: incident.name)
-        assert (one.quarantine_summary, one.verdict) == ("no witness has spoken yet", QuarantineVerdict.SUSPECTED)
-        assert (other.quarantine_summary, other.verdict) == ("", None)
+        first, second = sorted(incidents.current, key=lambda incident: incident.name)
+        assert (first.quarantine_summary, first.verdict) == ("no witness has spoken yet", QuarantineVerdict.SUSPECTED)
+        assert (second.quarantine_summary, second.verdict) == ("", None)
         assert incidents.quarantine_requests == observation.state.incidents.quarantine_requests, (
             "both are requested again"
         )

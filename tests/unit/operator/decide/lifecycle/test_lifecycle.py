@@ -49,7 +49,7 @@ class TestStartTime:
 
 
 class TestNoProgressRound:
-    def find_no_progress_round(self, no_progress_round: int, *, trains: bool = True) -> int | None:
+    def find_no_progress_round(self, no_progress_round: int, *, is_training: bool = True) -> int | None:
         """Return the recorded no-progress round while the second round runs."""
         observation = build_training()
         observation = observation.with_desired(
@@ -57,7 +57,7 @@ class TestNoProgressRound:
                 no_progress_round=no_progress_round, no_progress_error="e", no_progress_worker="w"
             )
         )
-        observation = change_members(observation, round=2, start={"first_step_at": NOW - 1 if trains else None})
+        observation = change_members(observation, round=2, start={"first_step_at": NOW - 1 if is_training else None})
         budget = apply_step(observation).state.budget
         assert (
             bool(budget.no_progress_round) == bool(budget.no_progress_error) == bool(budget.no_progress_worker)
@@ -69,7 +69,7 @@ class TestNoProgressRound:
         assert self.find_no_progress_round(1) is None
 
     def test_other_rounds_do_not_clear_the_no_progress_round(self) -> None:
-        assert self.find_no_progress_round(1, trains=False) == 1
+        assert self.find_no_progress_round(1, is_training=False) == 1
         assert self.find_no_progress_round(2) == 2, (
             "it is the current round: it completed no step, and its reports are late"
         )
@@ -115,9 +115,9 @@ class TestDeadline:
 
     def test_a_start_time_before_the_creation_does_not_shorten_the_deadline(self) -> None:
         observation = build_training(job=build_job(run_policy=RunPolicySpec(active_deadline_seconds=1001)))
-        behind = observation.with_desired(observation.desired.with_lifecycle(start_time=NOW - 9000))
-        assert not apply_step(behind).state.lifecycle.failed_reason, "it was created 1000 s ago"
-        assert apply_step(replace(behind, now=NOW + 1)).state.lifecycle.failed_reason
+        early_start = observation.with_desired(observation.desired.with_lifecycle(start_time=NOW - 9000))
+        assert not apply_step(early_start).state.lifecycle.failed_reason, "it was created 1000 s ago"
+        assert apply_step(replace(early_start, now=NOW + 1)).state.lifecycle.failed_reason
 
     def test_a_job_without_a_deadline_does_not_fail(self) -> None:
         assert not apply_step(replace(build_training(), now=NOW + 10_000_000)).state.lifecycle.failed_reason
@@ -166,8 +166,8 @@ class TestCannotStart:
         observation = self.build_stuck(1000)
         idle = observation.with_desired(observation.desired.with_placement(placing_since=None))
         assert not apply_step(idle).state.lifecycle.failed_reason
-        trains = observation.with_desired(observation.desired.with_plan(members=build_training(2, 0).plan.members))
-        assert not apply_step(trains).state.lifecycle.failed_reason
+        training = observation.with_desired(observation.desired.with_plan(members=build_training(2, 0).plan.members))
+        assert not apply_step(training).state.lifecycle.failed_reason
 
     def test_other_reasons_for_waiting_do_not_fail_the_job(self) -> None:
         observation = change_worker(self.build_stuck(1000), "j-w1-0", pod={"waiting_reason": "PodInitializing"})

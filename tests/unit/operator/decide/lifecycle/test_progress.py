@@ -53,7 +53,7 @@ def test_interruptions_count_and_recent_steps_weigh_as_much_as_all_steps() -> No
 
 
 @pytest.mark.parametrize(
-    ("steps", "pace", "seconds"),
+    ("steps", "speed", "seconds"),
     [
         (0, TrainingSpeed(10, 10.0), 0.0),
         (10, TrainingSpeed(0, 10.0), None),
@@ -65,8 +65,8 @@ def test_interruptions_count_and_recent_steps_weigh_as_much_as_all_steps() -> No
         (2**53, TrainingSpeed(10, 10.0), None),
     ],
 )
-def test_implausible_speeds_give_no_estimate(steps: int, pace: TrainingSpeed, seconds: float | None) -> None:
-    assert estimate_remaining_seconds(steps, pace) == seconds
+def test_implausible_speeds_give_no_estimate(steps: int, speed: TrainingSpeed, seconds: float | None) -> None:
+    assert estimate_remaining_seconds(steps, speed) == seconds
 
 
 def test_throughput_of_some_ranks_is_ignored() -> None:

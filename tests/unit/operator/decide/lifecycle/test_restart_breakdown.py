@@ -15,9 +15,9 @@ from pacekeeper_operator.decide.lifecycle.restart_breakdown import break_down_re
 
 
 def build_heartbeat(*reached: float, first_rank: int = 0, **start: Any) -> Heartbeat:
-    """Build the heartbeat of a worker whose ranks reach the stages after these seconds; rank `first_rank` is the last."""
+    """Build the heartbeat of a worker whose ranks reach the stages after these seconds; `first_rank` is the last."""
     stages = zip(StartStage, reached, strict=False)
-    reached_stages = tuple(ReachedStage(stage, at, first_rank) for stage, at in stages)
+    reached_stages = tuple(ReachedStage(stage, seconds, first_rank) for stage, seconds in stages)
     return Heartbeat("w", start=RoundStart(stages=reached_stages, **start))
 
 

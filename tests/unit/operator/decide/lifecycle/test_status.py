@@ -133,7 +133,7 @@ def test_a_young_operator_keeps_the_phase_until_workers_report() -> None:
 
 
 def test_the_status_stays_until_all_members_have_reported_to_a_new_operator() -> None:
-    """Otherwise the status would be written four times, once for each worker that reports, although nothing happened."""
+    """Otherwise the status would be written four times, once for each worker that reports, without a change."""
     before = build_job_status(build_training(), build_policy(), JobStatus())
     reported = replace(build_training(), operator_age=1.0, metrics=JobMetrics(prometheus_error=PROMETHEUS_NOT_QUERIED))
     first, *others = reported.workers
@@ -173,7 +173,7 @@ def test_a_non_finite_loss_is_reported_with_rank_and_step() -> None:
     observation = change_worker(build_training(), "j-w2-0", heartbeat={"training": {"bad_loss": BadLoss(2, 417)}})
     degraded = map_conditions(observation)[JobCondition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.NON_FINITE_LOSS)
-    assert all(words in degraded.message for words in ("rank 2 on j-w2-0", "step 417", "suspend"))
+    assert all(part in degraded.message for part in ("rank 2 on j-w2-0", "step 417", "suspend"))
 
 
 def test_a_refused_plan_is_reported_with_the_message_of_the_ranks() -> None:
@@ -192,8 +192,8 @@ def test_a_failing_checkpoint_is_reported_with_rank_path_reason_and_last_age() -
     status = build_job_status(observation, build_policy(), JobStatus())
     degraded = {condition.type: condition for condition in status.conditions}[JobCondition.DEGRADED]
     assert (degraded.status, degraded.reason) == ("True", Reason.CHECKPOINT_FAILING)
-    for words in ("rank 3", "/checkpoints/step-500", "No space left on device", "step 490", "12 min old"):
-        assert words in degraded.message
+    for part in ("rank 3", "/checkpoints/step-500", "No space left on device", "step 490", "12 min old"):
+        assert part in degraded.message
     assert status.phase is JobPhase.RUNNING, "it trains on"
     assert not list_decisions(evaluate_job(observation, build_policy()))
 
@@ -287,7 +287,7 @@ def with_desired_part(observation: Observation, part: str, **changes: object) ->
 
 
 class TestKstatus:
-    """What tools conclude by the rules of kstatus (sigs.k8s.io/cli-utils): Helm 4, Argo CD, and `kubectl wait` use them."""
+    """What tools such as Helm 4 and `kubectl wait` conclude by the rules of kstatus (sigs.k8s.io/cli-utils)."""
 
     SUSPENDED = build_job(4, 1, suspend=True)
 

@@ -21,17 +21,17 @@ from testing.operators.observations import NOW
 SLOW = 4.0
 
 
-def build_slow(way: str, ends: str = "", ratio: float = SLOW, time: float = NOW) -> RouteObservation:
+def build_slow(route: str, ends: str = "", ratio: float = SLOW, time: float = NOW) -> RouteObservation:
     """Build a report. `a1b`: from leaf a over spine s1 to leaf b. `ends`: numbers of the nodes, unique by default."""
-    source, destination = way[0], way[2]
-    sender, receiver = (ends[0], ends[1]) if ends else (way, way)
+    source, destination = route[0], route[2]
+    sender, receiver = (ends[0], ends[1]) if ends else (route, route)
     return RouteObservation(
-        time, source, f"s{way[1]}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio
+        time, source, f"s{route[1]}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio
     )
 
 
-def build_fast(way: str, ends: str = "", time: float = NOW) -> RouteObservation:
-    return build_slow(way, ends, 1.0, time)
+def build_fast(route: str, ends: str = "", time: float = NOW) -> RouteObservation:
+    return build_slow(route, ends, 1.0, time)
 
 
 def find_accused(*reports: RouteObservation, now: float = NOW) -> Mapping[LeafSpinePair, float]:

@@ -31,7 +31,7 @@ def build_spec(mode: PathControl = PathControl.PROBE, **changes: Any) -> FabricS
 
 
 def build_network(*others: JobTraffic, leaves: str = "abab", planned: bool = False, **changes: Any) -> NetworkState:
-    """Build a network: node-0 is in the leaf of the first letter. `planned`: joint planning covers the job of `build_training`."""
+    """Build a network: node-0 is in the leaf of the first letter. `planned`: joint planning covers the job."""
     nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": leaf}) for n, leaf in enumerate(leaves)]
     fabric = build_spec(**changes)
     wiring = build_wiring(fabric, nodes, {})
@@ -193,8 +193,8 @@ class TestOthers:
         found = apply_step(build_starting(build_network(self.build_other(ports=first)))).plan.paths
         assert found is not None
         assert (found.first_port, found.last_port) == second
-        apart = replace(self.build_other(ports=first), node_ranks=(NodeRanks("node-9", (0,)),))
-        elsewhere = apply_step(build_starting(build_network(apart))).plan.paths
+        other_node = replace(self.build_other(ports=first), node_ranks=(NodeRanks("node-9", (0,)),))
+        elsewhere = apply_step(build_starting(build_network(other_node))).plan.paths
         assert elsewhere is not None
         assert elsewhere.first_port == 20000
 

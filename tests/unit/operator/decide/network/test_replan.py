@@ -40,7 +40,7 @@ def build_network(
     can_move: bool = True,
     **changes: Any,
 ) -> NetworkState:
-    """Build a network: the job of `build_training` on node-0 and node-1, and another one over the first of two spines."""
+    """Build a network: the job on node-0 and node-1, and another one over the first of two spines."""
     spec = FabricSpec(2, levels=(LevelSpec("leaf"),), hops=HOPS, path_control=PathControlSpec(mode), **changes)
     nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": "ab"[n % 2]}) for n in range(4)]
     wiring = build_wiring(spec, nodes, {})
@@ -64,7 +64,7 @@ def build_colliding(
     *,
     requested_at: float = NOW - REROUTE_EVIDENCE_WAIT_SECONDS - 1,
 ) -> Observation:
-    """Build a job whose routes collide. `requested_at`: when measurements of its connections were requested, unanswered."""
+    """Build a job whose routes collide. `requested_at`: when measurements were requested, which are unanswered."""
     found = build_training(2, 0)
     found = found.with_desired(found.desired.with_adaptation(connections_requested_at=requested_at))
     paths = Paths(
@@ -170,8 +170,10 @@ class TestMeasuredBefore:
         ends = (("10.0.0.0:40", "10.0.0.1:50", 0), ("10.0.0.1:40", "10.0.0.0:50", 1))
         request = found.plan.evidence_request
         answers = []
-        for local, remote, rank in ends:
-            sender = LinkWindow(local, remote, rank, 0, 5.0, 10**8, 2.0, early_bytes=10**8, early_busy_seconds=1.0)
+        for local_address, remote_address, rank in ends:
+            sender = LinkWindow(
+                local_address, remote_address, rank, 0, 5.0, 10**8, 2.0, early_bytes=10**8, early_busy_seconds=1.0
+            )
             receiver = LinkWindow(
                 *(("10.0.0.0:50", "10.0.0.1:40", 0) if rank == 0 else ("10.0.0.1:50", "10.0.0.0:40", 1))
             )
@@ -223,11 +225,13 @@ class TestUnchanged:
         before = build_colliding(partial, own_routes={})
         without_paths = before.with_desired(before.desired.with_plan(paths=None))
         assert replan.check_replanned_routes(without_paths, build_policy()) is None
-        crowded = replace(
+        small_range = replace(
             network, spec=replace(network.spec, path_control=PathControlSpec(PathControl.PROBE, (20000, 20100)))
         )
-        without = build_colliding(crowded).with_desired(build_colliding(crowded).desired.with_plan(paths=None))
-        assert replan.check_replanned_routes(without, build_policy()) is None
+        small_range_observation = build_colliding(small_range).with_desired(
+            build_colliding(small_range).desired.with_plan(paths=None)
+        )
+        assert replan.check_replanned_routes(small_range_observation, build_policy()) is None
 
     def test_no_round_begins_if_the_remedy_is_not_allowed(self) -> None:
         others = frozenset(Remedy) - {Remedy.PLAN_TRAFFIC}
@@ -250,7 +254,7 @@ class TestUnchanged:
             current = current.with_desired(result.desired)
 
     def test_a_move_that_is_not_allowed_is_recommended_and_not_planned(self) -> None:
-        """The plan keeps the job's current routes, because other jobs are not planned around a move that does not happen."""
+        """The plan keeps the job's current routes: other jobs are not planned around a move that does not happen."""
         network = build_network(can_move=False)
         assert network.traffic is not None
         assert network.traffic.due == {}
@@ -267,7 +271,7 @@ class TestUnchanged:
         live = replace(incident, live=True, remedy=Remedy.LOCAL_SGD)
         result = evaluate_job(before.with_desired(before.desired.with_incident(live)), build_policy())
         assert result.desired.plan.membership == 2
-        names = {incident_.name for incident_ in result.desired.state.incidents.current}
+        names = {opened.name for opened in result.desired.state.incidents.current}
         assert len(names) == 2
 
 

@@ -117,9 +117,9 @@ def test_in_mode_recommend_the_plan_stays() -> None:
 
 
 def test_no_ports_are_drawn_before_the_loss_reaches_the_price() -> None:
-    soon = build_drawn()
-    incident = replace(INCIDENT, first_sign=soon.now - 1.0)
-    assert reroll.check_port_reroll(soon.with_desired(soon.desired.with_incident(incident)), build_policy()) is None
+    early = build_drawn()
+    incident = replace(INCIDENT, first_sign=early.now - 1.0)
+    assert reroll.check_port_reroll(early.with_desired(early.desired.with_incident(incident)), build_policy()) is None
 
 
 def test_no_ports_are_drawn_while_answers_are_awaited() -> None:

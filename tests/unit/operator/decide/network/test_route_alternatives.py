@@ -50,7 +50,7 @@ def with_answers(
     return replace(found.with_desired(result.desired), now=found.now + seconds, evidence=answers)
 
 
-def investigate(
+def run_investigation(
     routes: Mapping[RankPair, int],
     slow: Mapping[RankPair, float] = AT_A,
     policy: Policy | None = None,
@@ -102,14 +102,14 @@ def map_prices(incident: Incident) -> dict[str, str]:
 
 class TestSlowLink:
     def test_local_sgd_waits_for_joint_planning(self) -> None:
-        _, result = investigate(ALL_ON_FIRST_SPINE)
+        _, result = run_investigation(ALL_ON_FIRST_SPINE)
         assert not result.failed_steps
         assert not list_decisions(result)
         assert result.desired.plan.sync_mode is SyncMode.SYNC
         assert result.desired.state.adaptation.route_observations
 
     def test_another_route_is_chosen_over_local_sgd_if_it_is_worth_more(self) -> None:
-        found, result = investigate(ALL_ON_FIRST_SPINE)
+        found, result = run_investigation(ALL_ON_FIRST_SPINE)
         _, after = run_until_decision(with_joint_plan(found, result, ALL_ON_FIRST_SPINE))
         (incident,) = list_decisions(after)
         assert (incident.cause, incident.remedy, incident.live) == (
@@ -128,7 +128,7 @@ class TestSlowLink:
         assert (after.desired.plan.sync_mode, after.desired.plan.membership) == (SyncMode.SYNC, 2)
 
     def test_the_route_trial_records_the_previous_speeds(self) -> None:
-        found, result = investigate(ALL_ON_FIRST_SPINE)
+        found, result = run_investigation(ALL_ON_FIRST_SPINE)
         _, after = run_until_decision(with_joint_plan(found, result, ALL_ON_FIRST_SPINE))
         trial = after.desired.state.adaptation.route_trial
         assert trial is not None
@@ -138,7 +138,7 @@ class TestSlowLink:
         }
 
     def test_the_wait_for_joint_planning_is_limited(self) -> None:
-        found, result = investigate(ALL_ON_FIRST_SPINE)
+        found, result = run_investigation(ALL_ON_FIRST_SPINE)
         late = replace(
             found.with_desired(result.desired), now=found.now + NEW_ROUTE_REPORT_SECONDS + 1, metrics=SLOW_LINK
         )
@@ -148,7 +148,7 @@ class TestSlowLink:
         assert incident.remedy == Remedy.LOCAL_SGD
 
     def test_the_joint_plan_does_not_decide_while_the_investigation_may(self) -> None:
-        found, result = investigate(ALL_ON_FIRST_SPINE)
+        found, result = run_investigation(ALL_ON_FIRST_SPINE)
         planned = with_joint_plan(found, result, ALL_ON_FIRST_SPINE)
         assert planned.cluster_view.network is not None
         assert planned.cluster_view.network.traffic is not None
@@ -162,14 +162,14 @@ class TestSlowLink:
 
     def test_local_sgd_is_chosen_if_new_routes_are_not_allowed(self) -> None:
         policy = build_policy(allow=frozenset(Remedy) - {Remedy.PLAN_TRAFFIC})
-        _, result = investigate(ALL_ON_FIRST_SPINE, policy=policy)
+        _, result = run_investigation(ALL_ON_FIRST_SPINE, policy=policy)
         (incident,) = list_decisions(result)
         assert incident.remedy == Remedy.LOCAL_SGD
         assert "remediation.allow" in map_prices(incident)[Remedy.PLAN_TRAFFIC]
 
     def test_in_mode_recommend_the_membership_stays(self) -> None:
         policy = build_policy(mode=RemediationMode.RECOMMEND)
-        found, result = investigate(ALL_ON_FIRST_SPINE, policy=policy)
+        found, result = run_investigation(ALL_ON_FIRST_SPINE, policy=policy)
         _, result = run_until_decision(with_joint_plan(found, result, ALL_ON_FIRST_SPINE), policy=policy)
         (incident,) = list_decisions(result)
         assert (incident.remedy, incident.applied, incident.outcome) == (
@@ -184,7 +184,7 @@ class TestSlowNode:
     """The only link of a node: all flows are slow over any spine, and no path resolves that."""
 
     def test_local_sgd_is_chosen_if_no_route_helps(self) -> None:
-        _, result = investigate(TWO_SPINES)
+        _, result = run_investigation(TWO_SPINES)
         (incident,) = list_decisions(result)
         assert incident.remedy == Remedy.LOCAL_SGD
         assert map_prices(incident)[Remedy.PLAN_TRAFFIC] == "no other way through the fabric wins what it costs"
@@ -197,7 +197,7 @@ class TestSlowNode:
 
     def test_local_sgd_is_chosen_after_routes_that_did_not_help(self) -> None:
         """Over the first spine, the link might have been slow; over the second one, the flow is slow, too."""
-        found, result = investigate(ALL_ON_FIRST_SPINE)
+        found, result = run_investigation(ALL_ON_FIRST_SPINE)
         _, after = run_until_decision(with_joint_plan(found, result, ALL_ON_FIRST_SPINE))
         routes = get_planned_routes(after.desired.plan)
         reports = after.desired.state.adaptation.route_observations

@@ -70,8 +70,8 @@ def build_ring(slow: int = -1, quiet: bool = False) -> tuple[Evidence, ...]:
     def list_ends(rank: int) -> tuple[LinkWindow, ...]:
         address, next_address, previous_address = (f"10.0.0.{(rank + step) % 4}" for step in (0, 1, -1))
         busy = 4.0 if rank == slow else 0.4
-        sent = 0 if quiet else 50 * MB
-        sending = LinkWindow(f"{address}:40", f"{next_address}:50", rank, 0, 5.0, sent, busy)
+        sent_bytes = 0 if quiet else 50 * MB
+        sending = LinkWindow(f"{address}:40", f"{next_address}:50", rank, 0, 5.0, sent_bytes, busy)
         receiving = LinkWindow(f"{address}:50", f"{previous_address}:40", rank, 0, 5.0)
         return tuple(replace(end, age=age) for end in (sending, receiving) for age in range(3))
 
@@ -180,13 +180,13 @@ class TestRecord:
         assert check.hot_places[0].startswith("from rank 2 to rank 3: 12 MB/s while busy, the others 125 MB/s")
 
     def test_no_hot_place_differs_from_an_inconclusive_check(self) -> None:
-        even, inactive = (
+        healthy, inactive = (
             get_link_check(
                 slow_communication.record_link_evidence(build_with_evidence(build_ring(quiet=quiet)), build_policy())
             )
             for quiet in (False, True)
         )
-        assert (even.hot_places, even.conclusive) == ((), True)
+        assert (healthy.hot_places, healthy.conclusive) == ((), True)
         assert (inactive.hot_places, inactive.conclusive) == ((), False)
 
     def test_all_ranks_have_to_answer_and_an_answer_is_recorded_once(self) -> None:

@@ -447,15 +447,15 @@ class TestDemand:
         assert found.max_load == 16
 
     def test_unmeasured_flows_count_as_the_median(self) -> None:
-        sent = {(0, 1): 4e6, (1, 0): 1e6}
+        bytes_sent = {(0, 1): 4e6, (1, 0): 1e6}
         found = plan_traffic(
-            build_fabric(spines=1), build_job("one", "a0", "b0", bytes_sent=sent), build_job("two", "a1", "b1")
+            build_fabric(spines=1), build_job("one", "a0", "b0", bytes_sent=bytes_sent), build_job("two", "a1", "b1")
         )
         assert found.up.tolist() == [[8], [5], [0]], "4 + 4 from a to b, 1 + 4 back"
 
     def test_equal_flows_count_as_one_each(self) -> None:
-        sent = {(0, 1): 3e6, (1, 0): 3e6}
-        assert plan_traffic(build_fabric(), build_job("one", "a0", "b0", bytes_sent=sent)).max_load == 1
+        bytes_sent = {(0, 1): 3e6, (1, 0): 3e6}
+        assert plan_traffic(build_fabric(), build_job("one", "a0", "b0", bytes_sent=bytes_sent)).max_load == 1
 
 
 class TestPlanes:

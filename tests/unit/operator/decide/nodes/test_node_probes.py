@@ -21,7 +21,7 @@ def build_pod(phase: str, check: str = "", node: str = "node-2", has_gpus: bool 
     return replace(ProbePod(phase, "words", node=node, reported_check=check, has_gpus=has_gpus), **changes)
 
 
-def evaluate(
+def evaluate_probe(
     failed: ProbePod, *others: ProbePod, seconds: float = 5.0
 ) -> tuple[bool | None, InconclusiveReason | None] | None:
     found = evaluate_node_probe(PROBE, replace(failed, group_peers=others), 60.0, START + seconds)
@@ -62,16 +62,18 @@ def test_a_failed_check_counts_if_another_node_passes_it(
     check: str, others: list[ProbePod], expected: tuple[bool | None, InconclusiveReason | None]
 ) -> None:
     gpus = check in (DRIVER, GPUS)
-    assert evaluate(build_pod("Failed", check, "node-1", gpus), *others) == expected
+    assert evaluate_probe(build_pod("Failed", check, "node-1", gpus), *others) == expected
 
 
 def test_other_pods_are_awaited_while_they_may_report() -> None:
     failed = build_pod("Failed", NETWORK, "node-1")
-    assert evaluate(failed, build_pod("Running")) is None
-    assert evaluate(failed, build_pod("Running"), build_pod("Succeeded", node="node-3")) == FAILS
-    assert evaluate(failed, build_pod("Running"), seconds=60.0) == NO_COMPARISON
-    assert evaluate(build_pod("Failed", GPUS, "node-1", has_gpus=True), build_pod("Running", has_gpus=True)) is None
-    assert evaluate(
+    assert evaluate_probe(failed, build_pod("Running")) is None
+    assert evaluate_probe(failed, build_pod("Running"), build_pod("Succeeded", node="node-3")) == FAILS
+    assert evaluate_probe(failed, build_pod("Running"), seconds=60.0) == NO_COMPARISON
+    assert (
+        evaluate_probe(build_pod("Failed", GPUS, "node-1", has_gpus=True), build_pod("Running", has_gpus=True)) is None
+    )
+    assert evaluate_probe(
         build_pod("Failed", node="node-1", inconclusive=InconclusiveReason.NOT_RUN), build_pod("Running")
     ) == (
         None,
@@ -91,7 +93,7 @@ def test_other_pods_are_awaited_while_they_may_report() -> None:
 def test_a_pod_that_does_not_end_counts_if_another_one_does(
     others: list[ProbePod], expected: tuple[bool | None, InconclusiveReason | None]
 ) -> None:
-    assert evaluate(build_pod("Pending", node="node-1"), *others, seconds=60.0) == expected
+    assert evaluate_probe(build_pod("Pending", node="node-1"), *others, seconds=60.0) == expected
 
 
 def test_a_pod_reports_the_check_that_failed() -> None:

@@ -81,9 +81,9 @@ class TestTaints:
     def test_taints_are_removed_without_approval(self, tainted: TargetNode) -> None:
         unapproved = ReleaseNode("its quarantine is not approved")
         assert decide_quarantine_step(build_suspicion(), tainted, None, QuarantineContext(), START) == unapproved
-        by_hand = build_suspicion()
-        by_hand = replace(by_hand, spec=replace(by_hand.spec, suspicions=()))
-        assert decide_quarantine_step(by_hand, tainted, None, QuarantineContext(), START) == unapproved
+        manual = build_suspicion()
+        manual = replace(manual, spec=replace(manual.spec, suspicions=()))
+        assert decide_quarantine_step(manual, tainted, None, QuarantineContext(), START) == unapproved
         decided = decide_quarantine_step(build_suspicion(approved=True), tainted, None, QuarantineContext(), START)
         assert not isinstance(decided, ReleaseNode)
 
@@ -91,7 +91,7 @@ class TestTaints:
 class TestDecisions:
     """What the jobs that suspect the node receive."""
 
-    def decide(
+    def make_decision(
         self, uid: str = "uid-1", verdict: QuarantineVerdict = QuarantineVerdict.SUSPECTED, **changes: Any
     ) -> tuple[QuarantineVerdict, str]:
         message = changes.pop("message", "a probe decides")
@@ -103,35 +103,40 @@ class TestDecisions:
         return decision.verdict, decision.message
 
     def test_the_decision_is_suspected_until_a_witness_confirms_it(self) -> None:
-        assert self.decide() == (QuarantineVerdict.SUSPECTED, "node-1 is untouched: a probe decides")
-        assert self.decide(message="") == (QuarantineVerdict.SUSPECTED, "node-1 is untouched: its suspicion is new")
-        tripped = self.decide(verdict=QuarantineVerdict.BREAKER, message="the breaker has tripped")
+        assert self.make_decision() == (QuarantineVerdict.SUSPECTED, "node-1 is untouched: a probe decides")
+        assert self.make_decision(message="") == (
+            QuarantineVerdict.SUSPECTED,
+            "node-1 is untouched: its suspicion is new",
+        )
+        tripped = self.make_decision(verdict=QuarantineVerdict.BREAKER, message="the breaker has tripped")
         assert tripped == (QuarantineVerdict.BREAKER, "node-1 is untouched: the breaker has tripped")
 
     def test_the_decision_is_cleared_after_a_passed_probe(self) -> None:
         cleared = (QuarantineVerdict.CLEARED, "node-1 is untouched: it has passed")
-        assert self.decide(verdict=QuarantineVerdict.CLEARED, message="it has passed") == cleared
-        ending = self.decide(verdict=QuarantineVerdict.CLEARED, message="it has passed", phase=QuarantinePhase.RELEASED)
+        assert self.make_decision(verdict=QuarantineVerdict.CLEARED, message="it has passed") == cleared
+        ending = self.make_decision(
+            verdict=QuarantineVerdict.CLEARED, message="it has passed", phase=QuarantinePhase.RELEASED
+        )
         assert ending == cleared
 
     def test_the_decision_is_quarantined_then_releasing(self) -> None:
-        assert self.decide(approved=True) == (QuarantineVerdict.QUARANTINED, "node-1 is quarantined")
+        assert self.make_decision(approved=True) == (QuarantineVerdict.QUARANTINED, "node-1 is quarantined")
         releasing = (QuarantineVerdict.RELEASING, "an earlier quarantine of node-1 is being released")
-        assert self.decide(approved=True, deleted=True) == releasing
-        assert self.decide(approved=True, phase=QuarantinePhase.RELEASED) == releasing
-        assert self.decide(approved=True, verdict=QuarantineVerdict.CLEARED)[0] is QuarantineVerdict.QUARANTINED, (
-            "it is no suspicion any more"
-        )
+        assert self.make_decision(approved=True, deleted=True) == releasing
+        assert self.make_decision(approved=True, phase=QuarantinePhase.RELEASED) == releasing
+        assert (
+            self.make_decision(approved=True, verdict=QuarantineVerdict.CLEARED)[0] is QuarantineVerdict.QUARANTINED
+        ), "it is no suspicion any more"
 
     def test_the_decision_is_releasing_for_an_earlier_node_of_the_same_name(self) -> None:
-        assert self.decide(uid="another")[0] is QuarantineVerdict.RELEASING
+        assert self.make_decision(uid="another")[0] is QuarantineVerdict.RELEASING
 
     def test_the_decision_is_awaiting_approval(self) -> None:
         awaiting = (QuarantineVerdict.AWAITS_APPROVAL, "the quarantine of node-1 waits for approval")
-        assert self.decide(verdict=QuarantineVerdict.AWAITS_APPROVAL) == awaiting
-        by_hand = build_suspicion()
-        by_hand = replace(by_hand, spec=replace(by_hand.spec, suspicions=()))
-        assert build_quarantine_decision(by_hand, "uid-1").verdict is QuarantineVerdict.AWAITS_APPROVAL
+        assert self.make_decision(verdict=QuarantineVerdict.AWAITS_APPROVAL) == awaiting
+        manual = build_suspicion()
+        manual = replace(manual, spec=replace(manual.spec, suspicions=()))
+        assert build_quarantine_decision(manual, "uid-1").verdict is QuarantineVerdict.AWAITS_APPROVAL
 
 
 class TestEvidence:
@@ -198,31 +203,31 @@ class TestBlocked:
         blocked = replace(build_suspicion(build_sign(**TRUSTED)), status=paused.status)
         repeated = decide_step(blocked, pause_reason="remedies are still paused")
         assert (repeated.event, read_condition(repeated, QuarantineCondition.QUARANTINED)[1]) == ("", "Paused")
-        spent = decide_step(
+        over_budget = decide_step(
             blocked,
             node_count=0,
             usage=QuarantineUsage.from_quarantines([build_suspicion(name="node-2", approved=True)]),
         )
-        assert spent.event == "QuarantineBlocked"
+        assert over_budget.event == "QuarantineBlocked"
 
     def test_approved_quarantines_use_the_budget_and_pending_ones_if_people_decide(self) -> None:
         pending = build_suspicion(name="node-2", phase=QuarantinePhase.PENDING)
         suspected = build_suspicion(name="node-3", phase=QuarantinePhase.SUSPECTED)
         approved = build_suspicion(name="node-4", approved=True)
 
-        def read_verdict(*others: Quarantine, acts: bool) -> str:
+        def read_verdict(*others: Quarantine, is_act_mode: bool) -> str:
             report = decide_step(
                 build_suspicion(),
                 DOWN,
                 usage=QuarantineUsage.from_quarantines(others),
-                rules=QuarantineRules(acts=acts, max_nodes=1, breaker_nodes=9),
+                rules=QuarantineRules(acts=is_act_mode, max_nodes=1, breaker_nodes=9),
             )
             return read_condition(report, QuarantineCondition.QUARANTINED)[1]
 
-        assert read_verdict(pending, suspected, acts=True) == "Suspected", "it is to be quarantined"
-        assert read_verdict(pending, suspected, acts=False) == "BudgetSpent"
-        assert read_verdict(suspected, acts=False) == "AwaitsApproval"
-        assert read_verdict(approved, acts=True) == read_verdict(approved, acts=False) == "BudgetSpent"
+        assert read_verdict(pending, suspected, is_act_mode=True) == "Suspected", "it is to be quarantined"
+        assert read_verdict(pending, suspected, is_act_mode=False) == "BudgetSpent"
+        assert read_verdict(suspected, is_act_mode=False) == "AwaitsApproval"
+        assert read_verdict(approved, is_act_mode=True) == read_verdict(approved, is_act_mode=False) == "BudgetSpent"
 
     def test_a_suspicion_is_held_until_other_nodes_may_have_failed(self) -> None:
         early = decide_step(build_suspicion(build_sign(**TRUSTED)), seconds=CONFIRMED_SUSPICION_HOLD_SECONDS - 1)
@@ -254,8 +259,11 @@ class TestBreaker:
     def test_a_cleared_suspicion_counts_and_is_settled(self) -> None:
         cleared = QuarantineUsage.from_quarantines([build_suspicion(name="node-2", probes=build_probes(True))])
         assert (cleared.count_failing_together(build_suspicion()), cleared.count_unsettled(build_suspicion())) == (2, 0)
-        open_ = QuarantineUsage.from_quarantines([build_suspicion(name="node-2")])
-        assert (open_.count_failing_together(build_suspicion()), open_.count_unsettled(build_suspicion())) == (2, 1)
+        suspected = QuarantineUsage.from_quarantines([build_suspicion(name="node-2")])
+        assert (suspected.count_failing_together(build_suspicion()), suspected.count_unsettled(build_suspicion())) == (
+            2,
+            1,
+        )
 
     def test_a_repeated_sign_does_not_change_what_failed_together(self) -> None:
         repeated = build_suspicion(*with_sign((build_sign(),), build_sign(START + 90)), name="node-2")

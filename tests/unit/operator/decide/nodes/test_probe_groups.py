@@ -19,9 +19,9 @@ UP = {
 }
 
 
-def list_due(*pods: str, waited: float = 0.0, **changed: ProbePod) -> list[ProbeLaunch]:
+def list_due(*pods: str, waited_seconds: float = 0.0, **changed: ProbePod) -> list[ProbeLaunch]:
     running = {pod: UP[pod] for pod in pods} | {f"pod-{name}": pod for name, pod in changed.items()}
-    return list(plan_probe_launches(GROUP, running, waited))
+    return list(plan_probe_launches(GROUP, running, waited_seconds))
 
 
 class TestLaunches:
@@ -35,11 +35,11 @@ class TestLaunches:
 
     def test_a_probe_server_that_does_not_start_is_left_out(self) -> None:
         pending = ProbePod("Pending")
-        assert list_due(a=pending, waited=PROBE_SERVER_START_SECONDS) == [ProbeLaunch(B, {}, 2)]
-        assert [launch.peers for launch in list_due("pod-b", a=pending, waited=PROBE_SERVER_START_SECONDS)] == [
+        assert list_due(a=pending, waited_seconds=PROBE_SERVER_START_SECONDS) == [ProbeLaunch(B, {}, 2)]
+        assert [launch.peers for launch in list_due("pod-b", a=pending, waited_seconds=PROBE_SERVER_START_SECONDS)] == [
             {"b": "10.0.0.1"}
         ] * 2
-        assert len(list_due(a=pending, b=pending, waited=2 * PROBE_SERVER_START_SECONDS)) == 2
+        assert len(list_due(a=pending, b=pending, waited_seconds=2 * PROBE_SERVER_START_SECONDS)) == 2
 
     def test_a_pod_that_has_ended_is_no_peer(self) -> None:
         ended = ProbePod("Failed", address="10.0.0.0")

@@ -100,17 +100,17 @@ class TestBusyNode:
 
     def test_a_busy_node_is_not_slow_by_time_held_back(self) -> None:
         """Short idle periods of cores add up, although no core was available."""
-        waited = replace(NORMAL, core_seconds=0.004, held_back=0.7)
-        assert describe_slowness("a", build_group(a=with_idle_cores(waited, 0.0))) == ""
+        held_back = replace(NORMAL, core_seconds=0.004, held_back=0.7)
+        assert describe_slowness("a", build_group(a=with_idle_cores(held_back, 0.0))) == ""
 
     def test_a_busy_node_is_slow_by_throttled_time(self) -> None:
         throttled = replace(NORMAL, held_back=0.72, throttled=0.8)
         assert "3.6 times as long" in describe_slowness("a", build_group(a=with_idle_cores(throttled, 0.0)))
-        alike = {
+        all_throttled = {
             name: with_idle_cores(replace(metrics, held_back=0.72, throttled=0.8), 0.0)
             for name, metrics in build_group().items()
         }
-        assert describe_slowness("a", alike) == ""
+        assert describe_slowness("a", all_throttled) == ""
 
     def test_a_busy_node_is_slow_by_its_links(self) -> None:
         found = build_group(c=with_idle_cores(build_linked(c_a=(SLOW, FAST), c_b=(SLOW, FAST)), 0.0))

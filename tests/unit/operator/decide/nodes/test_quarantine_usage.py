@@ -32,18 +32,18 @@ NO_GPU = (
 )
 
 
-def draw_quarantine(random_: random.Random, name: str) -> Quarantine:
+def draw_quarantine(rng: random.Random, name: str) -> Quarantine:
     signs = tuple(
-        NodeSuspicion(f"team-{index}", "i", "XID 79", START + random_.uniform(0, 400), weak=random_.random() < 0.3)
-        for index in range(random_.randrange(4))
+        NodeSuspicion(f"team-{index}", "i", "XID 79", START + rng.uniform(0, 400), weak=rng.random() < 0.3)
+        for index in range(rng.randrange(4))
     )
-    passed = random_.choice((None, True, False))
-    finished = None if random_.random() < 0.3 else START + random_.uniform(0, 400)
+    passed = rng.choice((None, True, False))
+    finished = None if rng.random() < 0.3 else START + rng.uniform(0, 400)
     probe = ProbeResult("p", START, finished, None if finished is None else passed)
-    probes = random_.choice([(), (), (probe,), (build_refused(), build_refused(START + 70))])
-    status = QuarantineStatus(phase=random_.choice([None, *QuarantinePhase]), probes=probes)
-    spec = QuarantineSpec("why", "uid", approved=random_.random() < 0.3, suspicions=signs)
-    return Quarantine(name, f"q-{name}", spec, status, deleted=random_.random() < 0.1)
+    probes = rng.choice([(), (), (probe,), (build_refused(), build_refused(START + 70))])
+    status = QuarantineStatus(phase=rng.choice([None, *QuarantinePhase]), probes=probes)
+    spec = QuarantineSpec("why", "uid", approved=rng.random() < 0.3, suspicions=signs)
+    return Quarantine(name, f"q-{name}", spec, status, deleted=rng.random() < 0.1)
 
 
 def count_failing_together(quarantine: Quarantine, others: list[Quarantine], *, include_settled: bool = True) -> int:
@@ -77,16 +77,16 @@ def is_blamed(quarantine: Quarantine) -> bool:
 
 
 def test_the_incremental_count_equals_a_full_count_after_any_changes() -> None:
-    random_, quarantines, usage = random.Random(7), dict[str, Quarantine](), QuarantineUsage()
+    rng, quarantines, usage = random.Random(7), dict[str, Quarantine](), QuarantineUsage()
     for _ in range(1500):
-        name = f"node-{random_.randrange(12)}"
-        if random_.random() < 0.2:
+        name = f"node-{rng.randrange(12)}"
+        if rng.random() < 0.2:
             quarantines.pop(name, None)
             usage.remove(name)
         else:
-            quarantines[name] = draw_quarantine(random_, name)
+            quarantines[name] = draw_quarantine(rng, name)
             usage.update(quarantines[name])
-        quarantine = quarantines.get(name) or draw_quarantine(random_, name)
+        quarantine = quarantines.get(name) or draw_quarantine(rng, name)
         others = [other for other in quarantines.values() if other.name != name]
         assert usage.count_failing_together(quarantine) == count_failing_together(quarantine, others)
         assert (
@@ -170,16 +170,18 @@ class TestBlame:
 
     @pytest.mark.parametrize("witness", [Witness.GPU_SERIES, Witness.PROBE, Witness.NODE_CONDITION])
     def test_a_suspicion_counts_if_a_sign_has_a_witness(self, witness: Witness) -> None:
-        blamed = build_suspected("node-2", build_refused(), build_refused(START + 70), witness=witness)
-        assert QuarantineUsage.from_quarantines([blamed]).count_failing_together(build_suspected("node-1")) == 2
+        suspected = build_suspected("node-2", build_refused(), build_refused(START + 70), witness=witness)
+        assert QuarantineUsage.from_quarantines([suspected]).count_failing_together(build_suspected("node-1")) == 2
 
     def test_a_suspicion_counts_if_the_node_has_a_witness_now(self) -> None:
-        blamed = build_suspected("node-2", build_refused(), build_refused(START + 70))
+        suspected = build_suspected("node-2", build_refused(), build_refused(START + 70))
         down = ConditionStatus("Witnessed", "True", "NodeCondition", "the node is not Ready", START + 80, 1)
-        usage = QuarantineUsage.from_quarantines([replace(blamed, status=replace(blamed.status, conditions=(down,)))])
+        usage = QuarantineUsage.from_quarantines(
+            [replace(suspected, status=replace(suspected.status, conditions=(down,)))]
+        )
         assert usage.count_failing_together(build_suspected("node-1")) == 2
         inconclusive = replace(down, status="Unknown", reason="ProbeInconclusive")
-        usage.update(replace(blamed, status=replace(blamed.status, conditions=(inconclusive,))))
+        usage.update(replace(suspected, status=replace(suspected.status, conditions=(inconclusive,))))
         assert usage.count_failing_together(build_suspected("node-1")) == 1
 
 

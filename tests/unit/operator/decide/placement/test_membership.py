@@ -126,15 +126,15 @@ class TestRanks:
         observation = with_leaving(build_training(spares=0), "j-w1-0", dead=True)
         assert apply_step(observation).state.placement.vacant_since == NOW
 
-    @pytest.mark.parametrize("waited", [{"vacant_since": NOW - 5}, {"checkpoint_requested_at": NOW - 5}])
-    def test_waits_are_cleared_once_all_members_are_healthy(self, waited: dict[str, float]) -> None:
+    @pytest.mark.parametrize("placement_values", [{"vacant_since": NOW - 5}, {"checkpoint_requested_at": NOW - 5}])
+    def test_waits_are_cleared_once_all_members_are_healthy(self, placement_values: dict[str, float]) -> None:
         observation = build_training()
-        observation = observation.with_desired(observation.desired.with_placement(**waited))
+        observation = observation.with_desired(observation.desired.with_placement(**placement_values))
         placement = apply_step(observation).state.placement
         assert (placement.vacant_since, placement.checkpoint_requested_at) == (None, None)
 
     @pytest.mark.parametrize(
-        ("waited", "answered", "begins"),
+        ("waited_seconds", "answered", "begins"),
         [
             (MEMBERSHIP_CHECKPOINT_WAIT_SECONDS - 1, False, False),
             (MEMBERSHIP_CHECKPOINT_WAIT_SECONDS + 1, False, True),
@@ -142,12 +142,12 @@ class TestRanks:
         ],
     )
     def test_a_voluntary_change_waits_for_its_checkpoint_for_a_limited_time(
-        self, waited: float, answered: bool, begins: bool
+        self, waited_seconds: float, answered: bool, begins: bool
     ) -> None:
         observation = build_training(2, 2, job=build_job(3, 1))
         requested = observation.with_desired(apply_step(observation))
         assert requested.plan.checkpoint_request == 1
-        later = change_members(replace(requested, now=NOW + waited), checkpoint={"request": int(answered)})
+        later = change_members(replace(requested, now=NOW + waited_seconds), checkpoint={"request": int(answered)})
         assert len(apply_step(later).plan.members) == (3 if begins else 2)
 
     def test_a_worker_that_moves_for_a_warning_stays_until_the_checkpoint_is_saved(self) -> None:
@@ -179,7 +179,7 @@ class TestRanks:
 class TestDeletedPods:
     """Pods in a drain: the signal does not reach a launcher behind a shell."""
 
-    def test_ranks_of_a_deleted_leaving_pod_are_told_to_leave(self) -> None:
+    def test_the_plan_lets_ranks_of_a_deleted_leaving_pod_leave(self) -> None:
         observation = change_worker(
             with_leaving(build_training(spares=0), "j-w1-0", dead=False), "j-w1-0", pod={"deleting": True}
         )
@@ -189,7 +189,7 @@ class TestDeletedPods:
         assert apply_step(observation.with_desired(desired)) is desired, "once"
         assert desired.plan.build_worker_plan("j-w1-0").role is WorkerRole.LEAVE
 
-    def test_other_workers_are_not_told_to_leave(self) -> None:
+    def test_the_plan_lets_other_workers_stay(self) -> None:
         assert apply_step(with_leaving(build_training(spares=0), "j-w1-0", dead=False)).plan.leaving == ()
         deleted = change_worker(build_training(spares=0), "j-w1-0", pod={"deleting": True})
         assert apply_step(deleted).plan.leaving == (), "no check has decided on it yet"
@@ -250,7 +250,9 @@ class TestShrinking:
         assert len(self.apply_step_with_vacancy(59, successor=starting).plan.members) == 4
         assert len(self.apply_step_with_vacancy(60, successor=starting).plan.members) == 3
 
-    @pytest.mark.parametrize("hopeless", [{"unschedulable_message": "0/6 nodes"}, {"deleting": True}, {"exit_code": 1}])
-    def test_a_successor_that_cannot_start_is_not_awaited(self, hopeless: dict[str, object]) -> None:
-        pod = replace(PodView("j-w1-1", "uid", "Pending", "", created_at=NOW), **hopeless)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        "pod_values", [{"unschedulable_message": "0/6 nodes"}, {"deleting": True}, {"exit_code": 1}]
+    )
+    def test_a_successor_that_cannot_start_is_not_awaited(self, pod_values: dict[str, object]) -> None:
+        pod = replace(PodView("j-w1-1", "uid", "Pending", "", created_at=NOW), **pod_values)  # type: ignore[arg-type]
         assert len(self.apply_step_with_vacancy(SHRINK_DELAY_SECONDS, successor=pod).plan.members) == 3

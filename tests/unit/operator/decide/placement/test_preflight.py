@@ -170,10 +170,10 @@ class TestFailedNode:
 
     def test_a_failed_node_is_used_if_there_is_no_other_room(self) -> None:
         observation = apply_step(with_checks(build_placed(), False))
-        crowded = observation.with_desired(observation.desired.with_placement(attempts=1))
+        without_room = observation.with_desired(observation.desired.with_placement(attempts=1))
         second_attempt = with_checks(build_placed(), False).with_desired(
             build_placed()
-            .desired.with_preflight(avoided_nodes=crowded.state.preflight.avoided_nodes)
+            .desired.with_preflight(avoided_nodes=without_room.state.preflight.avoided_nodes)
             .with_placement(attempts=1)
         )
         after = apply_step(second_attempt)

@@ -181,7 +181,7 @@ class TestBegin:
         assert apply_step(replace(observation, evidence=(Evidence("ask", "w", 1, (slow,)),))).plan.profile is not None
 
     def test_a_window_begins_for_slow_work_without_an_incident(self) -> None:
-        """An expensive remedy waits until the loss is worth it, and a job may have none; the cause is reported anyway."""
+        """An expensive remedy waits until the loss is worth it, and a job may have none. The cause is reported."""
         observation = with_investigation(build_steady(), Bottleneck.COMPUTE)
         requested = apply_step(observation)
         assert requested.plan.profile is not None
@@ -204,11 +204,11 @@ class TestBegin:
         assert (apply_step(observation).plan.profile is not None) == is_requested
 
     def test_a_named_slow_link_explains_the_uniform_slowdown(self) -> None:
-        known = apply_step(
+        explained = apply_step(
             build_steady(build_volatile(cause=IncidentCause.SLOW_COMMUNICATION, finding=LINK), uniform=1.5)
         )
-        assert known.plan.profile is None
-        ended = known.with_desired(known.desired.with_incidents(current=()))
+        assert explained.plan.profile is None
+        ended = explained.with_desired(explained.desired.with_incidents(current=()))
         assert apply_step(ended).plan.profile is None
         slower = replace(ended, metrics=replace(STEADY, uniform_slowdown=1.8))
         assert apply_step(slower).plan.profile is not None
@@ -349,11 +349,11 @@ class TestAnswers:
         assert SignalKind.PROFILE in finding.signal_kinds
 
     def test_an_unknown_cause_does_not_replace_the_finding(self) -> None:
-        known = Finding(FaultClass.HARDWARE, "rank 1", (Signal(SignalKind.TIMES, "slow"),))
-        observation = apply_step(build_steady(build_volatile(finding=known)))
+        finding = Finding(FaultClass.HARDWARE, "rank 1", (Signal(SignalKind.TIMES, "slow"),))
+        observation = apply_step(build_steady(build_volatile(finding=finding)))
         incident = apply_step(with_answer(observation, NOTHING)).state.incidents.find("j-volatile")
         assert incident is not None
-        assert incident.finding == known
+        assert incident.finding == finding
         assert "is explained" in incident.evidence[-1]
 
     def test_a_manual_window_opens_an_incident(self) -> None:

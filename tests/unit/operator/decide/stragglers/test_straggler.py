@@ -54,8 +54,13 @@ LINK: dict[str, Any] = {"exposed": 0.25, "slow": 1.0}
 """Parameters of windows in which all ranks wait for a link."""
 
 
-def build_investigation(ago: float = 10.0, **changes: Any) -> StragglerInvestigation:
-    values: dict[str, Any] = {"since": NOW - ago, "step_seconds": 0.1, "request": "ask", "requested_at": NOW - ago}
+def build_investigation(age_seconds: float = 10.0, **changes: Any) -> StragglerInvestigation:
+    values: dict[str, Any] = {
+        "since": NOW - age_seconds,
+        "step_seconds": 0.1,
+        "request": "ask",
+        "requested_at": NOW - age_seconds,
+    }
     return StragglerInvestigation(**(values | changes))
 
 
@@ -69,7 +74,7 @@ def build_sync(
 
 
 def build_windows(slow: float = 2.0, exposed: float = 0.01, rank: int = 2, first: float = 0.08) -> tuple[Evidence, ...]:
-    """Build windows of four ranks with 0.07 s of work in a step, one of them slower; all wait `exposed` seconds more."""
+    """Build windows of four ranks with 0.07 s of work in a step, one of them slower; all wait `exposed` seconds."""
     own_seconds = [0.07 * (slow if position == rank else 1.0) for position in range(4)]
     step = max(own_seconds) + exposed
     return build_evidence(
@@ -214,8 +219,10 @@ class TestInvestigation:
     def test_evidence_is_requested_again_at_once_from_a_recovered_rank(
         self, relative_time: float, is_requested: bool
     ) -> None:
-        """Requests are rare after minutes of shares for a broken rank. With one sample, the rank seems slow by its fixed
-        part even when it is healthy. Its answers during the recovery decide nothing."""
+        """Requests are rare after minutes of shares for a broken rank.
+
+        With one sample, the rank seems slow by its fixed part even when it is healthy. Its answers during the recovery
+        decide nothing."""
         found = build_answered(replace(SLOW, relative_time=relative_time), slow=1.0, plan={"shares": (10, 10, 1, 11)})
         investigation = build_investigation(
             600.0, requested_at=NOW - 20, requested_step=(found.progress.step or 0) - 16, requested_relative_time=7.0
@@ -260,9 +267,9 @@ class TestInvestigation:
         assert slow.state.adaptation.investigation.since == NOW - 10
 
     def test_a_fruitless_investigation_is_repeated_after_the_cool_down_or_with_longer_steps(self) -> None:
-        def has_request(ago: float, step_seconds: float = 0.1) -> bool:
+        def has_request(age_seconds: float, step_seconds: float = 0.1) -> bool:
             found = build_sync(replace(WAITING, step_seconds=step_seconds))
-            fruitless = FruitlessInvestigation(NOW - ago, FIRST_NEGATIVE_CACHE_SECONDS, 0.1)
+            fruitless = FruitlessInvestigation(NOW - age_seconds, FIRST_NEGATIVE_CACHE_SECONDS, 0.1)
             return bool(
                 update_investigation(
                     found.with_desired(found.desired.with_adaptation(fruitless_investigation=fruitless))
@@ -471,8 +478,8 @@ class TestDecision:
         record = replace(found.state.placement.workers[2], leaving="its GPU fails")
         assert straggler.check_stragglers(found.with_desired(found.desired.with_worker(record)), build_policy()) is None
         others = tuple(worker for worker in found.state.placement.workers if worker.ordinal != 2)
-        forgotten = found.with_desired(found.desired.with_placement(workers=others))
-        assert straggler.check_stragglers(forgotten, build_policy()) is None
+        without_record = found.with_desired(found.desired.with_placement(workers=others))
+        assert straggler.check_stragglers(without_record, build_policy()) is None
 
     def test_a_worker_without_a_node_names_no_node(self) -> None:
         found = build_answered()
@@ -531,16 +538,16 @@ class TestDecision:
         assert straggler.check_stragglers(replace(earlier, evidence=slower), build_policy()) is not None
 
     def test_a_decision_continues_an_open_incident_of_the_same_cause_and_rank(self) -> None:
-        def continues(cause: IncidentCause, rank: int | None) -> str:
+        def find_continued_incident(cause: IncidentCause, rank: int | None) -> str:
             found = build_answered()
             open_incident = Incident(
                 "open", cause, IncidentClass.PERFORMANCE, 1, "m", NOW, NOW, NOW, rank=rank, live=True
             )
             return decide_straggler(found.with_desired(found.desired.with_incident(open_incident))).continued_incident
 
-        assert continues(IncidentCause.STRAGGLER, 2) == "open"
-        assert continues(IncidentCause.STRAGGLER, 1) == ""
-        assert continues(IncidentCause.CRASH, 2) == ""
+        assert find_continued_incident(IncidentCause.STRAGGLER, 2) == "open"
+        assert find_continued_incident(IncidentCause.STRAGGLER, 1) == ""
+        assert find_continued_incident(IncidentCause.CRASH, 2) == ""
 
 
 class TestRefusedMode:
@@ -621,7 +628,8 @@ class TestRefusedSpare:
     ) -> None:
         found = build_answered(replace(HEALTHY, relative_time=6.0), slow=6.0)
         incidents = tuple(
-            PastIncident(cause, NOW - ago, 5.0, rank=rank, worker=worker) for cause, rank, worker, ago in past
+            PastIncident(cause, NOW - age_seconds, 5.0, rank=rank, worker=worker)
+            for cause, rank, worker, age_seconds in past
         )
         found = found.with_desired(found.desired.with_incidents(past=incidents))
         assert ("too: look at the script" in self.find_refusal(found)) is not is_allowed
@@ -677,8 +685,8 @@ class TestRevertToSync:
         assert revert_to_sync.consider_revert_to_sync(not_requested, build_policy()).plan.evidence_request.startswith(
             "revert-to-sync"
         )
-        whole = replace(found, evidence=build_windows())
-        assert revert_to_sync.consider_revert_to_sync(whole, build_policy()).plan.evidence_request == "", "evaluated"
+        complete = replace(found, evidence=build_windows())
+        assert revert_to_sync.consider_revert_to_sync(complete, build_policy()).plan.evidence_request == "", "evaluated"
 
     @pytest.mark.parametrize(
         ("bottleneck", "mode", "transfer", "seconds"),
@@ -715,7 +723,7 @@ class TestRevertToSync:
             found = self.build_local_sgd(evidence_request="ask")
             choice = LocalSgdChoice(NOW - 600, bottleneck, "r", "i")
             found = found.with_desired(found.desired.with_adaptation(local_sgd=choice))
-            even = tuple(
+            healthy_evidence = tuple(
                 replace(
                     answer,
                     windows=tuple(
@@ -726,7 +734,9 @@ class TestRevertToSync:
             )
             for step in steps:
                 desired = found.desired.with_plan(evidence_request="ask")
-                found = change_members(replace(found.with_desired(desired), evidence=even), progress={"step": step})
+                found = change_members(
+                    replace(found.with_desired(desired), evidence=healthy_evidence), progress={"step": step}
+                )
                 found = found.with_desired(revert_to_sync.consider_revert_to_sync(found, build_policy()))
             return found
 
@@ -741,6 +751,6 @@ class TestRequestedMode:
         spec: JobSpec = replace(build_job().spec, sync_mode=RequestedSyncMode.EDIT)
         found = replace(build_sync(), job=replace(build_job(), spec=spec))
         assert requested_sync_mode.apply_requested_sync_mode(found, build_policy()).plan.sync_mode is SyncMode.EDIT
-        stop, completed = found.desired.with_plan(stop=Stop.SUSPEND), found.desired.with_lifecycle(completed_at=NOW)
-        ending = found.with_desired(stop if end == "stop" else completed)
+        stopping, completed = found.desired.with_plan(stop=Stop.SUSPEND), found.desired.with_lifecycle(completed_at=NOW)
+        ending = found.with_desired(stopping if end == "stop" else completed)
         assert requested_sync_mode.apply_requested_sync_mode(ending, build_policy()) is ending.desired

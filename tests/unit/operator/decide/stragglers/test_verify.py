@@ -55,7 +55,7 @@ def with_open_incident(open_incident: Incident, observation: Observation | None 
     return observation.with_desired(observation.desired.with_incident(open_incident))
 
 
-def evaluate(open_incident: Incident, observation: Observation | None = None) -> Incident:
+def evaluate_outcome(open_incident: Incident, observation: Observation | None = None) -> Incident:
     return verify.evaluate_incident(observation or build_training(), open_incident)
 
 
@@ -71,26 +71,26 @@ class TestEnd:
         failed = observation.with_desired(
             observation.desired.with_lifecycle(failed_reason="ScriptFailed", completed_at=NOW)
         )
-        assert evaluate(open_incident, failed).outcome is IncidentOutcome.FAILED
+        assert evaluate_outcome(open_incident, failed).outcome is IncidentOutcome.FAILED
         complete = observation.with_desired(observation.desired.with_lifecycle(completed_at=NOW))
-        assert evaluate(open_incident, complete).outcome is IncidentOutcome.SUPERSEDED
+        assert evaluate_outcome(open_incident, complete).outcome is IncidentOutcome.SUPERSEDED
         assert (
-            evaluate(open_incident, replace(observation, job=build_job(suspend=True))).outcome
+            evaluate_outcome(open_incident, replace(observation, job=build_job(suspend=True))).outcome
             is IncidentOutcome.SUPERSEDED
         )
-        assert evaluate(open_incident, observation).outcome is IncidentOutcome.RECOMMENDED
+        assert evaluate_outcome(open_incident, observation).outcome is IncidentOutcome.RECOMMENDED
 
 
 class TestRound:
     def test_an_incident_recovers_with_the_first_step_of_a_later_round(self) -> None:
-        assert evaluate(build_incident()).outcome is None, "the round that it happened in"
-        assert evaluate(build_incident(), build_second_round(start={"first_step_at": None})).outcome is None
-        closed = evaluate(build_incident(last_step=500), build_second_round())
+        assert evaluate_outcome(build_incident()).outcome is None, "the round that it happened in"
+        assert evaluate_outcome(build_incident(), build_second_round(start={"first_step_at": None})).outcome is None
+        closed = evaluate_outcome(build_incident(last_step=500), build_second_round())
         assert (closed.outcome, closed.recovered, closed.steps_lost) == (IncidentOutcome.RECOVERED, NOW - 4, 10)
 
     def test_the_parts_of_the_restart_add_up_to_the_recovery_time(self) -> None:
         start = (ReachedStage(StartStage.LOAD, 2.0, 0), ReachedStage(StartStage.FIRST_STEP, 3.0, 0))
-        closed = evaluate(
+        closed = evaluate_outcome(
             build_incident(),
             build_second_round(start={"stages": start, "teardown_seconds": 1.0, "origin": "CHECKPOINT"}),
         )
@@ -100,32 +100,51 @@ class TestRound:
         seconds = {part.name: part.seconds for part in closed.restart.parts}
         assert seconds == {"Teardown": 1.0, "Wait": 12.0, "Load": 2.0, "FirstStep": 1.0}
         assert sum(seconds.values()) == closed.recovered - closed.first_sign
-        assert evaluate(build_incident(), build_second_round()).restart is None, "older workers"
+        assert evaluate_outcome(build_incident(), build_second_round()).restart is None, "older workers"
 
     def test_the_recovery_is_not_before_the_decision(self) -> None:
-        assert evaluate(build_incident(), build_second_round(start={"first_step_at": NOW - 60})).recovered == NOW - 17
+        assert (
+            evaluate_outcome(build_incident(), build_second_round(start={"first_step_at": NOW - 60})).recovered
+            == NOW - 17
+        )
 
     def test_lost_steps_are_counted_from_the_restored_step(self) -> None:
-        assert evaluate(build_incident(last_step=None), build_second_round(start={"restored_step": 0})).steps_lost == 0
-        assert evaluate(build_incident(last_step=0), build_second_round(start={"restored_step": None})).steps_lost == 0
-        assert evaluate(build_incident(last_step=7), build_second_round(start={"restored_step": None})).steps_lost == 7
-        assert evaluate(build_incident(last_step=7), build_second_round(start={"restored_step": 9})).steps_lost == 0
+        assert (
+            evaluate_outcome(build_incident(last_step=None), build_second_round(start={"restored_step": 0})).steps_lost
+            == 0
+        )
+        assert (
+            evaluate_outcome(build_incident(last_step=0), build_second_round(start={"restored_step": None})).steps_lost
+            == 0
+        )
+        assert (
+            evaluate_outcome(build_incident(last_step=7), build_second_round(start={"restored_step": None})).steps_lost
+            == 7
+        )
+        assert (
+            evaluate_outcome(build_incident(last_step=7), build_second_round(start={"restored_step": 9})).steps_lost
+            == 0
+        )
 
 
 class TestLive:
     def test_a_live_incident_without_a_slowdown_recovers_at_once(self) -> None:
-        closed = evaluate(build_incident(live=True))
+        closed = evaluate_outcome(build_incident(live=True))
         assert (closed.outcome, closed.recovered) == (IncidentOutcome.RECOVERED, NOW)
 
     def test_a_slowdown_without_a_remedy_is_ineffective(self) -> None:
-        assert evaluate(build_straggler(remedy=None)).outcome is IncidentOutcome.INEFFECTIVE
+        assert evaluate_outcome(build_straggler(remedy=None)).outcome is IncidentOutcome.INEFFECTIVE
 
     def test_a_later_round_ends_the_measurement(self) -> None:
-        closed = evaluate(build_straggler(), replace(build_second_round(), metrics=JobMetrics(peer_slowdown=1.0)))
+        closed = evaluate_outcome(
+            build_straggler(), replace(build_second_round(), metrics=JobMetrics(peer_slowdown=1.0))
+        )
         assert (closed.outcome, closed.recovered, closed.steps_lost) == (IncidentOutcome.SUPERSEDED, NOW, 0)
 
     def test_ranks_that_refuse_the_remedy_end_it_with_their_reason(self) -> None:
-        closed = evaluate(build_straggler(), change_members(build_training(), training={"refused": "shares sum to 33"}))
+        closed = evaluate_outcome(
+            build_straggler(), change_members(build_training(), training={"refused": "shares sum to 33"})
+        )
         assert closed.outcome is IncidentOutcome.INEFFECTIVE
         assert closed.evidence[-1].endswith("shares sum to 33")
 
@@ -140,11 +159,11 @@ class TestLive:
         ],
     )
     def test_the_remaining_slowdown_determines_the_outcome(self, after: float, outcome: IncidentOutcome) -> None:
-        closed = evaluate(build_straggler(), replace(build_training(), metrics=JobMetrics(peer_slowdown=after)))
+        closed = evaluate_outcome(build_straggler(), replace(build_training(), metrics=JobMetrics(peer_slowdown=after)))
         assert (closed.outcome, closed.slowdown_after, closed.recovered) == (outcome, after, NOW)
 
     def test_a_job_that_is_faster_than_before_has_no_remaining_slowdown(self) -> None:
-        closed = evaluate(build_straggler(), replace(build_training(), metrics=JobMetrics(peer_slowdown=0.9)))
+        closed = evaluate_outcome(build_straggler(), replace(build_training(), metrics=JobMetrics(peer_slowdown=0.9)))
         assert closed.slowdown_after == 1.0
         assert closed.measured_gain == pytest.approx(300.0), "half of ten minutes"
 
@@ -152,37 +171,39 @@ class TestLive:
         observation = change_members(
             replace(build_training(), metrics=JobMetrics(peer_slowdown=1.0)), progress={"step": LAST_STEP + 47}
         )
-        assert evaluate(build_straggler(), observation).outcome is None
+        assert evaluate_outcome(build_straggler(), observation).outcome is None
         assert (
-            evaluate(build_straggler(), change_members(observation, progress={"step": LAST_STEP + 48})).outcome
+            evaluate_outcome(build_straggler(), change_members(observation, progress={"step": LAST_STEP + 48})).outcome
             is IncidentOutcome.RECOVERED
         )
 
     def test_an_unmeasured_remedy_is_ineffective_after_a_timeout(self) -> None:
         unmeasured = replace(build_training(), metrics=JobMetrics())
-        assert evaluate(build_straggler(decided=NOW - REMEDY_MEASURE_SECONDS + 1), unmeasured).outcome is None
+        assert evaluate_outcome(build_straggler(decided=NOW - REMEDY_MEASURE_SECONDS + 1), unmeasured).outcome is None
         assert (
-            evaluate(build_straggler(decided=NOW - REMEDY_MEASURE_SECONDS - 1), unmeasured).outcome
+            evaluate_outcome(build_straggler(decided=NOW - REMEDY_MEASURE_SECONDS - 1), unmeasured).outcome
             is IncidentOutcome.INEFFECTIVE
         )
         slow_steps = replace(unmeasured, metrics=JobMetrics(step_seconds=10.0))
-        assert evaluate(build_straggler(decided=NOW - 230), slow_steps).outcome is None, (
+        assert evaluate_outcome(build_straggler(decided=NOW - 230), slow_steps).outcome is None, (
             "windows of 8 have not settled twice"
         )
-        assert evaluate(build_straggler(decided=NOW - 250), slow_steps).outcome is IncidentOutcome.INEFFECTIVE
+        assert evaluate_outcome(build_straggler(decided=NOW - 250), slow_steps).outcome is IncidentOutcome.INEFFECTIVE
 
     def test_the_timeout_does_not_apply_while_some_ranks_do_not_report(self) -> None:
         unreported = replace(build_training(), metrics=JobMetrics(unreported_members=("j-w1-0",)))
-        assert evaluate(build_straggler(decided=NOW - 10_000), unreported).outcome is None
+        assert evaluate_outcome(build_straggler(decided=NOW - 10_000), unreported).outcome is None
         unavailable = replace(build_training(), metrics=JobMetrics(prometheus_error="unavailable"))
-        assert evaluate(build_straggler(decided=NOW - 10_000), unavailable).outcome is IncidentOutcome.INEFFECTIVE
+        assert (
+            evaluate_outcome(build_straggler(decided=NOW - 10_000), unavailable).outcome is IncidentOutcome.INEFFECTIVE
+        )
 
     def test_shares_are_evaluated_by_metrics_measured_under_them(self) -> None:
         def find_outcome(steps: int, step_seconds: float = 0.5, decided: float = NOW - 5) -> IncidentOutcome | None:
             metrics = JobMetrics(peer_slowdown=1.0, steps=steps, step_seconds=step_seconds)
             observation = replace(build_training(), metrics=metrics)
             observation = observation.with_desired(observation.desired.with_plan(shares=(9, 9, 5, 9)))
-            return evaluate(build_straggler(decided=decided), observation).outcome
+            return evaluate_outcome(build_straggler(decided=decided), observation).outcome
 
         assert find_outcome(8) is IncidentOutcome.RECOVERED
         assert find_outcome(7) is None
@@ -196,7 +217,7 @@ class TestLive:
         small = build_straggler(slowdown_before=1.018, reference_seconds=0.1)
 
         def find_outcome(seconds: float, open_incident: Incident = small) -> IncidentOutcome | None:
-            return evaluate(
+            return evaluate_outcome(
                 open_incident,
                 replace(build_training(), metrics=JobMetrics(peer_slowdown=1.09, throughput=32 / seconds)),
             ).outcome
@@ -214,7 +235,7 @@ class TestLive:
 
         def find_outcome(open_incident: Incident = mode, steps: int = 500, **metrics: Any) -> IncidentOutcome | None:
             observation = replace(build_training(step=steps), metrics=JobMetrics(peer_slowdown=1.0, **metrics))
-            return evaluate(open_incident, change_members(observation, progress={"step": 500})).outcome
+            return evaluate_outcome(open_incident, change_members(observation, progress={"step": 500})).outcome
 
         assert find_outcome(throughput=320.0) is IncidentOutcome.RECOVERED
         assert find_outcome(throughput=160.0) is IncidentOutcome.INEFFECTIVE
