@@ -33,9 +33,8 @@ def build_measured(
     slow: Mapping[RankPair, float] | None = AT_A, network: NetworkState | None = None, **changes: object
 ) -> Observation:
     """Build a job with the answers of all ranks, recorded by `record_link_evidence`."""
-    found = answer_request(
-        build_observation(network or build_network_state(), **changes), build_connection_answers(slow)
-    )  # type: ignore[arg-type]
+    observation = build_observation(network or build_network_state(), **changes)  # type: ignore[arg-type]
+    found = answer_request(observation, build_connection_answers(slow))
     return found.with_desired(slow_communication.record_link_evidence(found, build_policy()))
 
 
