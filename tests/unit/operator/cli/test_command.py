@@ -26,7 +26,7 @@ from testing.kubernetes.cli_objects import build_incident_object, build_job_obje
 from testing.operators.observations import build_policy, build_stalls, build_training
 from testing.training.patterns import HEALTHY_WORK, SLOW_FUNCTION, build_answers, build_pattern
 from testing.training.rings import write_ring
-from tests.unit.operator.decide.network.test_slow_communication import mesh
+from tests.unit.operator.decide.network.test_slow_communication import build_mesh
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -239,7 +239,7 @@ def test_links_lists_the_links_of_all_workers_slowest_first(run_command: Run, fo
     pods = [{"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {"nodeName": f"node-{n}"}} for n in range(5)]
     add_objects(folder, *pods)
     assert "no worker of j has answered" in run_command("links", "j")[2]
-    for answer in mesh(ranks=4, slow=2):
+    for answer in build_mesh(ranks=4, slow=2):
         place = folder / "pods" / answer.worker
         place.mkdir(parents=True)
         (place / "answer").write_text(json.dumps(answer.to_json()))
@@ -256,7 +256,7 @@ def test_links_lists_the_links_of_all_workers_slowest_first(run_command: Run, fo
 
 def test_links_shows_all_links_with_the_all_option(run_command: Run, folder: Path) -> None:
     add_objects(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {}} for n in range(6)))
-    for answer in mesh(ranks=6, slow=-1):
+    for answer in build_mesh(ranks=6, slow=-1):
         place = folder / "pods" / answer.worker
         place.mkdir(parents=True)
         (place / "answer").write_text(json.dumps(answer.to_json()))

@@ -1,4 +1,4 @@
-"""Rounds of a job that has trained and that now end before their first step: the operator waits and tries again."""
+"""Back-off of a job that has trained, and whose rounds now end before their first step."""
 
 from __future__ import annotations
 
@@ -24,141 +24,149 @@ from testing.operators.observations import (
     change_worker,
 )
 
-AWAY = "Traceback …\nsocket.gaierror: [Errno -3] Temporary failure in name resolution"
+UNAVAILABLE = "Traceback …\nsocket.gaierror: [Errno -3] Temporary failure in name resolution"
 
 
-class Job:
-    """A job over several passes: its launchers follow the plan, and give up as real ones do."""
+class BackOffJob:
+    """A job over several passes: its launchers follow the plan, and fail as real ones do."""
 
-    def __init__(self, rules: Policy | None = None, **changes: Any) -> None:
-        self.world = build_training(**{"spares": 0, **changes})
-        self.rules = rules or build_policy()
+    def __init__(self, policy: Policy | None = None, **changes: Any) -> None:
+        self.observation = build_training(**{"spares": 0, **changes})
+        self.policy = policy or build_policy()
         self.round = 1
 
     @property
     def budget(self) -> RestartBudget:
-        return self.world.state.budget
+        return self.observation.state.budget
 
-    def think(self, *, seconds: float = 0.0, **changes: Any) -> DesiredState:
-        """One pass, after so much time."""
-        self.world = replace(self.world, now=self.world.now + seconds, **changes)
-        draft = evaluate_job(self.world, self.rules).desired
-        self.world = replace(self.world.with_desired(draft), faults=())
-        return draft
+    def run_pass(self, *, seconds: float = 0.0, **changes: Any) -> DesiredState:
+        """Run one pass after `seconds`."""
+        self.observation = replace(self.observation, now=self.observation.now + seconds, **changes)
+        desired = evaluate_job(self.observation, self.policy).desired
+        self.observation = replace(self.observation.with_desired(desired), faults=())
+        return desired
 
-    def runs(self, *, state: LauncherState = LauncherState.RUNNING, first_step_at: float | None = None) -> None:
-        """All launchers are in the newest round."""
-        membership = self.world.plan.membership
+    def start_round(self, *, state: LauncherState = LauncherState.RUNNING, first_step_at: float | None = None) -> None:
+        """Put all launchers into the newest round."""
+        membership = self.observation.plan.membership
         start = {"first_step_at": first_step_at}
-        self.world = change_members(self.world, state=state, membership=membership, round=self.round, start=start)
+        self.observation = change_members(
+            self.observation, state=state, membership=membership, round=self.round, start=start
+        )
 
-    def ends(self, *, error: str = AWAY, halts: bool = True, **changes: Any) -> DesiredState:
-        """The round ends before its first step; `halts`: the launchers begin no other one."""
-        how: dict[str, Any] = {"exit_code": 1, "error": error, "completed_step": False, "step": None, **changes}
-        noticed = {"membership": self.world.plan.membership, "noticed_at": self.world.now}
-        fault = build_crash("j-w1-0", 1, self.round, **noticed, **how)
-        if not halts:
+    def end_round(self, *, error: str = UNAVAILABLE, launchers_stop: bool = True, **changes: Any) -> DesiredState:
+        """End the round before its first step; `launchers_stop`: the launchers begin no other one."""
+        fault_values: dict[str, Any] = {
+            "exit_code": 1,
+            "error": error,
+            "completed_step": False,
+            "step": None,
+            **changes,
+        }
+        context = {"membership": self.observation.plan.membership, "noticed_at": self.observation.now}
+        fault = build_crash("j-w1-0", 1, self.round, **context, **fault_values)
+        if not launchers_stop:
             self.round += 1
-        self.runs(state=LauncherState.FAILED if halts else LauncherState.RUNNING)
-        return self.think(seconds=3.0, faults=(fault,))
+        self.start_round(state=LauncherState.FAILED if launchers_stop else LauncherState.RUNNING)
+        return self.run_pass(seconds=3.0, faults=(fault,))
 
-    def ends_twice(self, **how: Any) -> DesiredState:
-        """As where DNS goes with a node: the next round is begun by the launchers, and both end at once."""
+    def end_two_rounds(self, **fault_values: Any) -> DesiredState:
+        """End two rounds at once, as when DNS fails: the launchers begin the next round by themselves."""
         self.round += 1
-        self.runs()
-        self.ends(halts=False, **how)
-        return self.ends(**how)
+        self.start_round()
+        self.end_round(launchers_stop=False, **fault_values)
+        return self.end_round(**fault_values)
 
-    def waits(self) -> float:
-        """Until the next round begins, pass by pass; seconds."""
-        began, membership = self.world.now, self.world.plan.membership
-        while self.world.plan.membership == membership:
-            pause = max(0.5, (self.world.now - began) / 20)
-            assert not self.think(seconds=pause).state.lifecycle.failed_reason
-            assert self.world.now - began < 7200
-        self.round = self.world.plan.round
-        self.runs()
-        return self.world.now - began
+    def wait_for_round(self) -> float:
+        """Run passes until the next round begins; return the seconds until then."""
+        started_at, membership = self.observation.now, self.observation.plan.membership
+        while self.observation.plan.membership == membership:
+            pause = max(0.5, (self.observation.now - started_at) / 20)
+            assert not self.run_pass(seconds=pause).state.lifecycle.failed_reason
+            assert self.observation.now - started_at < 7200
+        self.round = self.observation.plan.round
+        self.start_round()
+        return self.observation.now - started_at
 
 
-def test_two_rounds_that_end_seconds_apart_by_the_same_error_do_not_fail_it() -> None:
-    job = Job()
-    draft = job.ends_twice()
-    assert not draft.state.lifecycle.failed_reason
-    assert draft.state.budget.backoffs == 1
-    assert draft.state.budget.next_round_at is not None
-    assert 3 < draft.state.budget.next_round_at - job.world.now < 7
+def test_two_rounds_that_end_with_the_same_error_do_not_fail_the_job() -> None:
+    job = BackOffJob()
+    desired = job.end_two_rounds()
+    assert not desired.state.lifecycle.failed_reason
+    assert desired.state.budget.backoffs == 1
+    assert desired.state.budget.next_round_at is not None
+    assert 3 < desired.state.budget.next_round_at - job.observation.now < 7
 
 
 def test_each_wait_is_longer_up_to_five_minutes_and_each_round_counts_once() -> None:
-    job = Job(build_policy(max_restarts=1000))
-    job.ends_twice()
+    job = BackOffJob(build_policy(max_restarts=1000))
+    job.end_two_rounds()
     waits, counted = [], []
     for _ in range(10):
-        waits.append(job.waits())
+        waits.append(job.wait_for_round())
         counted.append(job.budget.total_restarts)
-        job.ends()
+        job.end_round()
     assert waits[0] < 10
     assert 200 < waits[-1] < 380
     assert all(after > before / 2 for before, after in pairwise(waits))
     assert [after - before for before, after in pairwise(counted)] == [1] * 9
 
 
-def test_hours_of_it_make_one_incident_more_than_the_first_round() -> None:
-    job = Job()
-    job.ends_twice()
+def test_hours_of_back_off_are_one_incident() -> None:
+    job = BackOffJob()
+    job.end_two_rounds()
     for _ in range(15):
-        job.waits()
-        job.ends()
-    assert len(job.world.state.incidents.current) == 2
+        job.wait_for_round()
+        job.end_round()
+    assert len(job.observation.state.incidents.current) == 2
 
 
-def test_a_spent_budget_makes_it_wait_until_a_restart_leaves_the_window() -> None:
-    job = Job(build_policy(max_restarts=3))
-    job.ends_twice()
+def test_without_a_restart_left_the_job_waits_until_one_leaves_the_window() -> None:
+    job = BackOffJob(build_policy(max_restarts=3))
+    job.end_two_rounds()
     waits = []
     for _ in range(6):
-        waits.append(job.waits())
-        job.ends()
+        waits.append(job.wait_for_round())
+        job.end_round()
     assert any(wait > 1800 for wait in waits)
     restarts = job.budget.restarts
-    assert all(sum(end - 3600 < at <= end for at in restarts) <= 3 for end in restarts)
+    assert all(sum(end - 3600 < time <= end for time in restarts) <= 3 for end in restarts)
 
 
-def test_a_spent_budget_keeps_no_worker_from_moving_to_a_spare() -> None:
-    """Its rounds end on one worker, and another one may do better: the job does not fail, and nothing more counts."""
-    job = Job(build_policy(max_restarts=2), spares=1)
-    draft = job.ends_twice()
-    assert not draft.state.lifecycle.failed_reason
-    assert draft.state.placement.find_worker("j-w1-0").dead  # type: ignore[union-attr]
-    assert len(draft.state.budget.restarts) <= 2
+def test_without_a_restart_left_a_worker_still_moves_to_a_spare() -> None:
+    """The rounds end on one worker, and another may succeed: the job does not fail, and no more restarts count."""
+    job = BackOffJob(build_policy(max_restarts=2), spares=1)
+    desired = job.end_two_rounds()
+    assert not desired.state.lifecycle.failed_reason
+    assert desired.state.placement.find_worker("j-w1-0").dead  # type: ignore[union-attr]
+    assert len(desired.state.budget.restarts) <= 2
 
 
-def test_launchers_begin_no_round_by_themselves_meanwhile() -> None:
-    job = Job()
-    job.ends_twice()
-    job.waits()
-    assert job.think(seconds=0.5).plan.restarts == 0
+def test_launchers_begin_no_round_during_the_back_off() -> None:
+    job = BackOffJob()
+    job.end_two_rounds()
+    job.wait_for_round()
+    assert job.run_pass(seconds=0.5).plan.restarts == 0
 
 
-def test_it_is_over_with_the_first_step_of_all_ranks() -> None:
-    job = Job()
-    job.ends_twice()
-    job.waits()
-    job.runs(first_step_at=job.world.now)
-    draft = job.think(seconds=1.0)
-    assert (draft.state.budget.backoffs, draft.state.budget.next_round_at) == (0, None)
-    assert draft.plan.restarts > 0
-    assert not draft.state.incidents.open
+def test_the_back_off_ends_with_the_first_step_of_all_ranks() -> None:
+    job = BackOffJob()
+    job.end_two_rounds()
+    job.wait_for_round()
+    job.start_round(first_step_at=job.observation.now)
+    desired = job.run_pass(seconds=1.0)
+    assert (desired.state.budget.backoffs, desired.state.budget.next_round_at) == (0, None)
+    assert desired.plan.restarts > 0
+    assert not desired.state.incidents.open
 
 
-def test_a_round_that_the_launchers_have_begun_goes_on() -> None:
-    job = Job()
-    job.ends_twice()
+def test_a_round_that_the_launchers_have_begun_continues() -> None:
+    job = BackOffJob()
+    job.end_two_rounds()
     job.round += 1
-    job.runs()
-    before = job.world.plan.membership
-    assert job.think(seconds=60.0).plan.membership == before
+    job.start_round()
+    before = job.observation.plan.membership
+    assert job.run_pass(seconds=60.0).plan.membership == before
 
 
 @pytest.mark.parametrize(
@@ -172,56 +180,59 @@ def test_a_round_that_the_launchers_have_begun_goes_on() -> None:
         ("killed", False),
     ],
 )
-def test_what_python_says_of_the_text_of_a_script_is_the_scripts_own(error: str, fails: bool) -> None:
-    draft = Job().ends_twice(error=error)
-    assert draft.state.lifecycle.failed_reason == ("ScriptFailed" if fails else "")
+def test_import_and_syntax_errors_fail_the_job(error: str, fails: bool) -> None:
+    desired = BackOffJob().end_two_rounds(error=error)
+    assert desired.state.lifecycle.failed_reason == ("ScriptFailed" if fails else "")
 
 
-def test_another_error_in_each_round_is_no_reason_to_hurry() -> None:
-    job = Job()
-    job.ends_twice()
-    job.waits()
-    draft = job.ends(error="OSError: port 41234")
-    assert draft.state.budget.backoffs == 2
-    assert len(draft.state.budget.restarts) < 10
+def test_another_error_does_not_reset_the_back_off() -> None:
+    job = BackOffJob()
+    job.end_two_rounds()
+    job.wait_for_round()
+    desired = job.end_round(error="OSError: port 41234")
+    assert desired.state.budget.backoffs == 2
+    assert len(desired.state.budget.restarts) < 10
 
 
 def test_a_job_that_has_never_trained_fails() -> None:
-    job = Job()
-    world = change_members(job.world, start={"first_step_at": None})
-    job.world = world.with_desired(world.desired.with_lifecycle(training_since=None))
-    assert job.ends_twice().state.lifecycle.failed_reason == "ScriptFailed"
+    job = BackOffJob()
+    observation = change_members(job.observation, start={"first_step_at": None})
+    job.observation = observation.with_desired(observation.desired.with_lifecycle(training_since=None))
+    assert job.end_two_rounds().state.lifecycle.failed_reason == "ScriptFailed"
 
 
-def test_without_any_restart_it_fails() -> None:
-    assert Job(build_policy(max_restarts=0)).ends_twice().state.lifecycle.failed_reason
+def test_without_any_allowed_restart_the_job_fails() -> None:
+    assert BackOffJob(build_policy(max_restarts=0)).end_two_rounds().state.lifecycle.failed_reason
 
 
-def test_launchers_that_cannot_meet_wait_too_once_the_budget_is_spent() -> None:
-    """A partition between nodes, say."""
-    job = Job(build_policy(max_restarts=1))
-    world = job.world
-    job.world = world.with_desired(world.desired.count_restart(NOW - 10))
-    job.runs(state=LauncherState.FAILED, first_step_at=NOW - 300)
-    draft = job.think(seconds=5.0)
-    assert not draft.state.lifecycle.failed_reason
-    assert draft.state.budget.backoffs == 1
-    assert job.waits() > 3500
+def test_failed_launchers_wait_too_once_no_restart_is_left() -> None:
+    """An example is a network partition between nodes."""
+    job = BackOffJob(build_policy(max_restarts=1))
+    observation = job.observation
+    job.observation = observation.with_desired(observation.desired.count_restart(NOW - 10))
+    job.start_round(state=LauncherState.FAILED, first_step_at=NOW - 300)
+    desired = job.run_pass(seconds=5.0)
+    assert not desired.state.lifecycle.failed_reason
+    assert desired.state.budget.backoffs == 1
+    assert job.wait_for_round() > 3500
 
 
-def test_a_lost_worker_is_replaced_meanwhile() -> None:
-    job = Job()
-    job.ends_twice()
-    job.world = change_worker(job.world, "j-w2-0", pod={"exit_code": 137, "phase": "Failed"})
-    draft = job.think(seconds=1.0)
-    assert draft.state.placement.find_worker("j-w2-1") is not None
+def test_a_lost_worker_is_replaced_during_the_back_off() -> None:
+    job = BackOffJob()
+    job.end_two_rounds()
+    job.observation = change_worker(job.observation, "j-w2-0", pod={"exit_code": 137, "phase": "Failed"})
+    desired = job.run_pass(seconds=1.0)
+    assert desired.state.placement.find_worker("j-w2-1") is not None
 
 
-def test_the_condition_has_the_words() -> None:
-    job = Job()
-    job.ends_twice()
+def test_the_conditions_describe_the_back_off() -> None:
+    job = BackOffJob()
+    job.end_two_rounds()
     before = JobStatus()
-    found = {each.type: each for each in status.build_job_status(job.world, build_policy(), before).conditions}
+    found = {
+        condition.type: condition
+        for condition in status.build_job_status(job.observation, build_policy(), before).conditions
+    }
     stalled = found[JobCondition.STALLED]
     assert (stalled.status, stalled.reason) == ("True", "BackOff")
     for part in ("rounds end before their first step", "attempt 1 begins at 1970", "name resolution"):

@@ -1,4 +1,4 @@
-"""Workers that are there but cannot act: whose faults they explain."""
+"""Workers that exist but do not respond, and the faults that they explain."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from testing.operators.observations import build_crash, build_policy, build_trai
 
 
 @pytest.mark.parametrize(("worker", "explains"), [("j-w1-0", True), ("j-w4-0", False)], ids=["a member", "a spare"])
-def test_only_who_holds_ranks_holds_the_others_up(worker: str, explains: bool) -> None:
-    world = change_worker(
+def test_only_an_unresponsive_member_explains_faults_of_others(worker: str, explains: bool) -> None:
+    observation = change_worker(
         build_training(), worker, heartbeat={"launcher_silent_seconds": LAUNCHER_UNRESPONSIVE_SECONDS}
     )
     decision = unresponsive.check_unresponsive_workers(
-        replace(world, faults=(build_crash("j-w0-0", 0),)), build_policy()
+        replace(observation, faults=(build_crash("j-w0-0", 0),)), build_policy()
     )
     assert decision is not None
     assert (decision.worker, bool(decision.settled_faults), decision.live) == (worker, explains, not explains)
 
 
-def test_suspected_is_a_member_that_is_there_and_missed_already() -> None:
+def test_an_unresponsive_member_is_present_and_has_missed_reports() -> None:
     assert not unresponsive.has_unresponsive_member(build_training())
     missed = {"launcher_silent_seconds": 0.6}
     assert unresponsive.has_unresponsive_member(change_worker(build_training(), "j-w1-0", heartbeat=missed))

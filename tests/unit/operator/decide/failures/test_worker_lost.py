@@ -1,4 +1,4 @@
-"""Who is lost, by whose doing, whether it still trains for a moment, and which faults are explained by it."""
+"""Which workers are lost, the class of the loss, whether they still train, and which faults the loss explains."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import NOW, build_crash, build_policy, build_training, change_worker
 
 
-def told_to_end(worker: str) -> FaultReport:
+def build_termination(worker: str) -> FaultReport:
     return FaultReport(f"{worker}-terminating", FaultKind.TERMINATING, worker, 1, NOW - 3, membership=1)
 
 
-def lost(world: Observation) -> Decision:
-    decision = worker_lost.check_lost_workers(world, build_policy())
+def make_decision(observation: Observation) -> Decision:
+    decision = worker_lost.check_lost_workers(observation, build_policy())
     assert decision is not None
     return decision
 
 
 @pytest.mark.parametrize(
-    ("pod", "words", "class_", "dead"),
+    ("pod", "message", "class_", "dead"),
     [
         (
             {"disruption_reason": "EvictionByEvictionAPI"},
@@ -64,10 +64,12 @@ def lost(world: Observation) -> Decision:
         ({"phase": "Failed"}, "its pod has failed", IncidentClass.UNKNOWN, True),
     ],
 )
-def test_by_what_its_pod_shows(pod: dict[str, Any], words: str, class_: IncidentClass, dead: bool) -> None:
-    decision = lost(change_worker(build_training(), "j-w1-0", pod=pod))
+def test_the_state_of_the_pod_determines_message_and_class(
+    pod: dict[str, Any], message: str, class_: IncidentClass, dead: bool
+) -> None:
+    decision = make_decision(change_worker(build_training(), "j-w1-0", pod=pod))
     assert decision.message.startswith("worker j-w1-0 (rank 1) is lost: ")
-    assert decision.message.endswith(words)
+    assert decision.message.endswith(message)
     assert decision.class_ is class_
     (action,) = decision.actions
     assert isinstance(action, ReplaceWorker)
@@ -75,72 +77,76 @@ def test_by_what_its_pod_shows(pod: dict[str, Any], words: str, class_: Incident
     assert (decision.cause, decision.first_sign, decision.node) == (IncidentCause.WORKER_LOST, NOW, "node-1")
 
 
-def test_who_had_ended_well_before_the_others_began_anew() -> None:
-    done = {"state": LauncherState.FINISHED}
-    decision = lost(change_worker(build_training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=done))
+def test_a_worker_whose_ranks_had_finished_is_a_disruption() -> None:
+    finished = {"state": LauncherState.FINISHED}
+    decision = make_decision(change_worker(build_training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=finished))
     assert decision.message.endswith("its ranks had finished before the others had to restart")
     assert decision.class_ is IncidentClass.DISRUPTION
 
 
-def test_a_pod_that_is_gone_trains_no_more() -> None:
-    decision = lost(change_worker(build_training(), "j-w1-0", gone=True))
+def test_a_worker_whose_pod_is_gone_is_dead() -> None:
+    decision = make_decision(change_worker(build_training(), "j-w1-0", gone=True))
     (action,) = decision.actions
     assert isinstance(action, ReplaceWorker)
     assert action.dead
 
 
-def test_a_pod_that_is_still_to_be_made_is_not_lost() -> None:
-    world = change_worker(build_training(), "j-w1-0", gone=True)
-    (record,) = (worker for worker in world.state.placement.workers if worker.name == "j-w1-0")
-    promised = world.with_desired(world.desired.with_worker(replace(record, uid="")))
-    assert worker_lost.check_lost_workers(promised, build_policy()) is None
+def test_a_worker_whose_pod_is_not_created_yet_is_not_lost() -> None:
+    observation = change_worker(build_training(), "j-w1-0", gone=True)
+    (record,) = (worker for worker in observation.state.placement.workers if worker.name == "j-w1-0")
+    not_created = observation.with_desired(observation.desired.with_worker(replace(record, uid="")))
+    assert worker_lost.check_lost_workers(not_created, build_policy()) is None
 
 
-def test_out_of_memory_is_a_cause_of_its_own() -> None:
+def test_out_of_memory_is_a_separate_cause() -> None:
     killed = change_worker(build_training(), "j-w1-0", pod={"exit_code": 137, "exit_reason": "OOMKilled"})
-    assert lost(killed).cause is IncidentCause.OUT_OF_MEMORY
-    assert lost(change_worker(killed, "j-w1-0", pod={"exit_reason": "Error"})).cause is IncidentCause.WORKER_LOST
+    assert make_decision(killed).cause is IncidentCause.OUT_OF_MEMORY
+    assert (
+        make_decision(change_worker(killed, "j-w1-0", pod={"exit_reason": "Error"})).cause is IncidentCause.WORKER_LOST
+    )
 
 
-class TestToldToEnd:
-    def test_its_own_word_counts_on_a_node_that_is_to_be_empty(self) -> None:
-        world = replace(build_training(), faults=(told_to_end("j-w1-0"),))
-        nodes = dict(world.cluster_view.nodes)
+class TestTermination:
+    def test_a_termination_on_a_drained_node_is_a_disruption(self) -> None:
+        observation = replace(build_training(), faults=(build_termination("j-w1-0"),))
+        nodes = dict(observation.cluster_view.nodes)
         nodes["node-1"] = replace(nodes["node-1"], leave_reason="it is drained")
-        decision = lost(replace(world, cluster_view=replace(world.cluster_view, nodes=nodes)))
+        decision = make_decision(replace(observation, cluster_view=replace(observation.cluster_view, nodes=nodes)))
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
         assert (decision.class_, decision.first_sign, action.dead) == (IncidentClass.DISRUPTION, NOW - 3, False)
         assert decision.message.endswith("its pod received SIGTERM")
         assert decision.settled_faults == ("j-w1-0-terminating",)
 
-    def test_where_nobody_wanted_it_the_pod_itself_is_the_cause_and_its_budget_pays(self) -> None:
-        """A liveness probe that fails: its kubelet ends it, and the API server shows nothing."""
-        world = replace(build_training(), faults=(told_to_end("j-w1-0"),))
-        assert worker_lost.check_lost_workers(replace(world, now=NOW - 2), build_policy()) is None, (
-            "its deletion may be shown yet"
+    def test_a_termination_without_a_deletion_counts_as_a_restart(self) -> None:
+        """For example, a liveness probe fails: the kubelet ends the container, and the API server shows no deletion."""
+        observation = replace(build_training(), faults=(build_termination("j-w1-0"),))
+        assert worker_lost.check_lost_workers(replace(observation, now=NOW - 2), build_policy()) is None, (
+            "its deletion may still appear"
         )
-        decision = lost(world)
+        decision = make_decision(observation)
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
         assert (decision.class_, action.dead, action.disruption) == (IncidentClass.UNKNOWN, False, False)
         assert "liveness probe" in decision.message
-        deleted = lost(change_worker(replace(world, now=NOW - 2), "j-w1-0", pod={"deleting": True}))
+        deleted = make_decision(change_worker(replace(observation, now=NOW - 2), "j-w1-0", pod={"deleting": True}))
         assert deleted.class_ is IncidentClass.DISRUPTION
 
-    def test_once_its_pod_has_ended_it_trains_no_more(self) -> None:
-        world = change_worker(build_training(), "j-w1-0", pod={"exit_code": 143})
-        (action,) = lost(replace(world, faults=(told_to_end("j-w1-0"),))).actions
+    def test_a_terminated_worker_whose_pod_has_ended_is_dead(self) -> None:
+        observation = change_worker(build_training(), "j-w1-0", pod={"exit_code": 143})
+        (action,) = make_decision(replace(observation, faults=(build_termination("j-w1-0"),))).actions
         assert isinstance(action, ReplaceWorker)
         assert action.dead
 
 
-def test_it_explains_what_others_say_but_not_that_another_is_told_to_end() -> None:
-    world = change_worker(build_training(), "j-w1-0", gone=True)
-    leaving = told_to_end("j-w3-0")
-    spare = told_to_end("j-w4-0")
+def test_a_lost_worker_explains_crashes_but_not_terminations_of_others() -> None:
+    observation = change_worker(build_training(), "j-w1-0", gone=True)
+    leaving = build_termination("j-w3-0")
+    spare = build_termination("j-w4-0")
     faults = (build_crash("j-w0-0", 0), build_crash("j-w1-0", 1), spare)
-    assert lost(replace(world, faults=faults)).settled_faults == tuple(fault.name for fault in faults[:2])
-    deleted = change_worker(world, "j-w3-0", pod={"deleting": True})
-    both = lost(replace(deleted, faults=(*faults, leaving)))
+    assert make_decision(replace(observation, faults=faults)).settled_faults == tuple(
+        fault.name for fault in faults[:2]
+    )
+    deleted = change_worker(observation, "j-w3-0", pod={"deleting": True})
+    both = make_decision(replace(deleted, faults=(*faults, leaving)))
     assert set(both.settled_faults) == {faults[0].name, faults[1].name, leaving.name}, "both are one event"

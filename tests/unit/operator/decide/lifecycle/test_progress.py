@@ -1,4 +1,4 @@
-"""How far a job is, and for how long it will train on."""
+"""The progress of a job, and the estimated remaining time."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import NOW, build_job, build_policy, build_training, change_members, change_worker
 
 
-def at(step: int, total: int | None = 1000, **changes: object) -> Observation:
-    """A job of 0.5 s a step that began at step 0, 300 s ago."""
-    world = change_members(build_training(**changes), progress={"step": step, "total_steps": total})  # type: ignore[arg-type]
-    world = world.with_desired(world.desired.with_lifecycle(progress_since=NOW - 300))
-    return replace(world, metrics=JobMetrics(throughput=32 / 0.5))
+def build_at(step: int, total: int | None = 1000, **changes: object) -> Observation:
+    """Build a job of 0.5 s a step that began at step 0, 300 s ago."""
+    observation = change_members(build_training(**changes), progress={"step": step, "total_steps": total})  # type: ignore[arg-type]
+    observation = observation.with_desired(observation.desired.with_lifecycle(progress_since=NOW - 300))
+    return replace(observation, metrics=JobMetrics(throughput=32 / 0.5))
 
 
-def said(world: Observation, before: JobStatus | None = None) -> tuple[int | None, str | None, str | None]:
-    status = build_job_status(world, build_policy(), before or JobStatus())
+def read_progress(
+    observation: Observation, before: JobStatus | None = None
+) -> tuple[int | None, str | None, str | None]:
+    status = build_job_status(observation, build_policy(), before or JobStatus())
     return status.total_steps, status.progress, status.remaining
 
 
-def test_at_its_pace() -> None:
-    assert said(at(600)) == (1000, "60%", "3m20s")
+def test_progress_and_remaining_time_at_the_current_speed() -> None:
+    assert read_progress(build_at(600)) == (1000, "60%", "3m20s")
 
 
-def test_interruptions_count_and_the_recent_weighs_as_much_as_all() -> None:
+def test_interruptions_count_and_recent_steps_weigh_as_much_as_all_steps() -> None:
     steady = TrainingSpeed(steps=100, seconds=60.0)
     assert estimate_remaining_seconds(100, steady) == pytest.approx(60)
     interrupted = TrainingSpeed(steps=100, seconds=60.0, step_seconds=0.5, lasting_share=50 / 60)
@@ -51,7 +53,7 @@ def test_interruptions_count_and_the_recent_weighs_as_much_as_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "pace", "seconds"),
+    ("steps", "speed", "seconds"),
     [
         (0, TrainingSpeed(10, 10.0), 0.0),
         (10, TrainingSpeed(0, 10.0), None),
@@ -63,83 +65,106 @@ def test_interruptions_count_and_the_recent_weighs_as_much_as_all() -> None:
         (2**53, TrainingSpeed(10, 10.0), None),
     ],
 )
-def test_what_cannot_be_believed_is_not_said(left: int, pace: TrainingSpeed, seconds: float | None) -> None:
-    assert estimate_remaining_seconds(left, pace) == seconds
+def test_implausible_speeds_give_no_estimate(steps: int, speed: TrainingSpeed, seconds: float | None) -> None:
+    assert estimate_remaining_seconds(steps, speed) == seconds
 
 
-def test_ranks_that_are_not_heard_say_nothing_of_the_pace() -> None:
-    half = JobMetrics(throughput=16 / 0.5, unreported_members=("j-w2-0", "j-w3-0"))
-    assert said(replace(at(600), metrics=half)) == (1000, "60%", "3m20s")
+def test_throughput_of_some_ranks_is_ignored() -> None:
+    partial = JobMetrics(throughput=16 / 0.5, unreported_members=("j-w2-0", "j-w3-0"))
+    assert read_progress(replace(build_at(600), metrics=partial)) == (1000, "60%", "3m20s")
 
 
-def test_where_the_script_does_not_say_there_is_nothing() -> None:
-    assert said(at(600, total=None), JobStatus(total_steps=1000)) == (None, None, None)
+def test_without_total_steps_there_is_no_progress() -> None:
+    assert read_progress(build_at(600, total=None), JobStatus(total_steps=1000)) == (None, None, None)
 
 
-@pytest.mark.parametrize("lie", [7, 2**53])
-def test_ranks_that_contradict_each_other_show_nothing(lie: int) -> None:
-    assert said(change_worker(at(600), "j-w2-0", heartbeat={"progress": {"total_steps": lie}})) == (None, None, None)
+@pytest.mark.parametrize("total_steps", [7, 2**53])
+def test_contradicting_totals_give_no_progress(total_steps: int) -> None:
+    assert read_progress(
+        change_worker(build_at(600), "j-w2-0", heartbeat={"progress": {"total_steps": total_steps}})
+    ) == (None, None, None)
 
 
-def test_nor_does_one_that_has_done_more_than_there_is_to_do() -> None:
-    assert said(change_worker(at(600), "j-w2-0", heartbeat={"progress": {"step": 2**50}})) == (None, None, None)
+def test_a_step_beyond_the_total_gives_no_progress() -> None:
+    assert read_progress(change_worker(build_at(600), "j-w2-0", heartbeat={"progress": {"step": 2**50}})) == (
+        None,
+        None,
+        None,
+    )
 
 
-@pytest.mark.parametrize("lie", [-1, 0, 1e300, math.nan, "many", 2**60])
-def test_what_is_no_number_of_steps_is_refused(lie: object) -> None:
+@pytest.mark.parametrize("total_steps", [-1, 0, 1e300, math.nan, "many", 2**60])
+def test_an_invalid_total_is_refused(total_steps: object) -> None:
     with pytest.raises(InputError, match="total_steps"):
-        Heartbeat.from_json({"progress": {"total_steps": lie}})
+        Heartbeat.from_json({"progress": {"total_steps": total_steps}})
 
 
-def test_a_worker_that_has_just_joined_takes_nothing_back() -> None:
+def test_a_worker_that_has_just_joined_keeps_the_progress() -> None:
     fresh = {"progress": {"total_steps": None, "steps_in_round": 0}}
-    assert said(change_worker(at(600), "j-w2-0", heartbeat=fresh)) == (1000, "60%", "3m20s")
-    told = JobStatus(total_steps=1000)
-    assert said(change_members(at(600), **fresh), told) == (1000, "60%", "3m20s"), "all of them begin a round"
+    assert read_progress(change_worker(build_at(600), "j-w2-0", heartbeat=fresh)) == (1000, "60%", "3m20s")
+    before = JobStatus(total_steps=1000)
+    assert read_progress(change_members(build_at(600), **fresh), before) == (1000, "60%", "3m20s"), (
+        "all of them begin a round"
+    )
 
 
-def test_a_suspended_job_says_how_far_it_is_but_not_for_how_long() -> None:
-    world = at(600, job=build_job(4, 1, suspend=True))
-    assert said(world.with_desired(world.desired.with_plan(stop=Stop.SUSPEND))) == (1000, "60%", None)
+def test_a_suspended_job_has_progress_but_no_remaining_time() -> None:
+    observation = build_at(600, job=build_job(4, 1, suspend=True))
+    assert read_progress(observation.with_desired(observation.desired.with_plan(stop=Stop.SUSPEND))) == (
+        1000,
+        "60%",
+        None,
+    )
 
 
-def test_a_complete_one_is_done() -> None:
-    world = at(1000)
-    assert said(world.with_desired(world.desired.with_lifecycle(completed_at=NOW)), JobStatus(total_steps=1000)) == (
+def test_a_complete_job_is_at_100_percent() -> None:
+    observation = build_at(1000)
+    assert read_progress(
+        observation.with_desired(observation.desired.with_lifecycle(completed_at=NOW)), JobStatus(total_steps=1000)
+    ) == (
         1000,
         "100%",
         None,
     )
 
 
-def test_the_pace_is_counted_from_the_first_step_after_a_resumption() -> None:
-    world = change_members(
+def test_the_speed_is_measured_from_the_first_step_after_a_resumption() -> None:
+    observation = change_members(
         build_training(step=500),
         start={"restored_step": 480, "first_step_at": NOW - 10},
         progress={"total_steps": 1000},
     )
-    life = evaluate_job(world, build_policy()).desired.state.lifecycle
-    assert (life.progress_since, life.progress_step) == (NOW - 10, 480)
+    lifecycle_state = evaluate_job(observation, build_policy()).desired.state.lifecycle
+    assert (lifecycle_state.progress_since, lifecycle_state.progress_step) == (NOW - 10, 480)
     later = change_members(
-        replace(world, now=NOW + 90), start={"restored_step": 490, "first_step_at": NOW + 80}, progress={"step": 510}
+        replace(observation, now=NOW + 90),
+        start={"restored_step": 490, "first_step_at": NOW + 80},
+        progress={"step": 510},
     )
-    kept = evaluate_job(
-        later.with_desired(replace(later.desired, state=replace(later.state, lifecycle=life))), build_policy()
+    unchanged = evaluate_job(
+        later.with_desired(replace(later.desired, state=replace(later.state, lifecycle=lifecycle_state))),
+        build_policy(),
     ).desired.state.lifecycle
-    assert (kept.progress_since, kept.progress_step) == (NOW - 10, 480), "another round is no new beginning"
+    assert (unchanged.progress_since, unchanged.progress_step) == (NOW - 10, 480), (
+        "another round does not restart the measurement"
+    )
 
 
-@pytest.mark.parametrize(("done", "total", "words"), [(0, 3, "0%"), (2, 3, "66%"), (999, 1000, "99%"), (-1, 3, None)])
-def test_of_steps(done: int, total: int, words: str | None) -> None:
-    assert format_progress(done, total) == words
+@pytest.mark.parametrize(
+    ("done", "total", "progress"), [(0, 3, "0%"), (2, 3, "66%"), (999, 1000, "99%"), (-1, 3, None)]
+)
+def test_progress_is_formatted_as_a_percentage(done: int, total: int, progress: str | None) -> None:
+    assert format_progress(done, total) == progress
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(4.0, 0), (43.0, 40), (400.0, 420), (7300.0, 7200), (90_001.0, 90_000)])
-def test_what_is_shown_is_rounded(seconds: float, shown: float) -> None:
-    assert round_remaining_seconds(seconds) == shown
+@pytest.mark.parametrize(
+    ("seconds", "rounded"), [(4.0, 0), (43.0, 40), (400.0, 420), (7300.0, 7200), (90_001.0, 90_000)]
+)
+def test_the_remaining_time_is_rounded(seconds: float, rounded: float) -> None:
+    assert round_remaining_seconds(seconds) == rounded
 
 
-def test_a_look_a_moment_later_says_the_same() -> None:
-    first = said(at(600))
-    assert said(replace(at(600), now=NOW + 1.0)) == first
+def test_the_remaining_time_is_the_same_one_second_later() -> None:
+    first = read_progress(build_at(600))
+    assert read_progress(replace(build_at(600), now=NOW + 1.0)) == first
     assert parse_duration(first[2] or "") == 200

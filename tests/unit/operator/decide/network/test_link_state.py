@@ -1,4 +1,4 @@
-"""Which links are slow, by what flows have shown of their ways."""
+"""Which links are slow, according to the flows on their routes."""
 
 from __future__ import annotations
 
@@ -21,138 +21,144 @@ from testing.operators.observations import NOW
 SLOW = 4.0
 
 
-def word(way: str, ends: str = "", ratio: float = SLOW, at: float = NOW) -> RouteObservation:
-    """`a1b`: from leaf a by spine s1 to leaf b. `ends`: numbers of the nodes there, by default nobody else's."""
-    source, destination = way[0], way[2]
-    sender, receiver = (ends[0], ends[1]) if ends else (way, way)
+def build_slow(route: str, ends: str = "", ratio: float = SLOW, time: float = NOW) -> RouteObservation:
+    """Build a report. `a1b`: from leaf a over spine s1 to leaf b. `ends`: numbers of the nodes, unique by default."""
+    source, destination = route[0], route[2]
+    sender, receiver = (ends[0], ends[1]) if ends else (route, route)
     return RouteObservation(
-        at, source, f"s{way[1]}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio
+        time, source, f"s{route[1]}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio
     )
 
 
-def fast(way: str, ends: str = "", at: float = NOW) -> RouteObservation:
-    return word(way, ends, 1.0, at)
+def build_fast(route: str, ends: str = "", time: float = NOW) -> RouteObservation:
+    return build_slow(route, ends, 1.0, time)
 
 
-def accused(*words: RouteObservation, now: float = NOW) -> Mapping[LeafSpinePair, float]:
-    return find_accused_links(words, now)
+def find_accused(*reports: RouteObservation, now: float = NOW) -> Mapping[LeafSpinePair, float]:
+    return find_accused_links(reports, now)
 
 
 class TestIntersection:
-    def test_one_slow_flow_leaves_both_its_links(self) -> None:
-        assert set(accused(word("a1b"))) == {("a", "s1"), ("b", "s1")}
+    def test_one_slow_flow_accuses_both_of_its_links(self) -> None:
+        assert set(find_accused(build_slow("a1b"))) == {("a", "s1"), ("b", "s1")}
 
-    def test_a_fast_flow_acquits_what_it_goes_by(self) -> None:
-        assert set(accused(word("a1b"), fast("b1c"))) == {("a", "s1")}
-        assert set(accused(word("a1b"), fast("c1a"))) == {("b", "s1")}
-        assert set(accused(word("a1b"), fast("a2b"))) == {("a", "s1"), ("b", "s1")}, "another spine"
+    def test_a_fast_flow_acquits_its_links(self) -> None:
+        assert set(find_accused(build_slow("a1b"), build_fast("b1c"))) == {("a", "s1")}
+        assert set(find_accused(build_slow("a1b"), build_fast("c1a"))) == {("b", "s1")}
+        assert set(find_accused(build_slow("a1b"), build_fast("a2b"))) == {("a", "s1"), ("b", "s1")}, "another spine"
 
-    def test_of_several_slow_flows_what_they_share_is_to_blame(self) -> None:
-        assert set(accused(word("a1b"), word("a1c"), word("d1a"))) == {("a", "s1")}
+    def test_several_slow_flows_accuse_the_link_that_they_share(self) -> None:
+        assert set(find_accused(build_slow("a1b"), build_slow("a1c"), build_slow("d1a"))) == {("a", "s1")}
 
-    def test_two_links_that_each_explain_some(self) -> None:
-        found = accused(word("a1b"), word("a1c"), word("d2e"), word("d2f"))
+    def test_two_links_are_accused_if_each_explains_some_flows(self) -> None:
+        found = find_accused(build_slow("a1b"), build_slow("a1c"), build_slow("d2e"), build_slow("d2f"))
         assert set(found) == {("a", "s1"), ("d", "s2")}
 
-    def test_all_that_it_goes_by_is_fast_for_others(self) -> None:
-        assert accused(word("a1b"), fast("a1c"), fast("d1b")) == {}
+    def test_no_link_is_accused_if_others_are_fast_on_all_of_them(self) -> None:
+        assert find_accused(build_slow("a1b"), build_fast("a1c"), build_fast("d1b")) == {}
 
-    def test_it_carries_as_much_as_the_mildest_of_its_flows_says(self) -> None:
-        assert accused(word("a1b", ratio=4.0), word("a1c", ratio=8.0)) == {("a", "s1"): 0.25}
+    def test_the_share_of_a_link_follows_its_least_slow_flow(self) -> None:
+        assert find_accused(build_slow("a1b", ratio=4.0), build_slow("a1c", ratio=8.0)) == {("a", "s1"): 0.25}
 
-    def test_nobody_says_anything(self) -> None:
-        assert accused() == accused(fast("a1b")) == {}
+    def test_without_slow_flows_no_link_is_accused(self) -> None:
+        assert find_accused() == find_accused(build_fast("a1b")) == {}
 
 
 class TestNodes:
-    """A node's only link: all its flows are slow, whatever the spine."""
+    """The only link of a node: all of its flows are slow over any spine."""
 
-    def test_whose_flows_go_by_two_spines_is_slow_itself(self) -> None:
-        assert accused(word("a1b", "07"), word("c2a", "70")) == {}
-        assert accused(word("a1b", "07"), word("a2b", "07"), fast("a1c", "16")) == {}
+    def test_a_node_that_is_slow_over_two_spines_is_slow_itself(self) -> None:
+        assert find_accused(build_slow("a1b", "07"), build_slow("c2a", "70")) == {}
+        assert find_accused(build_slow("a1b", "07"), build_slow("a2b", "07"), build_fast("a1c", "16")) == {}
 
-    def test_where_it_may_be_either_the_link_is_gone_around(self) -> None:
-        assert set(accused(word("a1b", "07"), word("c1a", "70"), fast("b1c", "89"))) == {("a", "s1")}
+    def test_if_node_or_link_may_be_slow_the_link_is_accused(self) -> None:
+        assert set(find_accused(build_slow("a1b", "07"), build_slow("c1a", "70"), build_fast("b1c", "89"))) == {
+            ("a", "s1")
+        }
 
-    def test_a_node_that_stays_slow_by_another_spine_clears_the_link(self) -> None:
-        before = [word("a1b", "07", at=NOW - 100), word("c1a", "70", at=NOW - 100)]
-        after = [word("a2b", "07"), word("c3a", "70")]
-        assert set(accused(*before)) == {("a", "s1")}
-        assert accused(*before, *after) == {}
+    def test_a_node_that_stays_slow_over_another_spine_clears_the_link(self) -> None:
+        before = [build_slow("a1b", "07", time=NOW - 100), build_slow("c1a", "70", time=NOW - 100)]
+        after = [build_slow("a2b", "07"), build_slow("c3a", "70")]
+        assert set(find_accused(*before)) == {("a", "s1")}
+        assert find_accused(*before, *after) == {}
 
 
 class TestDead:
-    def test_what_gets_no_further_than_the_spine_accuses_its_other_link_alone(self) -> None:
-        assert accused(word("a1b", ratio=0.0)) == {("b", "s1"): 0.0}
+    def test_a_flow_that_ends_at_the_spine_accuses_only_the_link_behind_it(self) -> None:
+        assert find_accused(build_slow("a1b", ratio=0.0)) == {("b", "s1"): 0.0}
 
-    def test_what_passed_before_says_nothing(self) -> None:
-        assert accused(word("a1b", ratio=0.0), fast("c1b", at=NOW - 1)) == {("b", "s1"): 0.0}
-        assert accused(word("a1b", ratio=0.0, at=NOW - 1), fast("c1b")) == {}
+    def test_a_fast_flow_before_a_dead_report_does_not_count(self) -> None:
+        assert find_accused(build_slow("a1b", ratio=0.0), build_fast("c1b", time=NOW - 1)) == {("b", "s1"): 0.0}
+        assert find_accused(build_slow("a1b", ratio=0.0, time=NOW - 1), build_fast("c1b")) == {}
 
-    def test_nor_do_others_who_are_slow_there_make_it_alive(self) -> None:
-        assert accused(word("a1b", ratio=0.0), word("c1b", ratio=2.0))["b", "s1"] == 0.5, "something passes"
+    def test_a_slow_flow_on_a_dead_link_makes_it_a_slow_link(self) -> None:
+        assert find_accused(build_slow("a1b", ratio=0.0), build_slow("c1b", ratio=2.0))["b", "s1"] == 0.5, (
+            "some traffic passes"
+        )
 
 
 class TestTime:
-    def test_words_are_forgotten(self) -> None:
-        assert accused(word("a1b"), now=NOW + ROUTE_REPORT_TTL_SECONDS - 1)
-        assert accused(word("a1b"), now=NOW + ROUTE_REPORT_TTL_SECONDS) == {}
+    def test_reports_expire(self) -> None:
+        assert find_accused(build_slow("a1b"), now=NOW + ROUTE_REPORT_TTL_SECONDS - 1)
+        assert find_accused(build_slow("a1b"), now=NOW + ROUTE_REPORT_TTL_SECONDS) == {}
 
-    def test_words_of_times_to_come_count_for_nothing(self) -> None:
-        assert accused(word("a1b"), now=NOW - 1) == {}
+    def test_reports_from_the_future_are_ignored(self) -> None:
+        assert find_accused(build_slow("a1b"), now=NOW - 1) == {}
 
-    def test_the_newest_word_of_a_flow_counts(self) -> None:
-        assert accused(word("a1b", at=NOW - 5), fast("a1b")) == {}
-        assert set(accused(fast("a1b", at=NOW - 5), word("a1b"))) == {("a", "s1"), ("b", "s1")}
+    def test_the_newest_report_of_a_flow_counts(self) -> None:
+        assert find_accused(build_slow("a1b", time=NOW - 5), build_fast("a1b")) == {}
+        assert set(find_accused(build_fast("a1b", time=NOW - 5), build_slow("a1b"))) == {("a", "s1"), ("b", "s1")}
 
-    def test_who_was_fast_long_before_acquits_of_nothing(self) -> None:
-        assert set(accused(word("a1b"), fast("b1c", at=NOW - ACQUITTAL_WINDOW_SECONDS))) == {("a", "s1")}
-        assert len(accused(word("a1b"), fast("b1c", at=NOW - ACQUITTAL_WINDOW_SECONDS - 1))) == 2
+    def test_a_fast_flow_long_before_acquits_no_link(self) -> None:
+        assert set(find_accused(build_slow("a1b"), build_fast("b1c", time=NOW - ACQUITTAL_WINDOW_SECONDS))) == {
+            ("a", "s1")
+        }
+        assert len(find_accused(build_slow("a1b"), build_fast("b1c", time=NOW - ACQUITTAL_WINDOW_SECONDS - 1))) == 2
 
-    def test_a_link_that_is_found_fast_again_is_well(self) -> None:
-        assert accused(word("a1b", at=NOW - 600), fast("a1c"), fast("c1b")) == {}
+    def test_a_link_that_is_fast_again_is_not_accused(self) -> None:
+        assert find_accused(build_slow("a1b", time=NOW - 600), build_fast("a1c"), build_fast("c1b")) == {}
 
 
 class TestTenants:
-    def test_what_one_namespace_says_counts_for_itself(self) -> None:
-        found = find_degraded_links({"liar": [word("a1b", ratio=9.0)], "other": []}, NOW)
+    def test_reports_of_one_namespace_count_for_that_namespace(self) -> None:
+        found = find_degraded_links({"liar": [build_slow("a1b", ratio=9.0)], "other": []}, NOW)
         assert found.agreed_shares == {}
         assert set(found.shares_by_namespace) == {"liar"}
         assert set(found.shares_by_namespace["liar"]) == {("a", "s1"), ("b", "s1")}
 
-    def test_what_two_say_counts_for_all_as_the_milder_one_has_it(self) -> None:
+    def test_reports_of_two_namespaces_count_for_all_by_the_milder_one(self) -> None:
         found = find_degraded_links(
-            {"one": [word("a1b", ratio=2.0)], "two": [word("c1a", ratio=0.0)], "third": []}, NOW
+            {"one": [build_slow("a1b", ratio=2.0)], "two": [build_slow("c1a", ratio=0.0)], "third": []}, NOW
         )
         assert found.agreed_shares == {("a", "s1"): 0.5}
         assert set(found.shares_by_namespace) == {"one"}
         assert set(found.shares_by_namespace["one"]) == {("b", "s1")}
 
-    def test_where_there_is_nobody_else_it_counts_at_once(self) -> None:
-        found = find_degraded_links({"one": [word("a1b"), fast("b1c")]}, NOW)
+    def test_reports_of_the_only_namespace_count_at_once(self) -> None:
+        found = find_degraded_links({"one": [build_slow("a1b"), build_fast("b1c")]}, NOW)
         assert (found.agreed_shares, found.shares_by_namespace) == ({("a", "s1"): 0.25}, {})
 
-    def test_praise_helps_no_slow_link_of_others(self) -> None:
-        """Or a liar would keep its neighbors on it."""
-        flatterer = [fast("a1b"), fast("b1a")]
-        alone = find_degraded_links({"honest": [word("a1b")], "liar": []}, NOW)
-        assert find_degraded_links({"honest": [word("a1b")], "liar": flatterer}, NOW) == alone
+    def test_fast_reports_of_one_namespace_acquit_no_link_of_another(self) -> None:
+        """Otherwise false reports would keep other jobs on the slow link."""
+        praise = [build_fast("a1b"), build_fast("b1a")]
+        without_praise = find_degraded_links({"honest": [build_slow("a1b")], "liar": []}, NOW)
+        assert find_degraded_links({"honest": [build_slow("a1b")], "liar": praise}, NOW) == without_praise
 
-    def test_no_jobs(self) -> None:
+    def test_without_jobs_no_link_is_degraded(self) -> None:
         assert find_degraded_links({}, NOW) == find_degraded_links({"one": []}, NOW)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_slow_link_is_found_among_many_flows(seed: int) -> None:
-    """64 flows over 6 leaves and 4 spines; one link is slow, and whoever goes by it says so."""
+    """64 flows over 6 leaves and 4 spines; one link is slow, and every flow over it reports that."""
     draw = random.Random(seed)
-    guilty = draw.choice("abcdef"), f"s{draw.randint(1, 4)}"
-    words = []
+    slow_link = draw.choice("abcdef"), f"s{draw.randint(1, 4)}"
+    reports = []
     for number in range(64):
         source, destination = draw.sample("abcdef", 2)
         spine = f"s{draw.randint(1, 4)}"
-        is_slow = guilty in ((source, spine), (destination, spine))
-        seen = RouteObservation(NOW, source, spine, destination, f"{source}{number}", f"{destination}{number}")
-        words.append(replace(seen, ratio=3.0 if is_slow else 1.0))
-    if any(one.ratio > 1 for one in words):
-        assert find_accused_links(words, NOW) == {guilty: pytest.approx(1 / 3)}
+        is_slow = slow_link in ((source, spine), (destination, spine))
+        report = RouteObservation(NOW, source, spine, destination, f"{source}{number}", f"{destination}{number}")
+        reports.append(replace(report, ratio=3.0 if is_slow else 1.0))
+    if any(each.ratio > 1 for each in reports):
+        assert find_accused_links(reports, NOW) == {slow_link: pytest.approx(1 / 3)}

@@ -1,4 +1,4 @@
-"""What a job's flows show of their ways, and how it is kept."""
+"""What a job's flows show about their routes, and how the reports are recorded."""
 
 from __future__ import annotations
 
@@ -29,205 +29,214 @@ AT_A: Mapping[RankPair, float] = {(0, 3): 4.0, (1, 0): 4.0}
 """The link of leaf a to the first spine: rank 0 sends over it to leaf d, and receives over it from leaf b."""
 
 
-def looked_at(
-    slow: Mapping[RankPair, float] | None = AT_A, seen: NetworkState | None = None, **changes: object
+def build_measured(
+    slow: Mapping[RankPair, float] | None = AT_A, network: NetworkState | None = None, **changes: object
 ) -> Observation:
-    """All have answered, and `links.see` has looked at it."""
-    found = answer_request(build_observation(seen or build_network_state(), **changes), build_connection_answers(slow))  # type: ignore[arg-type]
+    """Build a job with the answers of all ranks, recorded by `record_link_evidence`."""
+    observation = build_observation(network or build_network_state(), **changes)  # type: ignore[arg-type]
+    found = answer_request(observation, build_connection_answers(slow))
     return found.with_desired(slow_communication.record_link_evidence(found, build_policy()))
 
 
-def words(draft: DesiredState) -> Mapping[tuple[str, str, str], float]:
-    return {(one.source, one.spine, one.destination): one.ratio for one in draft.state.adaptation.route_observations}
+def map_ratios(desired: DesiredState) -> Mapping[tuple[str, str, str], float]:
+    return {
+        (report.source, report.spine, report.destination): report.ratio
+        for report in desired.state.adaptation.route_observations
+    }
 
 
 class TestMeasured:
-    def test_who_is_slow_and_who_is_fast(self) -> None:
-        draft = route_reports.record_route_reports(looked_at(), build_policy())
-        assert words(draft) == {
+    def test_slow_and_fast_flows_are_reported(self) -> None:
+        desired = route_reports.record_route_reports(build_measured(), build_policy())
+        assert map_ratios(desired) == {
             ("a", "s1", "d"): pytest.approx(4.0),
             ("b", "s1", "a"): pytest.approx(4.0),
             ("c", "s1", "b"): 1.0,
             ("d", "s1", "c"): 1.0,
         }
-        assert set(find_accused_links(draft.state.adaptation.route_observations, NOW)) == {("a", "s1")}
+        assert set(find_accused_links(desired.state.adaptation.route_observations, NOW)) == {("a", "s1")}
 
-    def test_nodes_are_those_of_the_ends(self) -> None:
+    def test_a_report_names_the_nodes_of_both_ends(self) -> None:
         found = {
-            (one.sender, one.receiver)
-            for one in route_reports.record_route_reports(
-                looked_at(), build_policy()
+            (report.sender, report.receiver)
+            for report in route_reports.record_route_reports(
+                build_measured(), build_policy()
             ).state.adaptation.route_observations
         }
         assert found == {(f"node-{source}", f"node-{destination}") for source, destination in RING}
 
-    def test_nothing_is_slow(self) -> None:
-        assert set(words(route_reports.record_route_reports(looked_at({}), build_policy())).values()) == {1.0}
+    def test_without_slow_flows_all_ratios_are_one(self) -> None:
+        assert set(map_ratios(route_reports.record_route_reports(build_measured({}), build_policy())).values()) == {1.0}
 
-    def test_what_its_way_is_shared_by_plan_is_no_slowness(self) -> None:
-        """Four flows of other jobs go by the uplink of leaf a; that takes five times as long."""
+    def test_planned_sharing_of_a_link_is_no_slowness(self) -> None:
+        """Four flows of other jobs use the uplink of leaf a, so the transfer takes five times as long."""
         four = tuple(
             JobTraffic(
                 ("ns", f"o{n}"), (NodeRanks("node-4", (0,)), NodeRanks("node-7", (1,))), 1, {(0, 1): 0, (1, 0): 0}
             )
             for n in range(4)
         )
-        found = words(
+        found = map_ratios(
             route_reports.record_route_reports(
-                looked_at({(0, 3): 5.0}, build_network_state(dict.fromkeys(RING, 0), *four)), build_policy()
+                build_measured({(0, 3): 5.0}, build_network_state(dict.fromkeys(RING, 0), *four)), build_policy()
             )
         )
         assert ("a", "s1", "d") not in found, "neither slow nor fast"
-        found = words(
+        found = map_ratios(
             route_reports.record_route_reports(
-                looked_at({(0, 3): 25.0}, build_network_state(dict.fromkeys(RING, 0), *four)), build_policy()
+                build_measured({(0, 3): 25.0}, build_network_state(dict.fromkeys(RING, 0), *four)), build_policy()
             )
         )
         assert found["a", "s1", "d"] == pytest.approx(5.0)
 
-    def test_only_a_flow_that_is_seen_on_its_way_speaks_of_it(self) -> None:
-        draft = route_reports.record_route_reports(looked_at(in_force=[(1, 0)]), build_policy())
-        assert set(words(draft)) == {("b", "s1", "a")}
+    def test_only_flows_on_their_planned_route_are_reported(self) -> None:
+        desired = route_reports.record_route_reports(build_measured(in_force=[(1, 0)]), build_policy())
+        assert set(map_ratios(desired)) == {("b", "s1", "a")}
 
-    def test_who_is_as_slow_as_ever_beside_the_others_is_not_called_fast(self) -> None:
-        """Of a round that has begun on a slow link, its first windows are slow, too."""
+    def test_a_flow_that_was_slow_from_the_start_is_not_reported_as_fast(self) -> None:
+        """In a round that began on a slow link, the first windows are slow, too."""
         before = build_observation(build_network_state())
         first, *others = build_connection_answers()
-        ends = (replace(e, busy_seconds=4.0, early_busy_seconds=4.0) if e.acked_bytes else e for e in first.links)
+        ends = (
+            replace(end, busy_seconds=4.0, early_busy_seconds=4.0) if end.acked_bytes else end for end in first.links
+        )
         found = answer_request(before, (replace(first, links=tuple(ends)), *others))
         found = found.with_desired(slow_communication.record_link_evidence(found, build_policy()))
-        assert ("a", "s1", "d") not in words(route_reports.record_route_reports(found, build_policy()))
+        assert ("a", "s1", "d") not in map_ratios(route_reports.record_route_reports(found, build_policy()))
 
-    def test_one_slow_window_is_luck(self) -> None:
-        slow, usual = build_connection_answers(AT_A), build_connection_answers()
-        lately = [
-            replace(one, links=(*(e for e in one.links if not e.age), *(e for e in before.links if e.age)))
-            for one, before in zip(slow, usual, strict=True)
+    def test_one_slow_window_is_not_reported(self) -> None:
+        slow, normal = build_connection_answers(AT_A), build_connection_answers()
+        mixed = [
+            replace(
+                answer,
+                links=(*(end for end in answer.links if not end.age), *(end for end in earlier.links if end.age)),
+            )
+            for answer, earlier in zip(slow, normal, strict=True)
         ]
-        found = answer_request(build_observation(build_network_state()), lately)
+        found = answer_request(build_observation(build_network_state()), mixed)
         found = found.with_desired(slow_communication.record_link_evidence(found, build_policy()))
-        assert set(words(route_reports.record_route_reports(found, build_policy()))) == {
+        assert set(map_ratios(route_reports.record_route_reports(found, build_policy()))) == {
             ("c", "s1", "b"),
             ("d", "s1", "c"),
         }
 
     @pytest.mark.parametrize("mode", [PathControl.OFF, PathControl.REROLL])
-    def test_where_nobody_plans_ways_nothing_is_said(self, mode: PathControl) -> None:
-        found = looked_at(seen=build_network_state(mode=mode))
+    def test_without_planned_routes_nothing_is_reported(self, mode: PathControl) -> None:
+        found = build_measured(network=build_network_state(mode=mode))
         assert route_reports.record_route_reports(found, build_policy()) is found.desired
-        unseen = replace(found, cluster_view=replace(found.cluster_view, network=None))
-        assert route_reports.record_route_reports(unseen, build_policy()) is unseen.desired
+        without_network = replace(found, cluster_view=replace(found.cluster_view, network=None))
+        assert route_reports.record_route_reports(without_network, build_policy()) is without_network.desired
 
-    def test_it_is_said_once_in_the_pass_in_which_it_is_looked_at(self) -> None:
-        found = looked_at()
-        said = found.with_desired(route_reports.record_route_reports(found, build_policy()))
-        later = replace(said, now=NOW + 2)
+    def test_a_measurement_is_reported_once(self) -> None:
+        found = build_measured()
+        recorded = found.with_desired(route_reports.record_route_reports(found, build_policy()))
+        later = replace(recorded, now=NOW + 2)
         assert route_reports.record_route_reports(later, build_policy()) is later.desired
 
-    def test_a_pass_does_it_all(self) -> None:
-        thought = evaluate_job(
+    def test_a_whole_pass_records_reports(self) -> None:
+        result = evaluate_job(
             answer_request(build_observation(build_network_state()), build_connection_answers(AT_A)), build_policy()
         )
-        assert not thought.failed_steps
-        assert len(thought.desired.state.adaptation.route_observations) == 4
+        assert not result.failed_steps
+        assert len(result.desired.state.adaptation.route_observations) == 4
 
 
-class TestAdrift:
-    """Leaf a has lost its link to one spine: by which of the others its flows go, nobody knows."""
+class TestLostLink:
+    """Leaf a has lost its link to one spine: it is unknown which of the others its flows use."""
 
     @pytest.mark.parametrize("dead", ["s1", "s2"])
-    def test_who_may_have_left_its_way_says_nothing_of_it(self, dead: str) -> None:
-        found = looked_at({(0, 3): 4.0, (2, 1): 4.0}, build_network_state(dead=[("a", dead)]))
-        assert set(words(route_reports.record_route_reports(found, build_policy()))) == {
+    def test_flows_that_may_have_left_their_route_are_not_reported(self, dead: str) -> None:
+        found = build_measured({(0, 3): 4.0, (2, 1): 4.0}, build_network_state(dead=[("a", dead)]))
+        assert set(map_ratios(route_reports.record_route_reports(found, build_policy()))) == {
             ("c", "s1", "b"),
             ("d", "s1", "c"),
         }
 
-    def test_what_it_has_said_before_that_was_told_is_forgotten(self) -> None:
-        found = looked_at()
+    def test_recent_reports_are_dropped_when_a_link_is_lost(self) -> None:
+        found = build_measured()
         found = found.with_desired(route_reports.record_route_reports(found, build_policy()))
         assert route_reports.has_new_slow_links(found)
-        told = replace(found.cluster_view, network=build_network_state(dead=[("a", "s1")]))
-        for age, kept in ((2.0, False), (2.0 * route_reports.NEW_ROUTE_REPORT_SECONDS, True)):
-            later = replace(found, now=NOW + age, cluster_view=told)
+        changed_view = replace(found.cluster_view, network=build_network_state(dead=[("a", "s1")]))
+        for age, is_recorded in ((2.0, False), (2.0 * route_reports.NEW_ROUTE_REPORT_SECONDS, True)):
+            later = replace(found, now=NOW + age, cluster_view=changed_view)
             later = later.with_desired(route_reports.record_route_reports(later, build_policy()))
-            assert (("a", "s1", "d") in words(later.desired)) is kept
+            assert (("a", "s1", "d") in map_ratios(later.desired)) is is_recorded
             assert not route_reports.has_new_slow_links(later)
 
-    def test_by_a_round_that_knows_of_it_a_flow_is_on_its_way(self) -> None:
-        seen = build_network_state(dict.fromkeys(RING, 1), dead=[("a", "s1")])
-        found = looked_at({(0, 3): 4.0}, seen, routes=dict.fromkeys(RING, 1))
-        planned = paths.plan_job_paths(found, seen)
+    def test_flows_are_reported_in_a_round_that_was_planned_after_the_loss(self) -> None:
+        network = build_network_state(dict.fromkeys(RING, 1), dead=[("a", "s1")])
+        found = build_measured({(0, 3): 4.0}, network, routes=dict.fromkeys(RING, 1))
+        planned = paths.plan_job_paths(found, network)
         assert planned is not None
         found = found.with_desired(found.desired.with_plan(paths=planned))
-        assert set(words(route_reports.record_route_reports(found, build_policy()))) >= {("a", "s2", "d")}
+        assert set(map_ratios(route_reports.record_route_reports(found, build_policy()))) >= {("a", "s2", "d")}
 
 
 class TestDead:
-    def test_a_leaf_that_swallows_what_goes_by_a_spine(self) -> None:
+    def test_a_link_that_drops_all_packets_is_reported_as_dead(self) -> None:
         found = build_observation(build_network_state(), black_holes=[(1, 0)])
-        draft = route_reports.record_route_reports(found, build_policy())
-        assert words(draft) == {("b", "s1", "a"): 0.0}
-        assert find_accused_links(draft.state.adaptation.route_observations, NOW) == {("a", "s1"): 0.0}
+        desired = route_reports.record_route_reports(found, build_policy())
+        assert map_ratios(desired) == {("b", "s1", "a"): 0.0}
+        assert find_accused_links(desired.state.adaptation.route_observations, NOW) == {("a", "s1"): 0.0}
 
-    def test_it_is_said_again_before_it_is_forgotten(self) -> None:
+    def test_a_dead_link_is_reported_again_before_the_report_expires(self) -> None:
         found = build_observation(build_network_state(), black_holes=[(1, 0)])
         found = found.with_desired(route_reports.record_route_reports(found, build_policy()))
-        for age, again in ((5.0, False), (ROUTE_REPORT_TTL_SECONDS / 2, True)):
-            draft = route_reports.record_route_reports(replace(found, now=NOW + age), build_policy())
-            assert (draft.state.adaptation.route_observations[0].at == NOW + age) is again
+        for age, is_renewed in ((5.0, False), (ROUTE_REPORT_TTL_SECONDS / 2, True)):
+            desired = route_reports.record_route_reports(replace(found, now=NOW + age), build_policy())
+            assert (desired.state.adaptation.route_observations[0].at == NOW + age) is is_renewed
 
-    def test_of_another_way_by_now_it_says_nothing(self) -> None:
+    def test_reports_of_an_earlier_membership_are_ignored(self) -> None:
         """The reports are of the membership before."""
         found = build_observation(build_network_state(), black_holes=[(1, 0)])
         found = found.with_desired(found.desired.with_plan(membership=2))
         assert route_reports.record_route_reports(found, build_policy()) is found.desired
 
 
-class TestKept:
-    def word(self, number: int, ratio: float, at: float = NOW) -> RouteObservation:
+class TestRecorded:
+    def build_report(self, number: int, ratio: float, at: float = NOW) -> RouteObservation:
         return RouteObservation(at, "a", "s1", "b", f"n{number}", "m", ratio)
 
-    def under(self, *known: RouteObservation, now: float = NOW) -> Observation:
+    def build_with_reports(self, *reports: RouteObservation, now: float = NOW) -> Observation:
         found = build_observation(build_network_state())
-        return replace(found.with_desired(found.desired.with_adaptation(route_observations=known)), now=now)
+        return replace(found.with_desired(found.desired.with_adaptation(route_observations=reports)), now=now)
 
-    def test_with_the_job_and_read_back(self) -> None:
-        draft = route_reports.record_route_reports(looked_at(), build_policy())
-        assert state_codec.decode_state(state_codec.encode_state(draft, "j"), "j").desired == draft
+    def test_reports_survive_encoding_and_decoding(self) -> None:
+        desired = route_reports.record_route_reports(build_measured(), build_policy())
+        assert state_codec.decode_state(state_codec.encode_state(desired, "j"), "j").desired == desired
 
-    def test_for_a_while(self) -> None:
+    def test_reports_expire(self) -> None:
         old, new = (
-            self.word(1, 4.0, NOW - ROUTE_REPORT_TTL_SECONDS),
-            self.word(2, 4.0, NOW - ROUTE_REPORT_TTL_SECONDS + 1),
+            self.build_report(1, 4.0, NOW - ROUTE_REPORT_TTL_SECONDS),
+            self.build_report(2, 4.0, NOW - ROUTE_REPORT_TTL_SECONDS + 1),
         )
         assert route_reports.record_route_reports(
-            self.under(old, new), build_policy()
+            self.build_with_reports(old, new), build_policy()
         ).state.adaptation.route_observations == (new,)
 
-    def test_not_more_than_so_many_and_the_slow_ones_first(self) -> None:
-        fast = tuple(self.word(n, 1.0) for n in range(2 * MAX_ROUTE_OBSERVATIONS))
-        slow = tuple(self.word(-n, 4.0, NOW - 60) for n in range(1, 4))
-        kept = route_reports.record_route_reports(
-            self.under(*slow, *fast), build_policy()
+    def test_the_number_of_reports_is_limited_and_slow_ones_take_precedence(self) -> None:
+        fast = tuple(self.build_report(n, 1.0) for n in range(2 * MAX_ROUTE_OBSERVATIONS))
+        slow = tuple(self.build_report(-n, 4.0, NOW - 60) for n in range(1, 4))
+        recorded = route_reports.record_route_reports(
+            self.build_with_reports(*slow, *fast), build_policy()
         ).state.adaptation.route_observations
-        assert len(kept) == MAX_ROUTE_OBSERVATIONS
-        assert set(slow) <= set(kept)
+        assert len(recorded) == MAX_ROUTE_OBSERVATIONS
+        assert set(slow) <= set(recorded)
 
 
-class TestBlamed:
-    def under(self, word: RouteObservation, known: tuple[RouteObservation, ...] = ()) -> Observation:
+class TestNewReports:
+    def build_with_report(self, report: RouteObservation, known: tuple[RouteObservation, ...] = ()) -> Observation:
         found = build_observation(build_network_state(route_observations=known))
-        return found.with_desired(found.desired.with_adaptation(route_observations=(word,)))
+        return found.with_desired(found.desired.with_adaptation(route_observations=(report,)))
 
-    def test_news_of_a_slow_link_are_looked_at_by_joint_planning_first(self) -> None:
-        news = RouteObservation(NOW - 1, "a", "s1", "b", "node-0", "node-1", 4.0)
-        assert route_reports.has_new_slow_links(self.under(news))
-        assert route_reports.has_unplanned_slow_links(self.under(news))
-        assert not route_reports.has_unplanned_slow_links(self.under(news, known=(news,)))
+    def test_a_new_slow_link_waits_for_joint_planning(self) -> None:
+        report = RouteObservation(NOW - 1, "a", "s1", "b", "node-0", "node-1", 4.0)
+        assert route_reports.has_new_slow_links(self.build_with_report(report))
+        assert route_reports.has_unplanned_slow_links(self.build_with_report(report))
+        assert not route_reports.has_unplanned_slow_links(self.build_with_report(report, known=(report,)))
 
     @pytest.mark.parametrize("changes", [{"ratio": 1.0}, {"at": NOW - route_reports.NEW_ROUTE_REPORT_SECONDS - 1}])
-    def test_what_is_fast_or_old_is_no_news(self, changes: dict[str, Any]) -> None:
+    def test_fast_or_old_reports_are_not_new(self, changes: dict[str, Any]) -> None:
         old = replace(RouteObservation(NOW - 1, "a", "s1", "b", "node-0", "node-1", 4.0), **changes)
-        assert not route_reports.has_new_slow_links(self.under(old))
-        assert not route_reports.has_unplanned_slow_links(self.under(old))
+        assert not route_reports.has_new_slow_links(self.build_with_report(old))
+        assert not route_reports.has_unplanned_slow_links(self.build_with_report(old))

@@ -1,4 +1,4 @@
-"""Slow communication: from the connections' figures to a finding, a probe, a better finding, a swap where it pays."""
+"""Slow communication: from measurements of connections to a finding, a probe, a refined finding, and a replacement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from testing.operators.observations import NOW, build_policy, build_training, ch
 MB = 1_000_000
 PARTS = (EvidencePart.WINDOWS, EvidencePart.LINKS)
 HOTTEST = HottestPlace(SpotKind.PAIR, 0, 1, 1e7)
-LOOK = LinkCheck(NOW, "ask", HOTTEST, ("from rank 0 to rank 1: 10 MB/s",), conclusive=True)
+CHECK = LinkCheck(NOW, "ask", HOTTEST, ("from rank 0 to rank 1: 10 MB/s",), conclusive=True)
 INCIDENT = Incident(
     "i",
     IncidentCause.SLOW_COMMUNICATION,
@@ -58,77 +58,78 @@ INCIDENT = Incident(
 FAST, SLOW = 400e6, 50e6
 
 
-def world(replicas: int = 4, **adaptation: Any) -> Observation:
-    """Four workers and a spare, one rank each, whose launchers answer probes."""
+def build_with_adaptation(replicas: int = 4, **adaptation: Any) -> Observation:
+    """Build a job of four workers and a spare, one rank each, whose launchers answer probes."""
     found = change_members(build_training(replicas, step=500), probe_port=40000)
     return found.with_desired(found.desired.with_adaptation(**adaptation))
 
 
-def ring(slow: int = -1, quiet: bool = False) -> tuple[Evidence, ...]:
-    """Rank i sends to i + 1; what rank `slow` sends takes ten times as long."""
+def build_ring(slow: int = -1, quiet: bool = False) -> tuple[Evidence, ...]:
+    """Build evidence of a ring: rank i sends to i + 1; sends of rank `slow` take ten times as long."""
 
-    def ends(rank: int) -> tuple[LinkWindow, ...]:
-        here, after, before = (f"10.0.0.{(rank + step) % 4}" for step in (0, 1, -1))
+    def list_ends(rank: int) -> tuple[LinkWindow, ...]:
+        address, next_address, previous_address = (f"10.0.0.{(rank + step) % 4}" for step in (0, 1, -1))
         busy = 4.0 if rank == slow else 0.4
-        sent = 0 if quiet else 50 * MB
-        out = LinkWindow(f"{here}:40", f"{after}:50", rank, 0, 5.0, sent, busy)
-        back = LinkWindow(f"{here}:50", f"{before}:40", rank, 0, 5.0)
-        return tuple(replace(end, age=age) for end in (out, back) for age in range(3))
+        sent_bytes = 0 if quiet else 50 * MB
+        sending = LinkWindow(f"{address}:40", f"{next_address}:50", rank, 0, 5.0, sent_bytes, busy)
+        receiving = LinkWindow(f"{address}:50", f"{previous_address}:40", rank, 0, 5.0)
+        return tuple(replace(end, age=age) for end in (sending, receiving) for age in range(3))
 
-    return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=ends(rank)) for rank in range(4))
+    return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=list_ends(rank)) for rank in range(4))
 
 
-def mesh(ranks: int, slow: int) -> tuple[Evidence, ...]:
-    """Each rank sends to each; what rank `slow` sends takes ten times as long."""
+def build_mesh(ranks: int, slow: int) -> tuple[Evidence, ...]:
+    """Build evidence of a mesh: each rank sends to each; sends of rank `slow` take ten times as long."""
 
-    def ends(rank: int) -> Iterator[LinkWindow]:
-        here, busy = f"10.0.0.{rank}", 4.0 if rank == slow else 0.4
+    def list_ends(rank: int) -> Iterator[LinkWindow]:
+        address, busy = f"10.0.0.{rank}", 4.0 if rank == slow else 0.4
         for peer in (peer for peer in range(ranks) if peer != rank):
-            yield LinkWindow(f"{here}:{100 + peer}", f"10.0.0.{peer}:{200 + rank}", rank, 0, 5.0, 50 * MB, busy)
-            yield LinkWindow(f"{here}:{200 + peer}", f"10.0.0.{peer}:{100 + rank}", rank, 0, 5.0)
+            yield LinkWindow(f"{address}:{100 + peer}", f"10.0.0.{peer}:{200 + rank}", rank, 0, 5.0, 50 * MB, busy)
+            yield LinkWindow(f"{address}:{200 + peer}", f"10.0.0.{peer}:{100 + rank}", rank, 0, 5.0)
 
-    def windows(rank: int) -> tuple[LinkWindow, ...]:
-        return tuple(replace(end, age=age) for end in ends(rank) for age in range(3))
+    def list_windows(rank: int) -> tuple[LinkWindow, ...]:
+        return tuple(replace(end, age=age) for end in list_ends(rank) for age in range(3))
 
-    return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=windows(rank)) for rank in range(ranks))
+    return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=list_windows(rank)) for rank in range(ranks))
 
 
-def asked(evidence: tuple[Evidence, ...], **adaptation: Any) -> Observation:
-    found = world(**adaptation)
+def build_with_evidence(evidence: tuple[Evidence, ...], **adaptation: Any) -> Observation:
+    found = build_with_adaptation(**adaptation)
     found = found.with_desired(found.desired.with_plan(evidence_request="ask", evidence_parts=PARTS))
     return replace(found, evidence=evidence)
 
 
-def opened(incident: Incident = INCIDENT, **adaptation: Any) -> Observation:
-    found = world(**{"link_check": LOOK, **adaptation})
+def build_open(incident: Incident = INCIDENT, **adaptation: Any) -> Observation:
+    found = build_with_adaptation(**{"link_check": CHECK, **adaptation})
     return found.with_desired(found.desired.with_incident(incident))
 
 
-def seen(draft: DesiredState) -> LinkCheck:
-    assert draft.state.adaptation.link_check is not None
-    return draft.state.adaptation.link_check
+def get_link_check(desired: DesiredState) -> LinkCheck:
+    assert desired.state.adaptation.link_check is not None
+    return desired.state.adaptation.link_check
 
 
-def answered(slow: set[tuple[int, int]], incident: Incident = INCIDENT, **adaptation: Any) -> Observation:
-    """The probe of 0 → 1 has been asked for and answered; `slow`: pairs of ranks."""
-    before = opened(incident, **adaptation)
+def build_answered(slow: set[tuple[int, int]], incident: Incident = INCIDENT, **adaptation: Any) -> Observation:
+    """Build a job whose probe of 0 → 1 was requested and answered; `slow`: pairs of ranks."""
+    before = build_open(incident, **adaptation)
     after = before.with_desired(slow_communication.advance_link_probe(before, build_policy()))
-    asked_for = after.plan.probe
-    assert asked_for is not None
-    slow_workers = {(f"j-w{s}-0", f"j-w{d}-0") for s, d in slow}
+    probe_task = after.plan.probe
+    assert probe_task is not None
+    slow_workers = {(f"j-w{source}-0", f"j-w{destination}-0") for source, destination in slow}
     return replace(
         after,
         now=NOW + 5,
         probes=tuple(
             Evidence(
-                asked_for.name,
+                probe_task.name,
                 source,
                 1,
                 probes=tuple(
-                    LinkProbe(t.worker, SLOW if (source, t.worker) in slow_workers else FAST, 0.0005) for t in targets
+                    LinkProbe(target.worker, SLOW if (source, target.worker) in slow_workers else FAST, 0.0005)
+                    for target in targets
                 ),
             )
-            for source, targets in zip(asked_for.sources, asked_for.targets, strict=True)
+            for source, targets in zip(probe_task.sources, probe_task.targets, strict=True)
         ),
     )
 
@@ -138,82 +139,95 @@ SENDER = {(0, 1), (0, 2), (0, 3)}
 RECEIVER = {(0, 1), (2, 1), (3, 1)}
 
 
-class TestQuestions:
-    def test_the_second_question_about_communication_asks_for_connections(self) -> None:
-        for shown, asked_for in ((None, False), (Bottleneck.COMPUTE, False), (Bottleneck.COMMUNICATION, True)):
-            draft = straggler._request_evidence(world(), StragglerInvestigation(NOW - 10, last_bottleneck=shown))
-            assert (EvidencePart.LINKS in draft.plan.evidence_parts) is asked_for
+class TestRequests:
+    def test_the_second_request_about_communication_includes_connections(self) -> None:
+        for bottleneck, is_requested in ((None, False), (Bottleneck.COMPUTE, False), (Bottleneck.COMMUNICATION, True)):
+            desired = straggler._request_evidence(
+                build_with_adaptation(), StragglerInvestigation(NOW - 10, last_bottleneck=bottleneck)
+            )
+            assert (EvidencePart.LINKS in desired.plan.evidence_parts) is is_requested
 
-    def test_the_way_back_asks_for_them_until_something_hot_is_seen(self) -> None:
-        def parts(found: Observation) -> tuple[EvidencePart, ...]:
+    def test_reverting_to_sync_requests_connections_until_a_hot_place_is_found(self) -> None:
+        def request_parts(found: Observation) -> tuple[EvidencePart, ...]:
             mode = LocalSgdChoice(NOW - 30, Bottleneck.COMMUNICATION, "r", "i")
             found = found.with_desired(found.desired.with_adaptation(local_sgd=mode))
             return revert_to_sync._request_evidence(found, mode).plan.evidence_parts
 
-        assert parts(opened(link_check=None)) == PARTS
-        assert parts(opened(link_check=replace(LOOK, hot_places=(), hottest=None))) == PARTS
-        assert parts(opened()) == PARTS[:1]
+        assert request_parts(build_open(link_check=None)) == PARTS
+        assert request_parts(build_open(link_check=replace(CHECK, hot_places=(), hottest=None))) == PARTS
+        assert request_parts(build_open()) == PARTS[:1]
         assert (
-            parts(opened(replace(INCIDENT, decided=NOW - LINK_EVIDENCE_REQUEST_SECONDS - 1), link_check=None))
+            request_parts(
+                build_open(replace(INCIDENT, decided=NOW - LINK_EVIDENCE_REQUEST_SECONDS - 1), link_check=None)
+            )
             == PARTS[:1]
         )
-        assert parts(opened(replace(INCIDENT, outcome=IncidentOutcome.MITIGATED), link_check=None)) == PARTS[:1]
-        assert parts(world()) == PARTS[:1]
+        assert (
+            request_parts(build_open(replace(INCIDENT, outcome=IncidentOutcome.MITIGATED), link_check=None))
+            == PARTS[:1]
+        )
+        assert request_parts(build_with_adaptation()) == PARTS[:1]
 
 
-class TestSee:
-    def test_a_hot_pair_is_kept_with_words(self) -> None:
-        look = seen(slow_communication.record_link_evidence(asked(ring(slow=2)), build_policy()))
-        assert look.hottest is not None
-        assert (look.hottest.kind, look.hottest.source, look.hottest.destination) == (SpotKind.PAIR, 2, 3)
-        assert look.conclusive
-        assert look.hot_places[0].startswith("from rank 2 to rank 3: 12 MB/s while busy, the others 125 MB/s")
+class TestRecord:
+    def test_a_hot_pair_is_recorded_with_a_description(self) -> None:
+        check = get_link_check(
+            slow_communication.record_link_evidence(build_with_evidence(build_ring(slow=2)), build_policy())
+        )
+        assert check.hottest is not None
+        assert (check.hottest.kind, check.hottest.source, check.hottest.destination) == (SpotKind.PAIR, 2, 3)
+        assert check.conclusive
+        assert check.hot_places[0].startswith("from rank 2 to rank 3: 12 MB/s while busy, the others 125 MB/s")
 
-    def test_nothing_hot_and_nothing_known_are_two_things(self) -> None:
-        calm, dark = (
-            seen(slow_communication.record_link_evidence(asked(ring(quiet=quiet)), build_policy()))
+    def test_no_hot_place_differs_from_an_inconclusive_check(self) -> None:
+        healthy, inactive = (
+            get_link_check(
+                slow_communication.record_link_evidence(build_with_evidence(build_ring(quiet=quiet)), build_policy())
+            )
             for quiet in (False, True)
         )
-        assert (calm.hot_places, calm.conclusive) == ((), True)
-        assert (dark.hot_places, dark.conclusive) == ((), False)
+        assert (healthy.hot_places, healthy.conclusive) == ((), True)
+        assert (inactive.hot_places, inactive.conclusive) == ((), False)
 
-    def test_all_have_to_answer_and_one_answer_is_looked_at_once(self) -> None:
-        part = asked(ring(slow=2)[:3])
-        assert slow_communication.record_link_evidence(part, build_policy()) is part.desired
-        known = asked(ring(slow=2), link_check=LOOK)
-        assert slow_communication.record_link_evidence(known, build_policy()) is known.desired
-        unasked = asked(ring(slow=2))
-        unasked = unasked.with_desired(unasked.desired.with_plan(evidence_parts=PARTS[:1]))
-        assert slow_communication.record_link_evidence(unasked, build_policy()) is unasked.desired
+    def test_all_ranks_have_to_answer_and_an_answer_is_recorded_once(self) -> None:
+        partial = build_with_evidence(build_ring(slow=2)[:3])
+        assert slow_communication.record_link_evidence(partial, build_policy()) is partial.desired
+        checked = build_with_evidence(build_ring(slow=2), link_check=CHECK)
+        assert slow_communication.record_link_evidence(checked, build_policy()) is checked.desired
+        not_requested = build_with_evidence(build_ring(slow=2))
+        not_requested = not_requested.with_desired(not_requested.desired.with_plan(evidence_parts=PARTS[:1]))
+        assert slow_communication.record_link_evidence(not_requested, build_policy()) is not_requested.desired
 
-    def test_what_is_being_probed_stays(self) -> None:
-        found = asked(ring(slow=2), link_check=replace(LOOK, request="older", probe="p"))
+    def test_a_check_that_is_being_probed_stays(self) -> None:
+        found = build_with_evidence(build_ring(slow=2), link_check=replace(CHECK, request="older", probe="p"))
         assert slow_communication.record_link_evidence(found, build_policy()) is found.desired
 
-    def test_of_all_sides_the_slowest_are_kept(self) -> None:
-        """However many ranks there are: a side is two gauges, and a line of the bookkeeping."""
-        world = asked(mesh(ranks=12, slow=5), replicas=12)
-        sides = seen(slow_communication.record_link_evidence(world, build_policy())).sides
+    def test_only_the_slowest_sides_are_recorded(self) -> None:
+        """The limit holds for any number of ranks, because each side is two gauges and a line of the state."""
+        observation = build_with_evidence(build_mesh(ranks=12, slow=5), replicas=12)
+        sides = get_link_check(slow_communication.record_link_evidence(observation, build_policy())).sides
         assert len(sides) == MAX_LINK_SIDES < 2 * 12
         assert (sides[0].rank, sides[0].sends) == (5, True)
         assert sides[0].ratio == pytest.approx(10.0, rel=0.1)
         assert [side.ratio for side in sides] == sorted((side.ratio for side in sides), reverse=True)
         assert sides[1].ratio == pytest.approx(1.0, rel=0.1)
 
-    def test_it_is_written_down_and_read_back(self) -> None:
-        draft = slow_communication.record_link_evidence(asked(ring(slow=2)), build_policy())
-        told = draft.with_adaptation(link_verdicts=(LinkVerdict(NOW, LinkProbeVerdict.SENDER, "j-w0-0", "node-0"),))
-        assert state_codec.decode_state(state_codec.encode_state(told, "j"), "j").desired == told
+    def test_a_check_survives_encoding_and_decoding(self) -> None:
+        desired = slow_communication.record_link_evidence(build_with_evidence(build_ring(slow=2)), build_policy())
+        recorded = desired.with_adaptation(
+            link_verdicts=(LinkVerdict(NOW, LinkProbeVerdict.SENDER, "j-w0-0", "node-0"),)
+        )
+        assert state_codec.decode_state(state_codec.encode_state(recorded, "j"), "j").desired == recorded
 
 
-def diagnosis(trouble: Bottleneck) -> Diagnosis:
-    return Diagnosis(trouble, 1.8, (), (), 0.1, 0.05, (1.0,) * 4, {}, None)  # type: ignore[arg-type]  # not looked at
+def build_diagnosis(bottleneck: Bottleneck) -> Diagnosis:
+    return Diagnosis(bottleneck, 1.8, (), (), 0.1, 0.05, (1.0,) * 4, {}, None)  # type: ignore[arg-type]  # not read here
 
 
 class TestFinding:
-    def test_with_what_the_connections_show(self) -> None:
+    def test_the_finding_contains_the_hottest_pair(self) -> None:
         found = slow_communication.build_communication_finding(
-            world(link_check=LOOK), diagnosis(Bottleneck.COMMUNICATION)
+            build_with_adaptation(link_check=CHECK), build_diagnosis(Bottleneck.COMMUNICATION)
         )
         assert found is not None
         assert (found.fault, found.culprit) == (FaultClass.NETWORK, "between rank 0 and rank 1")
@@ -227,105 +241,119 @@ class TestFinding:
             (SpotKind.RECEIVER, "the receiver side of rank 1's worker"),
         ],
     )
-    def test_who_is_named(self, kind: SpotKind, culprit: str) -> None:
+    def test_the_kind_of_the_hottest_place_determines_the_culprit(self, kind: SpotKind, culprit: str) -> None:
         found = slow_communication.build_communication_finding(
-            world(link_check=replace(LOOK, hottest=replace(HOTTEST, kind=kind))), diagnosis(Bottleneck.COMMUNICATION)
+            build_with_adaptation(link_check=replace(CHECK, hottest=replace(HOTTEST, kind=kind))),
+            build_diagnosis(Bottleneck.COMMUNICATION),
         )
         assert found is not None
         assert found.culprit == culprit
 
     @pytest.mark.parametrize(
-        "look",
+        "check",
         [
             None,
-            replace(LOOK, conclusive=False, hot_places=(), hottest=None),
-            replace(LOOK, at=NOW - FRESH_LINK_EVIDENCE_SECONDS - 1),
+            replace(CHECK, conclusive=False, hot_places=(), hottest=None),
+            replace(CHECK, at=NOW - FRESH_LINK_EVIDENCE_SECONDS - 1),
         ],
     )
-    def test_of_transport_unknown_two_witnesses_are_left_and_nobody_is_named(self, look: LinkCheck | None) -> None:
+    def test_without_conclusive_evidence_of_transport_no_culprit_is_named(self, check: LinkCheck | None) -> None:
         found = slow_communication.build_communication_finding(
-            world(link_check=look), diagnosis(Bottleneck.COMMUNICATION)
+            build_with_adaptation(link_check=check), build_diagnosis(Bottleneck.COMMUNICATION)
         )
         assert found is not None
         assert found.culprit == ""
         assert found.signal_kinds == {SignalKind.TIMES, SignalKind.HISTORY}
 
-    def test_connections_that_are_alike_are_a_witness_too(self) -> None:
+    def test_connections_without_a_hot_place_are_a_signal_too(self) -> None:
         found = slow_communication.build_communication_finding(
-            world(link_check=replace(LOOK, hot_places=(), hottest=None)), diagnosis(Bottleneck.COMMUNICATION)
+            build_with_adaptation(link_check=replace(CHECK, hot_places=(), hottest=None)),
+            build_diagnosis(Bottleneck.COMMUNICATION),
         )
         assert found is not None
         assert (found.culprit, SignalKind.TRANSPORT in found.signal_kinds) == ("", True)
 
-    def test_other_troubles_are_others_business(self) -> None:
+    def test_other_bottlenecks_have_no_communication_finding(self) -> None:
         assert (
-            slow_communication.build_communication_finding(world(link_check=LOOK), diagnosis(Bottleneck.COMPUTE))
+            slow_communication.build_communication_finding(
+                build_with_adaptation(link_check=CHECK), build_diagnosis(Bottleneck.COMPUTE)
+            )
             is None
         )
 
 
 class TestProbe:
-    def test_an_open_incident_and_something_hot_begin_one_with_controls_on_other_nodes(self) -> None:
-        draft = slow_communication.advance_link_probe(opened(), build_policy())
-        probe = draft.plan.probe
+    def test_an_open_incident_with_a_hot_place_begins_a_probe_with_controls_on_other_nodes(self) -> None:
+        desired = slow_communication.advance_link_probe(build_open(), build_policy())
+        probe = desired.plan.probe
         assert probe is not None
-        assert set(probe.sources) == {f"j-w{i}-0" for i in range(4)}
+        assert set(probe.sources) == {f"j-w{ordinal}-0" for ordinal in range(4)}
         assert probe.targets[0][0].address == "10.0.0.1:40000"
-        assert (seen(draft).incident, seen(draft).probe, seen(draft).probed_at) == ("i", probe.name, NOW)
-        task = draft.plan.build_worker_plan("j-w0-0").probe
+        assert (get_link_check(desired).incident, get_link_check(desired).probe, get_link_check(desired).probed_at) == (
+            "i",
+            probe.name,
+            NOW,
+        )
+        task = desired.plan.build_worker_plan("j-w0-0").probe
         assert task is not None
         assert [target.worker for target in task.targets] == ["j-w1-0", "j-w2-0", "j-w3-0"]
 
-    def test_six_addresses_are_written_as_such(self) -> None:
-        found = change_worker(opened(), "j-w1-0", pod={"address": "fd00::1"})
+    def test_ipv6_addresses_are_written_in_brackets(self) -> None:
+        found = change_worker(build_open(), "j-w1-0", pod={"address": "fd00::1"})
         probe = slow_communication.advance_link_probe(found, build_policy()).plan.probe
         assert probe is not None
         assert probe.targets[0][0].address == "[fd00::1]:40000"
 
     @pytest.mark.parametrize(
-        "why_not",
+        "observation",
         [
-            opened(link_check=replace(LOOK, hot_places=(), hottest=None)),
-            opened(link_check=replace(LOOK, incident="i")),
-            opened(link_check=replace(LOOK, at=NOW - FRESH_LINK_EVIDENCE_SECONDS - 1)),
-            opened(replace(INCIDENT, cause=IncidentCause.VOLATILE)),
-            opened(replace(INCIDENT, outcome=IncidentOutcome.RECOVERED)),
-            opened(
+            build_open(link_check=replace(CHECK, hot_places=(), hottest=None)),
+            build_open(link_check=replace(CHECK, incident="i")),
+            build_open(link_check=replace(CHECK, at=NOW - FRESH_LINK_EVIDENCE_SECONDS - 1)),
+            build_open(replace(INCIDENT, cause=IncidentCause.VOLATILE)),
+            build_open(replace(INCIDENT, outcome=IncidentOutcome.RECOVERED)),
+            build_open(
                 link_verdicts=(
                     LinkVerdict(NOW - 3000, LinkProbeVerdict.LINK),
                     LinkVerdict(NOW - 3500, LinkProbeVerdict.LINK),
                 )
             ),
-            change_worker(opened(), "j-w1-0", heartbeat={"probe_port": None}),
-            change_worker(opened(), "j-w0-0", silent_seconds=60.0),
-            opened(link_check=replace(LOOK, hottest=replace(HOTTEST, destination=0))),
+            change_worker(build_open(), "j-w1-0", heartbeat={"probe_port": None}),
+            change_worker(build_open(), "j-w0-0", silent_seconds=60.0),
+            build_open(link_check=replace(CHECK, hottest=replace(HOTTEST, destination=0))),
         ],
     )
-    def test_what_keeps_it_from_beginning(self, why_not: Observation) -> None:
-        assert slow_communication.advance_link_probe(why_not, build_policy()) is why_not.desired
+    def test_a_probe_does_not_begin_if_a_condition_is_missing(self, observation: Observation) -> None:
+        assert slow_communication.advance_link_probe(observation, build_policy()) is observation.desired
 
-    def test_not_where_nothing_may_be_done(self) -> None:
-        assert slow_communication.advance_link_probe(opened(), build_policy(paused="maintenance")).plan.probe is None
-        assert slow_communication.advance_link_probe(opened(), build_policy(link_probes_per_hour=0)).plan.probe is None
-
-    def test_after_an_hour_there_is_budget_again(self) -> None:
-        old = (LinkVerdict(NOW - 3601, LinkProbeVerdict.LINK), LinkVerdict(NOW - 3000, LinkProbeVerdict.LINK))
-        assert slow_communication.advance_link_probe(opened(link_verdicts=old), build_policy()).plan.probe is not None
-
-    def test_an_old_look_is_forgotten(self) -> None:
-        draft = slow_communication.advance_link_probe(
-            opened(link_check=replace(LOOK, at=NOW - LINK_EVIDENCE_TTL_SECONDS - 1)), build_policy()
+    def test_a_probe_does_not_begin_in_a_pause_or_without_budget(self) -> None:
+        assert (
+            slow_communication.advance_link_probe(build_open(), build_policy(paused="maintenance")).plan.probe is None
         )
-        assert draft.state.adaptation.link_check is None
+        assert (
+            slow_communication.advance_link_probe(build_open(), build_policy(link_probes_per_hour=0)).plan.probe is None
+        )
 
-    def test_it_waits_for_answers_but_not_for_ever(self) -> None:
-        some = answered(LINK)
-        some = replace(some, probes=some.probes[:1])
-        assert slow_communication.advance_link_probe(some, build_policy()) is some.desired
-        late = replace(some, now=NOW + 4 + LINK_PROBE_ANSWER_SECONDS)
-        draft = slow_communication.advance_link_probe(late, build_policy())
-        assert draft.plan.probe is None
-        assert draft.state.adaptation.link_verdicts[-1].verdict is LinkProbeVerdict.INCONCLUSIVE
+    def test_the_budget_for_probes_is_renewed_after_an_hour(self) -> None:
+        old = (LinkVerdict(NOW - 3601, LinkProbeVerdict.LINK), LinkVerdict(NOW - 3000, LinkProbeVerdict.LINK))
+        assert (
+            slow_communication.advance_link_probe(build_open(link_verdicts=old), build_policy()).plan.probe is not None
+        )
+
+    def test_an_old_check_expires(self) -> None:
+        desired = slow_communication.advance_link_probe(
+            build_open(link_check=replace(CHECK, at=NOW - LINK_EVIDENCE_TTL_SECONDS - 1)), build_policy()
+        )
+        assert desired.state.adaptation.link_check is None
+
+    def test_the_wait_for_answers_is_limited(self) -> None:
+        partial = build_answered(LINK)
+        partial = replace(partial, probes=partial.probes[:1])
+        assert slow_communication.advance_link_probe(partial, build_policy()) is partial.desired
+        late = replace(partial, now=NOW + 4 + LINK_PROBE_ANSWER_SECONDS)
+        desired = slow_communication.advance_link_probe(late, build_policy())
+        assert desired.plan.probe is None
+        assert desired.state.adaptation.link_verdicts[-1].verdict is LinkProbeVerdict.INCONCLUSIVE
 
     @pytest.mark.parametrize(
         ("slow", "verdict", "culprit", "worker"),
@@ -336,78 +364,80 @@ class TestProbe:
             (set(), LinkProbeVerdict.NOTHING, "", ""),
         ],
     )
-    def test_the_finding_becomes_better(
+    def test_the_probe_refines_the_finding(
         self, slow: set[tuple[int, int]], verdict: LinkProbeVerdict, culprit: str, worker: str
     ) -> None:
-        draft = slow_communication.advance_link_probe(answered(slow), build_policy())
-        (incident,) = draft.state.incidents.current
+        desired = slow_communication.advance_link_probe(build_answered(slow), build_policy())
+        (incident,) = desired.state.incidents.current
         assert incident.finding is not None
         assert (incident.finding.fault, incident.finding.culprit) == (FaultClass.NETWORK, culprit)
         assert incident.finding.signal_kinds == {SignalKind.TIMES, SignalKind.PROBE}
         assert incident.finding.advice
         assert f"{verdict}. j-w0-0 → j-w1-0" in incident.evidence[-1]
-        assert draft.state.adaptation.link_verdicts[-1].worker == worker
-        assert (draft.plan.probe, seen(draft).probe) == (None, "")
-        assert slow_communication.advance_link_probe(opened().with_desired(draft), build_policy()) == draft, (
-            "one look is probed once"
+        assert desired.state.adaptation.link_verdicts[-1].worker == worker
+        assert (desired.plan.probe, get_link_check(desired).probe) == (None, "")
+        assert slow_communication.advance_link_probe(build_open().with_desired(desired), build_policy()) == desired, (
+            "one check is probed once"
         )
 
-    def test_one_that_could_not_tell_is_no_witness(self) -> None:
+    def test_an_inconclusive_probe_leaves_the_finding(self) -> None:
         (incident,) = slow_communication.advance_link_probe(
-            answered({(0, 1), (0, 2)}), build_policy()
+            build_answered({(0, 1), (0, 2)}), build_policy()
         ).state.incidents.current
         assert incident.finding == INCIDENT.finding
         assert "Inconclusive" in incident.evidence[-1]
 
-    def test_where_the_way_back_is_slow_that_is_asked_next(self) -> None:
-        after = answered({(1, 0)})
-        turned = after.with_desired(slow_communication.advance_link_probe(after, build_policy()))
-        hottest = seen(turned.desired).hottest
+    def test_if_the_reverse_direction_is_slow_it_is_probed_next(self) -> None:
+        answered = build_answered({(1, 0)})
+        other_direction = answered.with_desired(slow_communication.advance_link_probe(answered, build_policy()))
+        hottest = get_link_check(other_direction.desired).hottest
         assert hottest is not None
         assert (hottest.source, hottest.destination) == (1, 0)
-        again = slow_communication.advance_link_probe(turned, build_policy()).plan.probe
-        assert again is not None
-        assert (again.sources[0], again.targets[0][0].worker) == ("j-w1-0", "j-w0-0")
+        next_probe = slow_communication.advance_link_probe(other_direction, build_policy()).plan.probe
+        assert next_probe is not None
+        assert (next_probe.sources[0], next_probe.targets[0][0].worker) == ("j-w1-0", "j-w0-0")
 
-    def test_at_once_as_the_incident_closes_without_it(self) -> None:
-        after = answered({(1, 0)})
-        turned = after.with_desired(slow_communication.advance_link_probe(after, build_policy()))
-        assert turned.plan.probe is not None
-        (incident,) = turned.state.incidents.open
-        assert verify.evaluate_incident(turned, incident) == incident
+    def test_the_probe_of_the_reverse_direction_begins_at_once_and_the_incident_stays_open(self) -> None:
+        answered = build_answered({(1, 0)})
+        other_direction = answered.with_desired(slow_communication.advance_link_probe(answered, build_policy()))
+        assert other_direction.plan.probe is not None
+        (incident,) = other_direction.state.incidents.open
+        assert verify.evaluate_incident(other_direction, incident) == incident
 
-    def test_an_incident_without_a_remedy_stays_open_for_it(self) -> None:
-        during = answered(LINK)
+    def test_an_incident_without_a_remedy_stays_open_until_the_probe_ends(self) -> None:
+        during = build_answered(LINK)
         during = replace(during, probes=())
         (incident,) = during.state.incidents.open
         assert verify.evaluate_incident(during, incident) == incident
-        after = during.with_desired(slow_communication.advance_link_probe(answered(LINK), build_policy()))
+        after = during.with_desired(slow_communication.advance_link_probe(build_answered(LINK), build_policy()))
         assert verify.evaluate_incident(after, after.state.incidents.open[0]).outcome is IncidentOutcome.INEFFECTIVE
 
-    def test_one_that_has_closed_is_told_all_the_same(self) -> None:
-        found = answered(LINK)
+    def test_a_closed_incident_receives_the_finding_too(self) -> None:
+        found = build_answered(LINK)
         closed = found.with_desired(found.desired.with_incident(replace(INCIDENT, outcome=IncidentOutcome.RECOVERED)))
         closed = replace(closed, probes=found.probes)
         (incident,) = slow_communication.advance_link_probe(closed, build_policy()).state.incidents.current
         assert incident.finding is not None
         assert incident.finding.culprit == "link 0 → 1"
 
-    def test_another_membership_ends_it(self) -> None:
-        after = rounds.begin_round(answered(LINK), world().plan.members)
+    def test_another_membership_ends_the_probe(self) -> None:
+        after = rounds.begin_round(build_answered(LINK), build_with_adaptation().plan.members)
         assert (after.plan.probe, after.state.adaptation.link_check) == (None, None)
 
 
 class TestNode:
-    def test_a_side_that_is_slow_once_more_makes_its_node_a_suspect(self) -> None:
-        once = (LinkVerdict(NOW - 1000, LinkProbeVerdict.RECEIVER, "j-w0-9", "node-0"),)
+    def test_a_side_that_is_slow_twice_requests_the_quarantine_of_its_node(self) -> None:
+        earlier = (LinkVerdict(NOW - 1000, LinkProbeVerdict.RECEIVER, "j-w0-9", "node-0"),)
         assert (
-            slow_communication.advance_link_probe(answered(SENDER), build_policy()).state.incidents.quarantine_requests
+            slow_communication.advance_link_probe(
+                build_answered(SENDER), build_policy()
+            ).state.incidents.quarantine_requests
             == ()
         )
-        (wanted,) = slow_communication.advance_link_probe(
-            answered(SENDER, link_verdicts=once), build_policy()
+        (request,) = slow_communication.advance_link_probe(
+            build_answered(SENDER, link_verdicts=earlier), build_policy()
         ).state.incidents.quarantine_requests
-        assert (wanted.node, wanted.incident) == ("node-0", "i")
+        assert (request.node, request.incident) == ("node-0", "i")
 
     @pytest.mark.parametrize(
         "earlier",
@@ -417,25 +447,25 @@ class TestNode:
             LinkVerdict(NOW - 10, LinkProbeVerdict.LINK),
         ],
     )
-    def test_long_ago_or_elsewhere_is_another_matter(self, earlier: LinkVerdict) -> None:
-        found = answered(SENDER, link_verdicts=(earlier,))
+    def test_a_verdict_long_ago_or_elsewhere_requests_no_quarantine(self, earlier: LinkVerdict) -> None:
+        found = build_answered(SENDER, link_verdicts=(earlier,))
         assert slow_communication.advance_link_probe(found, build_policy()).state.incidents.quarantine_requests == ()
 
-    def test_a_link_blames_no_node(self) -> None:
-        twice = (LinkVerdict(NOW - 10, LinkProbeVerdict.LINK),)
+    def test_a_slow_link_requests_no_quarantine(self) -> None:
+        earlier = (LinkVerdict(NOW - 10, LinkProbeVerdict.LINK),)
         assert (
             slow_communication.advance_link_probe(
-                answered(LINK, link_verdicts=twice), build_policy()
+                build_answered(LINK, link_verdicts=earlier), build_policy()
             ).state.incidents.quarantine_requests
             == ()
         )
 
-    def test_nor_where_the_policy_does_not_allow_it(self) -> None:
-        once = (LinkVerdict(NOW - 1000, LinkProbeVerdict.SENDER, "j-w0-0", "node-0"),)
-        rules = build_policy(allow=frozenset(Remedy) - {Remedy.QUARANTINE_NODE})
+    def test_no_quarantine_is_requested_if_the_policy_does_not_allow_it(self) -> None:
+        earlier = (LinkVerdict(NOW - 1000, LinkProbeVerdict.SENDER, "j-w0-0", "node-0"),)
+        policy = build_policy(allow=frozenset(Remedy) - {Remedy.QUARANTINE_NODE})
         assert (
             slow_communication.advance_link_probe(
-                answered(SENDER, link_verdicts=once), rules
+                build_answered(SENDER, link_verdicts=earlier), policy
             ).state.incidents.quarantine_requests
             == ()
         )
@@ -443,10 +473,8 @@ class TestNode:
 
 class TestSwap:
     @pytest.mark.parametrize(("slow", "worker"), [(SENDER, "j-w0-0"), (RECEIVER, "j-w1-0")])
-    def test_a_slow_side_is_replaced_where_nothing_else_has_helped(
-        self, slow: set[tuple[int, int]], worker: str
-    ) -> None:
-        decision = slow_communication.check_slow_link_sides(answered(slow), build_policy())
+    def test_a_slow_side_is_replaced_if_nothing_else_has_helped(self, slow: set[tuple[int, int]], worker: str) -> None:
+        decision = slow_communication.check_slow_link_sides(build_answered(slow), build_policy())
         assert decision is not None
         assert (decision.remedy, decision.worker, decision.continued_incident) == (Remedy.REPLACE_WORKER, worker, "i")
         assert decision.finding is not None
@@ -454,40 +482,42 @@ class TestSwap:
         assert decision.slowdown_before == 2.0
 
     @pytest.mark.parametrize("slow", [LINK, set(), {(1, 0)}])
-    def test_a_link_or_congestion_replaces_nobody(self, slow: set[tuple[int, int]]) -> None:
-        assert slow_communication.check_slow_link_sides(answered(slow), build_policy()) is None
+    def test_a_slow_link_or_congestion_replaces_no_worker(self, slow: set[tuple[int, int]]) -> None:
+        assert slow_communication.check_slow_link_sides(build_answered(slow), build_policy()) is None
 
     @pytest.mark.parametrize(
-        "of_incident",
+        "incident_changes",
         [
             {"remedy": Remedy.LOCAL_SGD, "applied": NOW - 9, "predicted_after": 1.05},
             {"slowdown_after": 1.05, "outcome": IncidentOutcome.RECOVERED},
         ],
     )
-    def test_what_is_mended_needs_no_swap(self, of_incident: dict[str, Any]) -> None:
-        assert slow_communication.check_slow_link_sides(answered_later(of_incident), build_policy()) is None
+    def test_a_resolved_incident_needs_no_replacement(self, incident_changes: dict[str, Any]) -> None:
+        assert slow_communication.check_slow_link_sides(build_answered_later(incident_changes), build_policy()) is None
 
     @pytest.mark.parametrize(
-        "of_incident",
+        "incident_changes",
         [
             {"remedy": Remedy.LOCAL_SGD, "applied": NOW - 9, "predicted_after": 1.5},
             {"remedy": Remedy.LOCAL_SGD, "applied": None, "predicted_after": 1.05},
         ],
     )
-    def test_what_local_sgd_leaves_may_be_worth_one(self, of_incident: dict[str, Any]) -> None:
-        decision = slow_communication.check_slow_link_sides(answered_later(of_incident), build_policy())
+    def test_a_slowdown_that_remains_under_local_sgd_may_be_worth_a_replacement(
+        self, incident_changes: dict[str, Any]
+    ) -> None:
+        decision = slow_communication.check_slow_link_sides(build_answered_later(incident_changes), build_policy())
         assert decision is not None
         assert decision.remedy is Remedy.REPLACE_WORKER
 
-    def test_an_incident_that_has_closed_is_followed_by_another(self) -> None:
+    def test_a_replacement_after_a_closed_incident_opens_another(self) -> None:
         decision = slow_communication.check_slow_link_sides(
-            answered_later({"slowdown_after": 1.4, "outcome": IncidentOutcome.MITIGATED}), build_policy()
+            build_answered_later({"slowdown_after": 1.4, "outcome": IncidentOutcome.MITIGATED}), build_policy()
         )
         assert decision is not None
         assert (decision.continued_incident, decision.slowdown_before) == ("", 1.4)
 
-    def test_without_a_spare_or_a_restart_left_there_is_none(self) -> None:
-        found = answered(SENDER)
+    def test_without_a_spare_or_a_restart_left_no_worker_is_replaced(self) -> None:
+        found = build_answered(SENDER)
         assert (
             slow_communication.check_slow_link_sides(
                 change_worker(found, "j-w4-0", heartbeat={"state": "Starting"}), build_policy()
@@ -496,35 +526,35 @@ class TestSwap:
         )
         assert slow_communication.check_slow_link_sides(found, build_policy(max_restarts=0)) is None
 
-    def test_who_leaves_already_is_not_replaced_again(self) -> None:
-        found = answered(SENDER)
+    def test_a_leaving_worker_is_not_replaced_again(self) -> None:
+        found = build_answered(SENDER)
         leaving = replace(found.state.placement.workers[0], leaving="why")
         after = replace(found.with_desired(found.desired.with_worker(leaving)), probes=found.probes)
         assert slow_communication.check_slow_link_sides(after, build_policy()) is None
 
-    def test_a_world_without_a_probe_is_calm(self) -> None:
-        assert slow_communication.check_slow_link_sides(world(), build_policy()) is None
-        assert slow_communication.check_slow_link_sides(opened(), build_policy()) is None
+    def test_without_a_probe_no_worker_is_replaced(self) -> None:
+        assert slow_communication.check_slow_link_sides(build_with_adaptation(), build_policy()) is None
+        assert slow_communication.check_slow_link_sides(build_open(), build_policy()) is None
 
 
-def answered_later(of_incident: dict[str, Any]) -> Observation:
-    """What has become of the incident by the time at which the probe of a slow sender is answered."""
-    found = answered(SENDER)
-    return found.with_desired(found.desired.with_incident(replace(INCIDENT, **of_incident)))
+def build_answered_later(incident_changes: dict[str, Any]) -> Observation:
+    """Build a job whose incident has changed by the time at which the probe of a slow sender is answered."""
+    found = build_answered(SENDER)
+    return found.with_desired(found.desired.with_incident(replace(INCIDENT, **incident_changes)))
 
 
-def test_what_a_worker_measured_unasked_counts_for_nothing() -> None:
-    asked_for = answered(LINK)
-    strange = LinkProbe("nobody", failed="x" * 2000)
-    more = tuple(replace(told, probes=(*told.probes, strange)) for told in asked_for.probes)
+def test_measurements_that_were_not_requested_are_ignored() -> None:
+    answered = build_answered(LINK)
+    unrequested = LinkProbe("unknown", failed="x" * 2000)
+    extended = tuple(replace(answer, probes=(*answer.probes, unrequested)) for answer in answered.probes)
     assert slow_communication.advance_link_probe(
-        replace(asked_for, probes=more), build_policy()
-    ) == slow_communication.advance_link_probe(asked_for, build_policy())
+        replace(answered, probes=extended), build_policy()
+    ) == slow_communication.advance_link_probe(answered, build_policy())
 
 
-def test_what_connections_show_is_found_ahead_of_the_pass() -> None:
-    observation = asked(ring(slow=2))
+def test_link_evidence_is_analyzed_ahead_of_the_pass() -> None:
+    observation = build_with_evidence(build_ring(slow=2))
     slow_communication.prefetch_delay_matrix(observation)
-    found = slow_communication._analyze_links.cache_info().misses
-    assert seen(slow_communication.record_link_evidence(observation, build_policy())).hot_places
-    assert slow_communication._analyze_links.cache_info().misses == found
+    misses = slow_communication._analyze_links.cache_info().misses
+    assert get_link_check(slow_communication.record_link_evidence(observation, build_policy())).hot_places
+    assert slow_communication._analyze_links.cache_info().misses == misses

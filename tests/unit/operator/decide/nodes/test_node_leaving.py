@@ -1,4 +1,4 @@
-"""Nodes that their platform wants empty: who leaves them, in which order, and what is left to others."""
+"""Nodes that their platform drains: which workers move, in which order, and what other checks decide."""
 
 from __future__ import annotations
 
@@ -23,131 +23,145 @@ from testing.operators.observations import (
     change_members,
     change_worker,
 )
-from tests.unit.operator.decide.failures.test_gpu_warning import warned
+from tests.unit.operator.decide.failures.test_gpu_warning import with_warning
 
 CORDONED = "it is cordoned"
-WORDS = "node-1 is being drained: it is cordoned"
+REASON = "node-1 is being drained: it is cordoned"
 
 
-def marked(world: Observation, *numbers: int, ready: bool = True) -> Observation:
-    nodes = dict(world.cluster_view.nodes)
+def with_leaving_nodes(observation: Observation, *numbers: int, ready: bool = True) -> Observation:
+    nodes = dict(observation.cluster_view.nodes)
     for number in numbers:
         nodes[f"node-{number}"] = replace(nodes[f"node-{number}"], leave_reason=CORDONED, ready=ready)
     since = {f"node-{number}": NOW - 60 for number in numbers}
-    return replace(world, cluster_view=replace(world.cluster_view, nodes=nodes, leaving_since=since))
+    return replace(observation, cluster_view=replace(observation.cluster_view, nodes=nodes, leaving_since=since))
 
 
-def again(thought: PassResult, world: Observation, now: float = NOW + 5) -> Observation:
-    """The world after a pass was written."""
-    return replace(world.with_desired(thought.desired), now=now)
+def apply_result(result: PassResult, observation: Observation, now: float = NOW + 5) -> Observation:
+    """Return the observation after the result of a pass was written."""
+    return replace(observation.with_desired(result.desired), now=now)
 
 
-def incidents(thought: PassResult) -> dict[str | None, Incident]:
-    return {incident.worker: incident for incident in thought.desired.state.incidents.current}
+def map_incidents(result: PassResult) -> dict[str | None, Incident]:
+    return {incident.worker: incident for incident in result.desired.state.incidents.current}
 
 
 class TestMembers:
-    def test_the_worker_gives_its_ranks_to_a_spare_once_the_checkpoint_is_there(self) -> None:
-        world = marked(build_training(), 1)
-        thought = evaluate_job(world, build_policy())
-        assert thought.desired.plan.checkpoint_request == 1
-        late = again(thought, world, NOW + 10 * MEMBERSHIP_CHECKPOINT_WAIT_SECONDS)
+    def test_a_spare_takes_the_ranks_once_the_checkpoint_is_saved(self) -> None:
+        observation = with_leaving_nodes(build_training(), 1)
+        result = evaluate_job(observation, build_policy())
+        assert result.desired.plan.checkpoint_request == 1
+        late = apply_result(result, observation, NOW + 10 * MEMBERSHIP_CHECKPOINT_WAIT_SECONDS)
         assert evaluate_job(late, build_policy()).desired.plan.membership == 1, (
-            "the node is still there: nothing hurries"
+            "the node still works, so the checkpoint is awaited"
         )
-        thought = evaluate_job(change_members(late, checkpoint={"request": 1}), build_policy())
-        assert [member.worker for member in thought.desired.plan.members] == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
+        result = evaluate_job(change_members(late, checkpoint={"request": 1}), build_policy())
+        assert [member.worker for member in result.desired.plan.members] == ["j-w0-0", "j-w4-0", "j-w2-0", "j-w3-0"]
 
-    def test_no_step_is_lost_and_no_restart_burned(self) -> None:
-        world = marked(build_training(), 1)
-        world = again(evaluate_job(world, build_policy()), world)
-        assert compute_phase(world) is JobPhase.RUNNING
-        world = again(evaluate_job(change_members(world, checkpoint={"request": 1}), build_policy()), world, NOW + 7)
+    def test_no_step_is_lost_and_no_restart_is_counted(self) -> None:
+        observation = with_leaving_nodes(build_training(), 1)
+        observation = apply_result(evaluate_job(observation, build_policy()), observation)
+        assert compute_phase(observation) is JobPhase.RUNNING
+        observation = apply_result(
+            evaluate_job(change_members(observation, checkpoint={"request": 1}), build_policy()), observation, NOW + 7
+        )
         round_ = {"start": {"restored_step": 501, "first_step_at": NOW + 9}, "progress": {"step": 503}}
-        thought = evaluate_job(
-            replace(change_members(world, membership=2, round=2, checkpoint={"request": 1}, **round_), now=NOW + 10),
+        result = evaluate_job(
+            replace(
+                change_members(observation, membership=2, round=2, checkpoint={"request": 1}, **round_), now=NOW + 10
+            ),
             build_policy(),
         )
-        incident = incidents(thought)["j-w1-0"]
+        incident = map_incidents(result)["j-w1-0"]
         assert (incident.outcome, incident.steps_lost) == (IncidentOutcome.RECOVERED, 0)
-        assert thought.desired.state.budget.restarts == ()
+        assert result.desired.state.budget.restarts == ()
 
-    def test_what_is_said(self) -> None:
-        decision = node_leaving.check_leaving_nodes(marked(build_training(), 1), build_policy())
+    def test_action_and_message_for_a_leaving_node(self) -> None:
+        decision = node_leaving.check_leaving_nodes(with_leaving_nodes(build_training(), 1), build_policy())
         assert decision is not None
         assert decision.actions == (
-            ReplaceWorker("j-w1-0", WORDS, dead=False, disruption=True, waits_for_checkpoint=True),
+            ReplaceWorker("j-w1-0", REASON, dead=False, disruption=True, waits_for_checkpoint=True),
         )
-        assert decision.message == f"j-w1-0 leaves its node, since {WORDS}"
+        assert decision.message == f"j-w1-0 leaves its node, since {REASON}"
         assert (decision.class_, decision.node, decision.rank) == (IncidentClass.DISRUPTION, "node-1", 1)
         assert [price.reason for price in decision.remedies] == ["an eviction costs more"]
 
-    def test_with_one_spare_one_goes_after_the_other(self) -> None:
-        world = marked(build_training(), 1, 2)
-        thought = evaluate_job(world, build_policy())
-        told = incidents(thought)
-        assert [(told[name].remedy) for name in ("j-w1-0", "j-w2-0")] == [Remedy.REPLACE_WORKER, None]
-        assert [price.reason for price in told["j-w2-0"].remedies] == ["no spare is warm"]
+    def test_with_one_spare_workers_move_one_after_the_other(self) -> None:
+        observation = with_leaving_nodes(build_training(), 1, 2)
+        result = evaluate_job(observation, build_policy())
+        incidents = map_incidents(result)
+        assert [(incidents[name].remedy) for name in ("j-w1-0", "j-w2-0")] == [Remedy.REPLACE_WORKER, None]
+        assert [price.reason for price in incidents["j-w2-0"].remedies] == ["no spare is warm"]
 
-    def test_without_a_spare_it_is_written_once_and_over_when_the_node_is_wanted_again(self) -> None:
-        world = build_training(spares=0)
-        thought = evaluate_job(marked(world, 1), build_policy())
-        waits = incidents(thought)["j-w1-0"]
-        assert (waits.applied, waits.outcome) == (None, None)
-        later = evaluate_job(again(thought, marked(world, 1), NOW + 300), build_policy())
-        assert incidents(later)["j-w1-0"] == waits
-        over = incidents(evaluate_job(again(later, world, NOW + 301), build_policy()))["j-w1-0"]
-        assert (over.outcome, over.recovered) == (IncidentOutcome.RECOVERED, NOW + 301)
+    def test_without_a_spare_one_incident_is_open_until_the_node_is_no_longer_leaving(self) -> None:
+        observation = build_training(spares=0)
+        result = evaluate_job(with_leaving_nodes(observation, 1), build_policy())
+        waiting = map_incidents(result)["j-w1-0"]
+        assert (waiting.applied, waiting.outcome) == (None, None)
+        later = evaluate_job(apply_result(result, with_leaving_nodes(observation, 1), NOW + 300), build_policy())
+        assert map_incidents(later)["j-w1-0"] == waiting
+        closed = map_incidents(evaluate_job(apply_result(later, observation, NOW + 301), build_policy()))["j-w1-0"]
+        assert (closed.outcome, closed.recovered) == (IncidentOutcome.RECOVERED, NOW + 301)
 
-    def test_from_a_node_that_is_lost_nobody_moves_in_peace(self) -> None:
-        assert node_leaving.check_leaving_nodes(marked(build_training(), 1, ready=False), build_policy()) is None
+    def test_no_worker_moves_from_a_node_that_is_not_ready(self) -> None:
+        assert (
+            node_leaving.check_leaving_nodes(with_leaving_nodes(build_training(), 1, ready=False), build_policy())
+            is None
+        )
 
-    def test_whoever_drains_it_is_let_evict_first(self) -> None:
-        world = marked(build_training(), 1)
+    def test_workers_move_only_after_the_drain_had_time_to_evict(self) -> None:
+        observation = with_leaving_nodes(build_training(), 1)
         since = {"node-1": NOW - node_leaving.DRAIN_SETTLE_SECONDS + 0.1}
-        world = replace(world, cluster_view=replace(world.cluster_view, leaving_since=since))
-        assert node_leaving.check_leaving_nodes(world, build_policy()) is None
-        assert node_leaving.check_leaving_nodes(replace(world, now=NOW + 0.1), build_policy()) is not None
+        observation = replace(observation, cluster_view=replace(observation.cluster_view, leaving_since=since))
+        assert node_leaving.check_leaving_nodes(observation, build_policy()) is None
+        assert node_leaving.check_leaving_nodes(replace(observation, now=NOW + 0.1), build_policy()) is not None
 
-    def test_an_operator_that_has_just_begun_does_not_take_the_reason_for_gone(self) -> None:
-        world = marked(build_training(spares=0), 1)
-        thought = evaluate_job(world, build_policy())
-        begun = replace(world, cluster_view=replace(world.cluster_view, leaving_since={"node-1": NOW + 5}))
-        assert incidents(evaluate_job(again(thought, begun), build_policy()))["j-w1-0"].outcome is None
+    def test_the_incident_stays_open_after_a_restart_of_the_operator(self) -> None:
+        observation = with_leaving_nodes(build_training(spares=0), 1)
+        result = evaluate_job(observation, build_policy())
+        restarted = replace(
+            observation, cluster_view=replace(observation.cluster_view, leaving_since={"node-1": NOW + 5})
+        )
+        assert map_incidents(evaluate_job(apply_result(result, restarted), build_policy()))["j-w1-0"].outcome is None
 
-    def test_a_pod_that_is_being_evicted_is_another_checks(self) -> None:
-        world = change_worker(marked(build_training(), 1), "j-w1-0", pod={"deleting": True})
-        assert node_leaving.check_leaving_nodes(world, build_policy()) is None
+    def test_a_pod_that_is_being_evicted_is_ignored(self) -> None:
+        observation = change_worker(with_leaving_nodes(build_training(), 1), "j-w1-0", pod={"deleting": True})
+        assert node_leaving.check_leaving_nodes(observation, build_policy()) is None
 
 
 class TestSpares:
-    def test_one_on_such_a_node_goes_at_once_and_nobody_moves_to_it(self) -> None:
-        told = incidents(evaluate_job(marked(build_training(), 1, 4), build_policy()))
-        assert (told["j-w4-0"].remedy, told["j-w4-0"].outcome) == (Remedy.REPLACE_WORKER, IncidentOutcome.RECOVERED)
-        assert told["j-w1-0"].remedy is None
+    def test_a_spare_on_a_leaving_node_is_replaced_at_once_and_takes_no_ranks(self) -> None:
+        incidents = map_incidents(evaluate_job(with_leaving_nodes(build_training(), 1, 4), build_policy()))
+        assert (incidents["j-w4-0"].remedy, incidents["j-w4-0"].outcome) == (
+            Remedy.REPLACE_WORKER,
+            IncidentOutcome.RECOVERED,
+        )
+        assert incidents["j-w1-0"].remedy is None
 
-    def test_nor_to_one_whose_gpu_is_about_to_fail(self) -> None:
-        told = incidents(evaluate_job(warned(marked(build_training(), 1), "j-w4-0"), build_policy()))
-        assert told["j-w1-0"].remedy is None
+    def test_no_worker_moves_to_a_spare_with_a_gpu_warning(self) -> None:
+        incidents = map_incidents(
+            evaluate_job(with_warning(with_leaving_nodes(build_training(), 1), "j-w4-0"), build_policy())
+        )
+        assert incidents["j-w1-0"].remedy is None
 
-    def test_nor_from_a_failing_gpu_to_such_a_node(self) -> None:
-        thought = evaluate_job(marked(warned(build_training()), 4), build_policy())
-        assert incidents(thought)["j-w1-0"].remedy is None
-        assert gpu_warning.check_gpu_warnings(thought.observation, build_policy()) is None
+    def test_no_worker_moves_from_a_gpu_warning_to_a_leaving_node(self) -> None:
+        result = evaluate_job(with_leaving_nodes(with_warning(build_training()), 4), build_policy())
+        assert map_incidents(result)["j-w1-0"].remedy is None
+        assert gpu_warning.check_gpu_warnings(result.observation, build_policy()) is None
 
 
 class TestNodes:
-    def test_no_worker_is_placed_there(self) -> None:
-        world = marked(build_fresh(), 3, 5)
-        thought = evaluate_job(replace(world, now=NOW), build_policy())
-        made = [
-            effect for effect in list_effects(thought.observation, build_policy(), {}) if isinstance(effect, CreatePod)
+    def test_no_worker_is_placed_on_a_leaving_node(self) -> None:
+        observation = with_leaving_nodes(build_fresh(), 3, 5)
+        result = evaluate_job(replace(observation, now=NOW), build_policy())
+        created = [
+            effect for effect in list_effects(result.observation, build_policy(), {}) if isinstance(effect, CreatePod)
         ]
-        assert made
-        assert all(effect.avoid == ("node-3", "node-5") for effect in made)
+        assert created
+        assert all(effect.avoid == ("node-3", "node-5") for effect in created)
 
-    def test_their_health_is_left_to_others(self) -> None:
+    def test_no_quarantine_of_a_leaving_node_is_proposed(self) -> None:
         proposed = quarantine_proposal.propose_quarantine(
-            marked(build_training(), 1), build_policy(), "node-1", "it hung"
+            with_leaving_nodes(build_training(), 1), build_policy(), "node-1", "it hung"
         )
         assert proposed.withheld == "the platform already drains the node: it is cordoned"

@@ -1,4 +1,4 @@
-"""A blamed node: what is answered to whom, what is written as evidence, and that nothing marked is forgotten."""
+"""A suspected node: decisions for jobs, recorded evidence, and the removal of taints."""
 
 from __future__ import annotations
 
@@ -45,250 +45,280 @@ from pacekeeper_operator.decide.nodes.quarantine_usage import (
 
 START = 1_000_000.0
 NODE, DOWN = TargetNode("uid-1"), TargetNode("uid-1", ready=False)
-VOUCHED: dict[str, Any] = {"witness": Witness.GPU_SERIES, "reason": "XID 79 (GPU has fallen off the bus)"}
+TRUSTED: dict[str, Any] = {"witness": Witness.GPU_SERIES, "reason": "XID 79 (GPU has fallen off the bus)"}
 
 
-def sign(at: float = START, namespace: str = "team-a", **changes: Any) -> NodeSuspicion:
+def build_sign(at: float = START, namespace: str = "team-a", **changes: Any) -> NodeSuspicion:
     return replace(NodeSuspicion(namespace, f"i-{at:.0f}", "a rank hung on it", at), **changes)
 
 
-def suspicion(*signs: NodeSuspicion, name: str = "node-1", approved: bool = False, **status: Any) -> Quarantine:
-    spec = QuarantineSpec("XID 79", "uid-1", suspicions=signs or (sign(),), approved=approved)
+def build_suspicion(*signs: NodeSuspicion, name: str = "node-1", approved: bool = False, **status: Any) -> Quarantine:
+    spec = QuarantineSpec("XID 79", "uid-1", suspicions=signs or (build_sign(),), approved=approved)
     return Quarantine(name, f"q-{name}", spec, QuarantineStatus(**status), guarded=True)
 
 
-def probed(passed: bool | None, at: float = START + 5, **changes: Any) -> tuple[ProbeResult, ...]:
-    return (replace(ProbeResult("p", at - 4, at, passed, "so it said"), **changes),)
+def build_probes(passed: bool | None, at: float = START + 5, **changes: Any) -> tuple[ProbeResult, ...]:
+    return (replace(ProbeResult("p", at - 4, at, passed, "7 pages failed"), **changes),)
 
 
-def judged(
-    quarantine: Quarantine, node: TargetNode = NODE, seconds: float = CONFIRMED_SUSPICION_HOLD_SECONDS, **around: Any
+def decide_step(
+    quarantine: Quarantine, node: TargetNode = NODE, seconds: float = CONFIRMED_SUSPICION_HOLD_SECONDS, **context: Any
 ) -> WriteQuarantineStatus:
-    """What is written about it, so long after START."""
+    """Return the status that is written for the quarantine `seconds` after START."""
     values: dict[str, Any] = {"node_count": 100, "rules": QuarantineRules(acts=False)}
-    step = decide_quarantine_step(quarantine, node, None, QuarantineContext(**(values | around)), START + seconds)
+    step = decide_quarantine_step(quarantine, node, None, QuarantineContext(**(values | context)), START + seconds)
     assert isinstance(step, WriteQuarantineStatus)
     return step
 
 
-def said(report: WriteQuarantineStatus, kind: QuarantineCondition) -> tuple[str, str, str]:
+def read_condition(report: WriteQuarantineStatus, kind: QuarantineCondition) -> tuple[str, str, str]:
     found = next(condition for condition in report.status.conditions if condition.type == kind)
     return found.status, found.reason, found.message
 
 
-class TestMarks:
-    @pytest.mark.parametrize("marked", [TargetNode("uid-1", tainted=True), TargetNode("uid-1", cordoned=True)])
-    def test_are_taken_away_where_nothing_is_approved(self, marked: TargetNode) -> None:
+class TestTaints:
+    @pytest.mark.parametrize("tainted", [TargetNode("uid-1", tainted=True), TargetNode("uid-1", cordoned=True)])
+    def test_taints_are_removed_without_approval(self, tainted: TargetNode) -> None:
         unapproved = ReleaseNode("its quarantine is not approved")
-        assert decide_quarantine_step(suspicion(), marked, None, QuarantineContext(), START) == unapproved
-        by_hand = suspicion()
-        by_hand = replace(by_hand, spec=replace(by_hand.spec, suspicions=()))
-        assert decide_quarantine_step(by_hand, marked, None, QuarantineContext(), START) == unapproved
-        decided = decide_quarantine_step(suspicion(approved=True), marked, None, QuarantineContext(), START)
+        assert decide_quarantine_step(build_suspicion(), tainted, None, QuarantineContext(), START) == unapproved
+        manual = build_suspicion()
+        manual = replace(manual, spec=replace(manual.spec, suspicions=()))
+        assert decide_quarantine_step(manual, tainted, None, QuarantineContext(), START) == unapproved
+        decided = decide_quarantine_step(build_suspicion(approved=True), tainted, None, QuarantineContext(), START)
         assert not isinstance(decided, ReleaseNode)
 
 
-class TestRulings:
-    """What the jobs that blame the node are told."""
+class TestDecisions:
+    """What the jobs that suspect the node receive."""
 
-    def of(
+    def make_decision(
         self, uid: str = "uid-1", verdict: QuarantineVerdict = QuarantineVerdict.SUSPECTED, **changes: Any
     ) -> tuple[QuarantineVerdict, str]:
         message = changes.pop("message", "a probe decides")
         deleted = changes.pop("deleted", False)
         phase = changes.pop("phase", QuarantinePhase.SUSPECTED)
-        found = suspicion(**changes)
+        found = build_suspicion(**changes)
         status = build_status_write(found, phase, verdict, message, START).status
-        answer = build_quarantine_decision(replace(found, status=status, deleted=deleted), uid)
-        return answer.verdict, answer.message
+        decision = build_quarantine_decision(replace(found, status=status, deleted=deleted), uid)
+        return decision.verdict, decision.message
 
-    def test_as_long_as_nobody_has_confirmed_it(self) -> None:
-        assert self.of() == (QuarantineVerdict.SUSPECTED, "node-1 is untouched: a probe decides")
-        assert self.of(message="") == (QuarantineVerdict.SUSPECTED, "node-1 is untouched: its suspicion is new")
-        held = self.of(verdict=QuarantineVerdict.BREAKER, message="the breaker has tripped")
-        assert held == (QuarantineVerdict.BREAKER, "node-1 is untouched: the breaker has tripped")
+    def test_the_decision_is_suspected_until_a_witness_confirms_it(self) -> None:
+        assert self.make_decision() == (QuarantineVerdict.SUSPECTED, "node-1 is untouched: a probe decides")
+        assert self.make_decision(message="") == (
+            QuarantineVerdict.SUSPECTED,
+            "node-1 is untouched: its suspicion is new",
+        )
+        tripped = self.make_decision(verdict=QuarantineVerdict.BREAKER, message="the breaker has tripped")
+        assert tripped == (QuarantineVerdict.BREAKER, "node-1 is untouched: the breaker has tripped")
 
-    def test_once_a_probe_has_cleared_it_even_while_that_ends(self) -> None:
+    def test_the_decision_is_cleared_after_a_passed_probe(self) -> None:
         cleared = (QuarantineVerdict.CLEARED, "node-1 is untouched: it has passed")
-        assert self.of(verdict=QuarantineVerdict.CLEARED, message="it has passed") == cleared
-        ending = self.of(verdict=QuarantineVerdict.CLEARED, message="it has passed", phase=QuarantinePhase.RELEASED)
+        assert self.make_decision(verdict=QuarantineVerdict.CLEARED, message="it has passed") == cleared
+        ending = self.make_decision(
+            verdict=QuarantineVerdict.CLEARED, message="it has passed", phase=QuarantinePhase.RELEASED
+        )
         assert ending == cleared
 
-    def test_once_it_is_quarantined_and_while_that_ends(self) -> None:
-        assert self.of(approved=True) == (QuarantineVerdict.QUARANTINED, "node-1 is quarantined")
+    def test_the_decision_is_quarantined_then_releasing(self) -> None:
+        assert self.make_decision(approved=True) == (QuarantineVerdict.QUARANTINED, "node-1 is quarantined")
         releasing = (QuarantineVerdict.RELEASING, "an earlier quarantine of node-1 is being released")
-        assert self.of(approved=True, deleted=True) == releasing
-        assert self.of(approved=True, phase=QuarantinePhase.RELEASED) == releasing
-        assert self.of(approved=True, verdict=QuarantineVerdict.CLEARED)[0] is QuarantineVerdict.QUARANTINED, (
-            "it is none any more"
-        )
+        assert self.make_decision(approved=True, deleted=True) == releasing
+        assert self.make_decision(approved=True, phase=QuarantinePhase.RELEASED) == releasing
+        assert (
+            self.make_decision(approved=True, verdict=QuarantineVerdict.CLEARED)[0] is QuarantineVerdict.QUARANTINED
+        ), "it is no suspicion any more"
 
-    def test_where_it_is_about_an_earlier_node_of_the_name(self) -> None:
-        assert self.of(uid="another")[0] is QuarantineVerdict.RELEASING
+    def test_the_decision_is_releasing_for_an_earlier_node_of_the_same_name(self) -> None:
+        assert self.make_decision(uid="another")[0] is QuarantineVerdict.RELEASING
 
-    def test_where_it_waits_for_a_person(self) -> None:
-        waits = (QuarantineVerdict.AWAITS_APPROVAL, "the quarantine of node-1 waits for approval")
-        assert self.of(verdict=QuarantineVerdict.AWAITS_APPROVAL) == waits
-        by_hand = suspicion()
-        by_hand = replace(by_hand, spec=replace(by_hand.spec, suspicions=()))
-        assert build_quarantine_decision(by_hand, "uid-1").verdict is QuarantineVerdict.AWAITS_APPROVAL
+    def test_the_decision_is_awaiting_approval(self) -> None:
+        awaiting = (QuarantineVerdict.AWAITS_APPROVAL, "the quarantine of node-1 waits for approval")
+        assert self.make_decision(verdict=QuarantineVerdict.AWAITS_APPROVAL) == awaiting
+        manual = build_suspicion()
+        manual = replace(manual, spec=replace(manual.spec, suspicions=()))
+        assert build_quarantine_decision(manual, "uid-1").verdict is QuarantineVerdict.AWAITS_APPROVAL
 
 
 class TestEvidence:
-    """What stands in the condition `Witnessed`: whose word decides, and that word."""
+    """The content of the condition `Witnessed`: the deciding witness and its evidence."""
 
-    def test_of_series_is_what_they_showed(self) -> None:
-        report = judged(suspicion(sign(namespace="team-b"), sign(**VOUCHED)), DOWN)
-        assert said(report, QuarantineCondition.WITNESSED) == ("True", "GpuSeries", VOUCHED["reason"])
+    def test_evidence_of_series_is_their_reason(self) -> None:
+        report = decide_step(build_suspicion(build_sign(namespace="team-b"), build_sign(**TRUSTED)), DOWN)
+        assert read_condition(report, QuarantineCondition.WITNESSED) == ("True", "GpuSeries", TRUSTED["reason"])
 
-    def test_of_the_node_is_its_condition(self) -> None:
-        report = judged(suspicion(probes=probed(False)), DOWN)
-        assert said(report, QuarantineCondition.WITNESSED) == ("True", "NodeCondition", "the node is not Ready")
+    def test_evidence_of_the_node_is_its_condition(self) -> None:
+        report = decide_step(build_suspicion(probes=build_probes(False)), DOWN)
+        assert read_condition(report, QuarantineCondition.WITNESSED) == (
+            "True",
+            "NodeCondition",
+            "the node is not Ready",
+        )
 
-    def test_of_a_probe_is_what_it_said(self) -> None:
-        report = judged(suspicion(probes=probed(False)))
-        assert said(report, QuarantineCondition.WITNESSED) == ("True", "Probe", "a probe pod failed: so it said")
+    def test_evidence_of_a_probe_is_its_message(self) -> None:
+        report = decide_step(build_suspicion(probes=build_probes(False)))
+        assert read_condition(report, QuarantineCondition.WITNESSED) == (
+            "True",
+            "Probe",
+            "a probe pod failed: 7 pages failed",
+        )
 
-    def test_of_nobody_is_what_is_waited_for(self) -> None:
-        weak = judged(suspicion(sign(weak=True)))
-        assert said(weak, QuarantineCondition.WITNESSED)[:2] == ("False", "NoWitness")
-        vain = suspicion(probes=probed(None, inconclusive=InconclusiveReason.IMAGE))
-        status, reason, message = said(judged(vain), QuarantineCondition.WITNESSED)
+    def test_without_evidence_the_condition_names_what_is_awaited(self) -> None:
+        unconfirmed = decide_step(build_suspicion(build_sign(weak=True)))
+        assert read_condition(unconfirmed, QuarantineCondition.WITNESSED)[:2] == ("False", "NoWitness")
+        inconclusive = build_suspicion(probes=build_probes(None, inconclusive=InconclusiveReason.IMAGE))
+        status, reason, message = read_condition(decide_step(inconclusive), QuarantineCondition.WITNESSED)
         assert (status, reason) == ("Unknown", "ProbeInconclusive")
-        assert "was inconclusive: so it said" in message
+        assert "was inconclusive: 7 pages failed" in message
 
-    def test_a_probe_that_fails_while_it_is_watched_is_the_witness_at_once(self) -> None:
-        running = suspicion(probes=(ProbeResult("p", START),))
+    def test_a_probe_that_fails_is_the_witness_at_once(self) -> None:
+        running = build_suspicion(probes=(ProbeResult("p", START),))
         failed = ProbePod("Failed", "7 errors", group_peers=(ProbePod("Succeeded"),))
         step = decide_quarantine_step(running, NODE, failed, QuarantineContext(), START + 2)
         assert isinstance(step, WriteQuarantineStatus)
         assert (step.event, step.warning) == ("ProbeFailed", True)
-        assert said(step, QuarantineCondition.WITNESSED) == ("True", "Probe", "a probe pod failed: 7 errors")
+        assert read_condition(step, QuarantineCondition.WITNESSED) == ("True", "Probe", "a probe pod failed: 7 errors")
 
-    def test_who_has_approved_it_by_hand_is_the_witness_unless_there_was_one(self) -> None:
-        marked = TargetNode("uid-1", tainted=True, cordoned=True)
-        begun = decide_quarantine_step(suspicion(approved=True), marked, None, QuarantineContext(), START)
-        assert isinstance(begun, WriteQuarantineStatus)
-        assert (begun.event, begun.warning) == ("NodeQuarantined", True)
-        assert said(begun, QuarantineCondition.WITNESSED)[:2] == ("True", "Person")
-        found = suspicion(approved=True)
+    def test_the_approving_person_is_the_witness_unless_there_is_another(self) -> None:
+        tainted = TargetNode("uid-1", tainted=True, cordoned=True)
+        step = decide_quarantine_step(build_suspicion(approved=True), tainted, None, QuarantineContext(), START)
+        assert isinstance(step, WriteQuarantineStatus)
+        assert (step.event, step.warning) == ("NodeQuarantined", True)
+        assert read_condition(step, QuarantineCondition.WITNESSED)[:2] == ("True", "Person")
+        found = build_suspicion(approved=True)
         report = build_status_write(found, QuarantinePhase.SUSPECTED, QuarantineVerdict.SUSPECTED, "m", START)
         confirmed = add_witness_condition(found, report, Witness.PROBE, "it failed", START).status
-        begun = decide_quarantine_step(replace(found, status=confirmed), marked, None, QuarantineContext(), START)
-        assert isinstance(begun, WriteQuarantineStatus)
-        assert said(begun, QuarantineCondition.WITNESSED) == ("True", "Probe", "it failed")
-        unsure = add_witness_condition(found, report, None, "nobody has spoken", START).status
-        begun = decide_quarantine_step(replace(found, status=unsure), marked, None, QuarantineContext(), START)
-        assert isinstance(begun, WriteQuarantineStatus)
-        assert said(begun, QuarantineCondition.WITNESSED)[:2] == ("True", "Person")
+        step = decide_quarantine_step(replace(found, status=confirmed), tainted, None, QuarantineContext(), START)
+        assert isinstance(step, WriteQuarantineStatus)
+        assert read_condition(step, QuarantineCondition.WITNESSED) == ("True", "Probe", "it failed")
+        unconfirmed = add_witness_condition(found, report, None, "no witness has confirmed it", START).status
+        step = decide_quarantine_step(replace(found, status=unconfirmed), tainted, None, QuarantineContext(), START)
+        assert isinstance(step, WriteQuarantineStatus)
+        assert read_condition(step, QuarantineCondition.WITNESSED)[:2] == ("True", "Person")
 
 
-class TestHeldBack:
-    def test_is_told_once_for_each_reason(self) -> None:
-        paused = judged(suspicion(sign(**VOUCHED)), pause_reason="remedies are paused")
+class TestBlocked:
+    def test_a_blocked_quarantine_is_reported_once_for_each_reason(self) -> None:
+        paused = decide_step(build_suspicion(build_sign(**TRUSTED)), pause_reason="remedies are paused")
         assert (paused.event, paused.warning) == ("QuarantineBlocked", True)
-        again = replace(suspicion(sign(**VOUCHED)), status=paused.status)
-        longer = judged(again, pause_reason="remedies are still paused")
-        assert (longer.event, said(longer, QuarantineCondition.QUARANTINED)[1]) == ("", "Paused")
-        spent = judged(
-            again, node_count=0, usage=QuarantineUsage.from_quarantines([suspicion(name="node-2", approved=True)])
+        blocked = replace(build_suspicion(build_sign(**TRUSTED)), status=paused.status)
+        repeated = decide_step(blocked, pause_reason="remedies are still paused")
+        assert (repeated.event, read_condition(repeated, QuarantineCondition.QUARANTINED)[1]) == ("", "Paused")
+        over_budget = decide_step(
+            blocked,
+            node_count=0,
+            usage=QuarantineUsage.from_quarantines([build_suspicion(name="node-2", approved=True)]),
         )
-        assert spent.event == "QuarantineBlocked"
+        assert over_budget.event == "QuarantineBlocked"
 
-    def test_a_budget_is_spent_by_what_is_approved_and_where_people_decide_by_what_they_are_asked(self) -> None:
-        asked = suspicion(name="node-2", phase=QuarantinePhase.PENDING)
-        suspected = suspicion(name="node-3", phase=QuarantinePhase.SUSPECTED)
-        approved = suspicion(name="node-4", approved=True)
+    def test_approved_quarantines_use_the_budget_and_pending_ones_if_people_decide(self) -> None:
+        pending = build_suspicion(name="node-2", phase=QuarantinePhase.PENDING)
+        suspected = build_suspicion(name="node-3", phase=QuarantinePhase.SUSPECTED)
+        approved = build_suspicion(name="node-4", approved=True)
 
-        def verdict(*others: Quarantine, acts: bool) -> str:
-            report = judged(
-                suspicion(),
+        def read_verdict(*others: Quarantine, is_act_mode: bool) -> str:
+            report = decide_step(
+                build_suspicion(),
                 DOWN,
                 usage=QuarantineUsage.from_quarantines(others),
-                rules=QuarantineRules(acts=acts, max_nodes=1, breaker_nodes=9),
+                rules=QuarantineRules(acts=is_act_mode, max_nodes=1, breaker_nodes=9),
             )
-            return said(report, QuarantineCondition.QUARANTINED)[1]
+            return read_condition(report, QuarantineCondition.QUARANTINED)[1]
 
-        assert verdict(asked, suspected, acts=True) == "Suspected", "it is to be quarantined"
-        assert verdict(asked, suspected, acts=False) == "BudgetSpent"
-        assert verdict(suspected, acts=False) == "AwaitsApproval"
-        assert verdict(approved, acts=True) == verdict(approved, acts=False) == "BudgetSpent"
+        assert read_verdict(pending, suspected, is_act_mode=True) == "Suspected", "it is to be quarantined"
+        assert read_verdict(pending, suspected, is_act_mode=False) == "BudgetSpent"
+        assert read_verdict(suspected, is_act_mode=False) == "AwaitsApproval"
+        assert read_verdict(approved, is_act_mode=True) == read_verdict(approved, is_act_mode=False) == "BudgetSpent"
 
-    def test_the_first_sign_counts_for_the_moment_in_which_others_may_come(self) -> None:
-        early = judged(suspicion(sign(**VOUCHED)), seconds=CONFIRMED_SUSPICION_HOLD_SECONDS - 1)
-        assert said(early, QuarantineCondition.QUARANTINED)[1] == "Suspected"
-        assert said(judged(suspicion(sign(**VOUCHED))), QuarantineCondition.QUARANTINED)[1] == "AwaitsApproval"
+    def test_a_suspicion_is_held_until_other_nodes_may_have_failed(self) -> None:
+        early = decide_step(build_suspicion(build_sign(**TRUSTED)), seconds=CONFIRMED_SUSPICION_HOLD_SECONDS - 1)
+        assert read_condition(early, QuarantineCondition.QUARANTINED)[1] == "Suspected"
+        assert (
+            read_condition(decide_step(build_suspicion(build_sign(**TRUSTED))), QuarantineCondition.QUARANTINED)[1]
+            == "AwaitsApproval"
+        )
 
 
 class TestBreaker:
-    def test_counts_open_suspicions_of_the_same_time_that_are_worth_a_look(self) -> None:
-        def count(*others: Quarantine) -> int:
-            return QuarantineUsage.from_quarantines(others).count_failing_together(suspicion())
+    def test_open_suspicions_of_the_same_time_that_are_worth_probing_count(self) -> None:
+        def count_failing(*others: Quarantine) -> int:
+            return QuarantineUsage.from_quarantines(others).count_failing_together(build_suspicion())
 
-        other = suspicion(name="node-2")
-        assert count() == 1
-        assert count(other) == 2
-        assert count(suspicion(sign(START + SIMULTANEOUS_FAILURE_SECONDS), name="node-2")) == 2
-        assert count(suspicion(sign(START + SIMULTANEOUS_FAILURE_SECONDS + 1), name="node-2")) == 1
-        assert count(replace(other, deleted=True)) == 1
-        assert count(suspicion(name="node-2", probes=probed(True, START - 60))) == 1, "it had been cleared before"
-        assert count(suspicion(sign(weak=True), name="node-2")) == 1
-        both = sign(weak=True), sign(namespace="team-b", weak=True)
-        assert count(suspicion(*both, name="node-2")) == 2
+        other = build_suspicion(name="node-2")
+        assert count_failing() == 1
+        assert count_failing(other) == 2
+        assert count_failing(build_suspicion(build_sign(START + SIMULTANEOUS_FAILURE_SECONDS), name="node-2")) == 2
+        assert count_failing(build_suspicion(build_sign(START + SIMULTANEOUS_FAILURE_SECONDS + 1), name="node-2")) == 1
+        assert count_failing(replace(other, deleted=True)) == 1
+        assert count_failing(build_suspicion(name="node-2", probes=build_probes(True, START - 60))) == 1, (
+            "it had been cleared before"
+        )
+        assert count_failing(build_suspicion(build_sign(weak=True), name="node-2")) == 1
+        both = build_sign(weak=True), build_sign(namespace="team-b", weak=True)
+        assert count_failing(build_suspicion(*both, name="node-2")) == 2
 
-    def test_one_that_was_cleared_counts_on_and_is_settled(self) -> None:
-        back = QuarantineUsage.from_quarantines([suspicion(name="node-2", probes=probed(True))])
-        assert (back.count_failing_together(suspicion()), back.count_unsettled(suspicion())) == (2, 0)
-        away = QuarantineUsage.from_quarantines([suspicion(name="node-2")])
-        assert (away.count_failing_together(suspicion()), away.count_unsettled(suspicion())) == (2, 1)
-
-    def test_what_is_said_again_later_takes_nothing_from_what_failed_at_once(self) -> None:
-        again = suspicion(*with_sign((sign(),), sign(START + 90)), name="node-2")
-        assert QuarantineUsage.from_quarantines([again]).count_failing_together(suspicion()) == 2
-        assert QuarantineUsage.from_quarantines([suspicion()]).count_failing_together(again) == 2
-        assert QuarantineUsage.from_quarantines([again]).count_failing_together(suspicion(sign(START + 150))) == 2, (
-            "nor from what fails now"
+    def test_a_cleared_suspicion_counts_and_is_settled(self) -> None:
+        cleared = QuarantineUsage.from_quarantines([build_suspicion(name="node-2", probes=build_probes(True))])
+        assert (cleared.count_failing_together(build_suspicion()), cleared.count_unsettled(build_suspicion())) == (2, 0)
+        suspected = QuarantineUsage.from_quarantines([build_suspicion(name="node-2")])
+        assert (suspected.count_failing_together(build_suspicion()), suspected.count_unsettled(build_suspicion())) == (
+            2,
+            1,
         )
 
-    def test_its_word_stays_once_it_has_stayed_for_long(self) -> None:
-        found = suspicion(sign(**VOUCHED))
+    def test_a_repeated_sign_does_not_change_what_failed_together(self) -> None:
+        repeated = build_suspicion(*with_sign((build_sign(),), build_sign(START + 90)), name="node-2")
+        assert QuarantineUsage.from_quarantines([repeated]).count_failing_together(build_suspicion()) == 2
+        assert QuarantineUsage.from_quarantines([build_suspicion()]).count_failing_together(repeated) == 2
+        assert (
+            QuarantineUsage.from_quarantines([repeated]).count_failing_together(
+                build_suspicion(build_sign(START + 150))
+            )
+            == 2
+        ), "what fails now counts too"
+
+    def test_a_breaker_verdict_is_latched_after_some_time(self) -> None:
+        found = build_suspicion(build_sign(**TRUSTED))
         status = build_status_write(
             found, QuarantinePhase.BLOCKED, QuarantineVerdict.BREAKER, "the breaker has tripped", START
         ).status
         tripped = replace(found, status=status)
 
-        def verdict(seconds: float) -> str:
-            return said(judged(tripped, seconds=seconds), QuarantineCondition.QUARANTINED)[1]
+        def read_verdict(seconds: float) -> str:
+            return read_condition(decide_step(tripped, seconds=seconds), QuarantineCondition.QUARANTINED)[1]
 
-        assert verdict(BREAKER_LATCH_SECONDS - 1) == "AwaitsApproval"
-        assert verdict(BREAKER_LATCH_SECONDS + 1) == "Breaker"
-        late = judged(tripped, seconds=SUSPICION_TTL_SECONDS)
+        assert read_verdict(BREAKER_LATCH_SECONDS - 1) == "AwaitsApproval"
+        assert read_verdict(BREAKER_LATCH_SECONDS + 1) == "Breaker"
+        late = decide_step(tripped, seconds=SUSPICION_TTL_SECONDS)
         assert (late.event, late.status.phase) == ("SuspicionDropped", QuarantinePhase.RELEASED)
 
 
 class TestSigns:
-    def test_what_is_said_again_is_no_news(self) -> None:
-        known = (sign(),)
-        assert with_sign(known, replace(sign(), at=START + 600)) is known, "the same incident"
-        assert with_sign(known, sign(START + 59)) is known
-        (later,) = with_sign(known, sign(START + 60))
-        assert later == sign(START + 60, since=START), "and when it was said first stays known"
-        assert with_sign((later,), sign(START + 120))[0].first_reported_at == START
-        assert with_sign(known, sign(START + 1, **VOUCHED)) == (sign(START + 1, **VOUCHED, since=START),)
-        assert with_sign((sign(weak=True),), sign(START + 1)) == (sign(START + 1, since=START),)
+    def test_a_repeated_sign_is_not_new(self) -> None:
+        known = (build_sign(),)
+        assert with_sign(known, replace(build_sign(), at=START + 600)) is known, "the same incident"
+        assert with_sign(known, build_sign(START + 59)) is known
+        (later,) = with_sign(known, build_sign(START + 60))
+        assert later == build_sign(START + 60, since=START), "the time of the first report stays"
+        assert with_sign((later,), build_sign(START + 120))[0].first_reported_at == START
+        assert with_sign(known, build_sign(START + 1, **TRUSTED)) == (build_sign(START + 1, **TRUSTED, since=START),)
+        assert with_sign((build_sign(weak=True),), build_sign(START + 1)) == (build_sign(START + 1, since=START),)
 
-    def test_a_probe_refutes_what_was_said_before_it(self) -> None:
-        cleared = suspicion(sign(**VOUCHED), probes=probed(True))
+    def test_a_passed_probe_refutes_earlier_signs(self) -> None:
+        cleared = build_suspicion(build_sign(**TRUSTED), probes=build_probes(True))
         assert cleared.open_signs == ()
         assert find_witness(cleared, DOWN) is None
-        later = replace(cleared, spec=replace(cleared.spec, suspicions=(sign(START + 6, **VOUCHED),)))
+        later = replace(cleared, spec=replace(cleared.spec, suspicions=(build_sign(START + 6, **TRUSTED),)))
         assert find_witness(later, NODE) is Witness.GPU_SERIES
 
-    def test_and_what_is_said_after_it_is_not_looked_into_for_a_while(self) -> None:
-        cleared = suspicion(sign(START + 60), probes=probed(True))
-        keeps = judged(cleared, seconds=100)
-        assert keeps.status.phase is QuarantinePhase.CLEARED
-        over = decide_quarantine_step(
-            replace(cleared, status=keeps.status), NODE, None, QuarantineContext(), START + 5 + CLEARED_NODE_TTL_SECONDS
+    def test_signs_shortly_after_a_passed_probe_are_not_probed(self) -> None:
+        cleared = build_suspicion(build_sign(START + 60), probes=build_probes(True))
+        report = decide_step(cleared, seconds=100)
+        assert report.status.phase is QuarantinePhase.CLEARED
+        final = decide_quarantine_step(
+            replace(cleared, status=report.status),
+            NODE,
+            None,
+            QuarantineContext(),
+            START + 5 + CLEARED_NODE_TTL_SECONDS,
         )
-        assert over == DeleteQuarantine()
+        assert final == DeleteQuarantine()

@@ -1,4 +1,4 @@
-"""Whether a node is slow beside others; and words of probe pods, which may say anything."""
+"""Whether a node is slow compared with others, and reading the messages of probe pods, which may be invalid."""
 
 from __future__ import annotations
 
@@ -15,119 +15,125 @@ from pacekeeper_operator.decide.nodes.probe_measurements import (
     read_measurements,
 )
 
-USUAL = ProbeMetrics(0.002, memory_bytes_per_second=30e9)
+NORMAL = ProbeMetrics(0.002, memory_bytes_per_second=30e9)
 FAST, SLOW = 1e9, 6e6
 
 
-def circle(**changed: ProbeMetrics) -> dict[str, ProbeMetrics]:
-    """Hosts a and b, and their guest c."""
-    found = {"a": USUAL, "b": linked(b_a=(FAST, FAST)), "c": linked(c_a=(FAST, FAST), c_b=(FAST, FAST))}
+def build_group(**changed: ProbeMetrics) -> dict[str, ProbeMetrics]:
+    """Build the metrics of a group: servers a and b, and their client c."""
+    found = {"a": NORMAL, "b": build_linked(b_a=(FAST, FAST)), "c": build_linked(c_a=(FAST, FAST), c_b=(FAST, FAST))}
     return found | changed
 
 
-def linked(**ways: tuple[float, float]) -> ProbeMetrics:
-    """`c_a`: from c to a, and back."""
-    return replace(USUAL, links=tuple(ProbeLink(name[-1], *ways[name], ping=1e-5) for name in ways))
+def build_linked(**links: tuple[float, float]) -> ProbeMetrics:
+    """Build metrics with links. `c_a`: from c to a, and back."""
+    return replace(NORMAL, links=tuple(ProbeLink(name[-1], *links[name], ping=1e-5) for name in links))
 
 
 class TestSlow:
-    def test_alike_nobody_is(self) -> None:
-        assert [describe_slowness(name, circle()) for name in "abc"] == ["", "", ""]
+    def test_no_node_is_slow_if_all_are_equal(self) -> None:
+        assert [describe_slowness(name, build_group()) for name in "abc"] == ["", "", ""]
 
-    def test_cores_are_held_against_the_median_of_the_others(self) -> None:
-        found = circle(a=replace(USUAL, core_seconds=0.0027))
+    def test_cores_are_compared_with_the_median_of_the_others(self) -> None:
+        found = build_group(a=replace(NORMAL, core_seconds=0.0027))
         assert "its cores take 1.4 times as long" in describe_slowness("a", found)
         assert describe_slowness("b", found) == describe_slowness("c", found) == ""
-        assert describe_slowness("a", circle(a=replace(USUAL, core_seconds=0.0025))) == ""
+        assert describe_slowness("a", build_group(a=replace(NORMAL, core_seconds=0.0025))) == ""
 
-    def test_time_in_which_nobody_else_worked_counts(self) -> None:
-        words = describe_slowness("a", circle(a=replace(USUAL, held_back=0.5)))
-        assert "2.0 times" in words
-        assert "held back for 50%" in words
-        assert describe_slowness("a", {name: replace(f, held_back=0.5) for name, f in circle().items()}) == "", (
-            "all are, alike"
-        )
+    def test_time_held_back_counts(self) -> None:
+        message = describe_slowness("a", build_group(a=replace(NORMAL, held_back=0.5)))
+        assert "2.0 times" in message
+        assert "held back for 50%" in message
+        assert (
+            describe_slowness("a", {name: replace(metrics, held_back=0.5) for name, metrics in build_group().items()})
+            == ""
+        ), "all nodes are equally held back"
 
     @pytest.mark.parametrize(
-        ("out", "back", "words"),
+        ("up", "down", "message"),
         [(SLOW, FAST, "it sends 6 MB/s"), (FAST, SLOW, "it receives 6 MB/s")],
     )
-    def test_a_slow_way_of_a_guest_is_told_by_both_hosts(self, out: float, back: float, words: str) -> None:
-        found = circle(c=linked(c_a=(out, back), c_b=(out, back)))
-        assert describe_slowness("c", found).startswith(words)
+    def test_a_slow_client_link_is_confirmed_by_both_servers(self, up: float, down: float, message: str) -> None:
+        found = build_group(c=build_linked(c_a=(up, down), c_b=(up, down)))
+        assert describe_slowness("c", found).startswith(message)
         assert describe_slowness("a", found) == describe_slowness("b", found) == ""
 
-    def test_a_slow_host_is_not_held_against_its_guests(self) -> None:
-        found = circle(b=linked(b_a=(SLOW, SLOW)), c=linked(c_a=(SLOW, SLOW), c_b=(FAST, FAST)))
+    def test_a_slow_server_does_not_make_its_clients_slow(self) -> None:
+        found = build_group(b=build_linked(b_a=(SLOW, SLOW)), c=build_linked(c_a=(SLOW, SLOW), c_b=(FAST, FAST)))
         assert "it sends" in describe_slowness("a", found)
         assert describe_slowness("b", found) == describe_slowness("c", found) == ""
 
-    def test_memory(self) -> None:
-        assert "its memory takes" in describe_slowness("a", circle(a=replace(USUAL, memory_bytes_per_second=10e9)))
+    def test_slow_memory_is_described(self) -> None:
+        assert "its memory takes" in describe_slowness(
+            "a", build_group(a=replace(NORMAL, memory_bytes_per_second=10e9))
+        )
 
-    def test_of_two_nobody_can_tell(self) -> None:
-        found = {"a": replace(USUAL, core_seconds=1.0), "b": USUAL}
+    def test_two_nodes_are_too_few_to_compare(self) -> None:
+        found = {"a": replace(NORMAL, core_seconds=1.0), "b": NORMAL}
         assert describe_slowness("a", found) == ""
 
-    def test_who_has_told_nothing_is_not_judged(self) -> None:
-        assert describe_slowness("d", circle()) == ""
+    def test_a_node_without_measurements_is_not_slow(self) -> None:
+        assert describe_slowness("d", build_group()) == ""
 
 
-def busy(figures: ProbeMetrics, idle: float) -> ProbeMetrics:
-    """Others left so many of eight cores."""
-    return replace(figures, cores=8, idle_cores=idle)
+def with_idle_cores(metrics: ProbeMetrics, idle: float) -> ProbeMetrics:
+    """Return the metrics with `idle` of eight cores unused by others."""
+    return replace(metrics, cores=8, idle_cores=idle)
 
 
-class TestABusyNode:
-    """What others compute there makes its figures bad, whatever they do elsewhere."""
-
-    @pytest.mark.parametrize("others", [8.0, 1.0])
-    def test_is_not_held_to_be_slow_by_its_cores(self, others: float) -> None:
-        found = {name: busy(figures, others) for name, figures in circle().items()}
-        slow_cores = replace(USUAL, core_seconds=0.004)
-        assert describe_slowness("a", found | {"a": busy(slow_cores, 5.9)}) == ""
-        assert "its cores take 2.0 times" in describe_slowness("a", found | {"a": busy(slow_cores, 6.1)})
+class TestBusyNode:
+    """Work of others on the node makes its metrics worse, independent of the work on other nodes."""
 
     @pytest.mark.parametrize("others", [8.0, 1.0])
-    def test_nor_by_its_memory_for_which_less_work_is_enough(self, others: float) -> None:
-        found = {name: busy(figures, others) for name, figures in circle().items()}
-        slow_memory = replace(USUAL, memory_bytes_per_second=10e9)
-        assert describe_slowness("a", found | {"a": busy(slow_memory, 7.1)}) == ""
-        assert "its memory takes" in describe_slowness("a", found | {"a": busy(slow_memory, 7.3)})
+    def test_a_busy_node_is_not_slow_by_its_cores(self, others: float) -> None:
+        found = {name: with_idle_cores(metrics, others) for name, metrics in build_group().items()}
+        slow_cores = replace(NORMAL, core_seconds=0.004)
+        assert describe_slowness("a", found | {"a": with_idle_cores(slow_cores, 5.9)}) == ""
+        assert "its cores take 2.0 times" in describe_slowness("a", found | {"a": with_idle_cores(slow_cores, 6.1)})
 
-    def test_nor_for_time_that_it_had_to_wait_there(self) -> None:
-        """Cores that are idle in between sum up, and yet none was to be had."""
-        waited = replace(USUAL, core_seconds=0.004, held_back=0.7)
-        assert describe_slowness("a", circle(a=busy(waited, 0.0))) == ""
+    @pytest.mark.parametrize("others", [8.0, 1.0])
+    def test_a_node_with_little_work_is_not_slow_by_its_memory(self, others: float) -> None:
+        found = {name: with_idle_cores(metrics, others) for name, metrics in build_group().items()}
+        slow_memory = replace(NORMAL, memory_bytes_per_second=10e9)
+        assert describe_slowness("a", found | {"a": with_idle_cores(slow_memory, 7.1)}) == ""
+        assert "its memory takes" in describe_slowness("a", found | {"a": with_idle_cores(slow_memory, 7.3)})
 
-    def test_but_for_what_a_quota_takes(self) -> None:
-        throttled = replace(USUAL, held_back=0.72, throttled=0.8)
-        assert "3.6 times as long" in describe_slowness("a", circle(a=busy(throttled, 0.0)))
-        alike = {name: busy(replace(f, held_back=0.72, throttled=0.8), 0.0) for name, f in circle().items()}
-        assert describe_slowness("a", alike) == ""
+    def test_a_busy_node_is_not_slow_by_time_held_back(self) -> None:
+        """Short idle periods of cores add up, although no core was available."""
+        held_back = replace(NORMAL, core_seconds=0.004, held_back=0.7)
+        assert describe_slowness("a", build_group(a=with_idle_cores(held_back, 0.0))) == ""
 
-    def test_and_for_its_ways(self) -> None:
-        found = circle(c=busy(linked(c_a=(SLOW, FAST), c_b=(SLOW, FAST)), 0.0))
+    def test_a_busy_node_is_slow_by_throttled_time(self) -> None:
+        throttled = replace(NORMAL, held_back=0.72, throttled=0.8)
+        assert "3.6 times as long" in describe_slowness("a", build_group(a=with_idle_cores(throttled, 0.0)))
+        all_throttled = {
+            name: with_idle_cores(replace(metrics, held_back=0.72, throttled=0.8), 0.0)
+            for name, metrics in build_group().items()
+        }
+        assert describe_slowness("a", all_throttled) == ""
+
+    def test_a_busy_node_is_slow_by_its_links(self) -> None:
+        found = build_group(c=with_idle_cores(build_linked(c_a=(SLOW, FAST), c_b=(SLOW, FAST)), 0.0))
         assert describe_slowness("c", found).startswith("it sends")
 
 
 class TestReading:
-    def test_figures(self) -> None:
+    def test_metrics_are_read(self) -> None:
         link = {"peer": "node-1", "up": 1.0, "down": 2.0, "ping": 0.1}
-        figures, unfit = read_measurements(
+        metrics, unfit = read_measurements(
             json.dumps({"core_seconds": 0.002, "links": [link], "of a later version": 7})
         )
-        assert figures == ProbeMetrics(0.002, links=(ProbeLink("node-1", 1.0, 2.0, 0.1),))
+        assert metrics == ProbeMetrics(0.002, links=(ProbeLink("node-1", 1.0, 2.0, 0.1),))
         assert unfit == ""
 
-    def test_unfit(self) -> None:
+    def test_an_unfit_node_is_read(self) -> None:
         assert read_measurements('{"unfit":"memory does not keep"}') == (None, "memory does not keep")
 
     @pytest.mark.parametrize(
-        "words", ["", "passed", "[1]", "7", "{", "[" * 4000, '"x"', "{}" + " " * MAX_TERMINATION_MESSAGE_CHARACTERS]
+        "text", ["", "passed", "[1]", "7", "{", "[" * 4000, '"x"', "{}" + " " * MAX_TERMINATION_MESSAGE_CHARACTERS]
     )
-    def test_what_is_no_object_holds_none(self, words: str) -> None:
-        assert read_measurements(words) == (None, "")
+    def test_text_that_is_no_object_contains_no_metrics(self, text: str) -> None:
+        assert read_measurements(text) == (None, "")
 
     @pytest.mark.parametrize(
         ("data", "field"),
@@ -144,6 +150,6 @@ class TestReading:
             ({"unfit": ["x"]}, "unfit"),
         ],
     )
-    def test_what_is_wrong_is_named(self, data: object, field: str) -> None:
+    def test_the_error_names_the_invalid_field(self, data: object, field: str) -> None:
         with pytest.raises(InputError, match=field):
             read_measurements(json.dumps(data))

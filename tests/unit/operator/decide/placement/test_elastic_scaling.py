@@ -1,4 +1,4 @@
-"""Whether a job goes on with fewer workers while others start, and when it takes those in that have started."""
+"""Whether a job continues with fewer workers while others start, and when newcomers join."""
 
 from __future__ import annotations
 
@@ -16,217 +16,242 @@ from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import NOW, build_job, build_policy, build_training, change_members, change_worker
 
 START, RESTART = 30.0, 5.0
-"""What the operator takes them for in these worlds."""
+"""The measured durations in these tests, in seconds."""
 
 
-def world(
-    replicas: int = 4, replica_ranks: int | None = 1, fewest: int = 2, each: int = 1, **changes: Any
+def build_elastic(
+    replicas: int = 4, replica_ranks: int | None = 1, min_replicas: int = 2, ranks_per_worker: int = 1, **changes: Any
 ) -> Observation:
-    """A job that may train with `fewest` workers, and has no spares."""
-    its = build_job(replicas, 0, min_replicas=fewest, nproc_per_node=each, scheduling_timeout=300.0)
-    found = change_members(build_training(replicas, 0, job=its), training={"replica_ranks": replica_ranks})
+    """Build a job that may train with `min_replicas` workers, and has no spares."""
+    job = build_job(replicas, 0, min_replicas=min_replicas, nproc_per_node=ranks_per_worker, scheduling_timeout=300.0)
+    found = change_members(build_training(replicas, 0, job=job), training={"replica_ranks": replica_ranks})
     measured = found.desired.with_placement(start_seconds=START).with_budget(restart_seconds=RESTART)
     return replace(found.with_desired(measured), **changes)
 
 
-def without(seen: Observation, *names: str) -> Observation:
-    """The pods of these workers are gone, and they have been given up."""
+def with_lost_workers(observation: Observation, *names: str) -> Observation:
+    """Return the observation after the loss of these workers: their pods are gone, and they are leaving."""
     for name in names:
-        record = seen.state.placement.find_worker(name)
+        record = observation.state.placement.find_worker(name)
         assert record is not None
-        seen = change_worker(seen, name, gone=True)
-        seen = seen.with_desired(seen.desired.with_worker(replace(record, leaving="its pod is gone", dead=True)))
-    return seen
+        observation = change_worker(observation, name, gone=True)
+        observation = observation.with_desired(
+            observation.desired.with_worker(replace(record, leaving="its pod is gone", dead=True))
+        )
+    return observation
 
 
-def with_successor(seen: Observation, name: str = "j-w1-1", age: float = 0.0, *, warm: bool = False) -> Observation:
-    """A new worker, whose pod was made `age` seconds ago."""
+def with_successor(
+    observation: Observation, name: str = "j-w1-1", age: float = 0.0, *, warm: bool = False
+) -> Observation:
+    """Add a new worker whose pod was created `age` seconds ago."""
     ordinal, incarnation = map(int, name.removeprefix("j-w").split("-"))
     record = WorkerRecord(name, ordinal, incarnation, uid="uid")
-    pod = PodView(name, "uid", "Running", f"node-{ordinal}", f"10.1.0.{ordinal}", created_at=seen.now - age)
-    beat = Heartbeat(name, LauncherState.WARM if warm else LauncherState.STARTING)
-    seen = seen.with_desired(seen.desired.with_placement(workers=(*seen.state.placement.workers, record)))
-    return replace(seen, workers=(*seen.workers[:-1], WorkerView(record, pod, beat, silent_seconds=0.5)))
+    pod = PodView(name, "uid", "Running", f"node-{ordinal}", f"10.1.0.{ordinal}", created_at=observation.now - age)
+    heartbeat = Heartbeat(name, LauncherState.WARM if warm else LauncherState.STARTING)
+    observation = observation.with_desired(
+        observation.desired.with_placement(workers=(*observation.state.placement.workers, record))
+    )
+    return replace(
+        observation, workers=(*observation.workers[:-1], WorkerView(record, pod, heartbeat, silent_seconds=0.5))
+    )
 
 
-def step(seen: Observation) -> DesiredState:
-    return membership.update_membership(seen, build_policy())
+def apply_step(observation: Observation) -> DesiredState:
+    return membership.update_membership(observation, build_policy())
 
 
-def seats(draft: DesiredState) -> list[str]:
-    return [member.worker for member in draft.plan.members]
+def list_members(desired: DesiredState) -> list[str]:
+    return [member.worker for member in desired.plan.members]
 
 
-def trains_on(seen: Observation, draft: DesiredState, seconds: float) -> Observation:
-    """The members of `draft` have trained for so long."""
-    later = replace(seen.with_desired(draft), now=seen.now + seconds)
-    for member in draft.plan.members:
-        beat: dict[str, Any] = {"state": LauncherState.RUNNING, "membership": draft.plan.membership}
-        beat["training"] = {"replica_ranks": 1}
-        beat["checkpoint"] = {"request": draft.plan.checkpoint_request}
-        later = change_worker(later, member.worker, heartbeat=beat)
+def with_members_training(observation: Observation, desired: DesiredState, seconds: float) -> Observation:
+    """Return the observation after the members of `desired` have trained for `seconds`."""
+    later = replace(observation.with_desired(desired), now=observation.now + seconds)
+    for member in desired.plan.members:
+        heartbeat: dict[str, Any] = {"state": LauncherState.RUNNING, "membership": desired.plan.membership}
+        heartbeat["training"] = {"replica_ranks": 1}
+        heartbeat["checkpoint"] = {"request": desired.plan.checkpoint_request}
+        later = change_worker(later, member.worker, heartbeat=heartbeat)
     return later
 
 
-class TestGoingOn:
-    def test_the_others_go_on_at_once_and_take_the_newcomer_in_by_one_more_round(self) -> None:
-        draft = step(without(world(), "j-w1-0"))
-        assert seats(draft) == ["j-w0-0", "j-w2-0", "j-w3-0"]
-        assert [member.ranks for member in draft.plan.members] == [(0,), (1,), (2,)]
-        assert draft.plan.shares is None, "the global batch is dealt anew"
+class TestContinuing:
+    def test_the_others_continue_at_once_and_a_newcomer_joins_in_one_more_round(self) -> None:
+        desired = apply_step(with_lost_workers(build_elastic(), "j-w1-0"))
+        assert list_members(desired) == ["j-w0-0", "j-w2-0", "j-w3-0"]
+        assert [member.ranks for member in desired.plan.members] == [(0,), (1,), (2,)]
+        assert desired.plan.shares is None, "the global batch is divided again"
 
-        starts = with_successor(trains_on(world(), draft, START), age=START - 1)
-        assert step(starts) is starts.desired
-        warm = with_successor(trains_on(world(), draft, START), age=START, warm=True)
-        asked = step(warm)
-        assert asked.plan.checkpoint_request == 1, "no step is lost"
-        draft = step(trains_on(warm, asked, 1.0))
-        assert seats(draft) == ["j-w0-0", "j-w2-0", "j-w3-0", "j-w1-1"]
-        assert draft.plan.membership == 3, "one round without, one with the newcomer"
+        starting = with_successor(with_members_training(build_elastic(), desired, START), age=START - 1)
+        assert apply_step(starting) is starting.desired
+        warm = with_successor(with_members_training(build_elastic(), desired, START), age=START, warm=True)
+        requested = apply_step(warm)
+        assert requested.plan.checkpoint_request == 1, "no step is lost"
+        desired = apply_step(with_members_training(warm, requested, 1.0))
+        assert list_members(desired) == ["j-w0-0", "j-w2-0", "j-w3-0", "j-w1-1"]
+        assert desired.plan.membership == 3, "one round without, one with the newcomer"
 
-    def test_who_is_warm_by_then_takes_the_seat(self) -> None:
-        draft = step(with_successor(without(world(), "j-w1-0"), warm=True))
-        assert seats(draft) == ["j-w0-0", "j-w1-1", "j-w2-0", "j-w3-0"]
+    def test_a_warm_successor_takes_the_ranks_directly(self) -> None:
+        desired = apply_step(with_successor(with_lost_workers(build_elastic(), "j-w1-0"), warm=True))
+        assert list_members(desired) == ["j-w0-0", "j-w1-1", "j-w2-0", "j-w3-0"]
 
     @pytest.mark.parametrize(
-        ("changes", "why"),
+        ("changes", "reason"),
         [
-            ({"fewest": 4}, "spec.minReplicas"),
-            ({"replica_ranks": None}, "the script does not say that it trains as exactly with fewer"),
+            ({"min_replicas": 4}, "spec.minReplicas"),
+            ({"replica_ranks": None}, "the script does not declare that it can train with fewer"),
             ({"replica_ranks": 4}, "no whole replica is left"),
-            ({"operator_age": 9.0}, "a spare may not have been heard yet"),
+            ({"operator_age": 9.0}, "a spare may not have reported yet"),
         ],
     )
-    def test_where_it_may_not_they_wait(self, changes: dict[str, Any], why: str) -> None:
-        draft = step(without(world(**changes), "j-w1-0"))
-        assert (len(draft.plan.members), draft.state.placement.vacant_since) == (4, NOW), why
+    def test_the_others_wait_if_the_job_may_not_shrink(self, changes: dict[str, Any], reason: str) -> None:
+        desired = apply_step(with_lost_workers(build_elastic(**changes), "j-w1-0"))
+        assert (len(desired.plan.members), desired.state.placement.vacant_since) == (4, NOW), reason
 
     @pytest.mark.parametrize(
-        ("age", "goes_on"),
+        ("age", "continues"),
         [
             (0.0, True),
             (START - RESTART - 1, True),
             (START - RESTART + 1, False),  # what is left of the wait is less than the restart
-            (START, True),  # late: as long again is expected
+            (START, True),  # late: the same duration is expected again
         ],
     )
-    def test_a_restart_more_is_paid_only_for_a_longer_wait(self, age: float, goes_on: bool) -> None:
-        seen = with_successor(without(world(), "j-w1-0"), age=age)
-        assert (len(step(seen).plan.members) == 3) is goes_on
+    def test_the_others_continue_only_if_the_wait_is_longer_than_a_restart(self, age: float, continues: bool) -> None:
+        observation = with_successor(with_lost_workers(build_elastic(), "j-w1-0"), age=age)
+        assert (len(apply_step(observation).plan.members) == 3) is continues
 
-    def test_nor_is_one_whose_pod_cannot_be_made(self) -> None:
-        seen = without(world(), "j-w1-0")
-        quick = seen.with_desired(seen.desired.with_placement(start_seconds=RESTART - 1))
-        waits = step(quick)
-        assert (len(waits.plan.members), waits.state.placement.vacant_since) == (4, NOW), "it is expected soon"
-        promised = waits.with_placement(workers=(*waits.state.placement.workers, WorkerRecord("j-w1-1", 1, 1)))
-        for draft in (waits, promised):
-            assert len(step(replace(quick.with_desired(draft), now=NOW + RESTART - 0.5)).plan.members) == 4
-            assert len(step(replace(quick.with_desired(draft), now=NOW + RESTART + 0.5)).plan.members) == 3
+    def test_a_successor_whose_pod_is_not_created_is_awaited_for_one_restart(self) -> None:
+        observation = with_lost_workers(build_elastic(), "j-w1-0")
+        quick_start = observation.with_desired(observation.desired.with_placement(start_seconds=RESTART - 1))
+        waiting = apply_step(quick_start)
+        assert (len(waiting.plan.members), waiting.state.placement.vacant_since) == (4, NOW), "it is expected soon"
+        not_created = waiting.with_placement(workers=(*waiting.state.placement.workers, WorkerRecord("j-w1-1", 1, 1)))
+        for desired in (waiting, not_created):
+            assert (
+                len(apply_step(replace(quick_start.with_desired(desired), now=NOW + RESTART - 0.5)).plan.members) == 4
+            )
+            assert (
+                len(apply_step(replace(quick_start.with_desired(desired), now=NOW + RESTART + 0.5)).plan.members) == 3
+            )
 
-    def test_one_that_has_no_node_is_not_expected_soon(self) -> None:
-        seen = with_successor(without(world(), "j-w1-0"), age=START - RESTART + 1)
-        roomless = change_worker(seen, "j-w1-1", pod={"unschedulable_message": "0/4 nodes", "node": ""})
-        assert len(step(roomless).plan.members) == 3
+    def test_a_successor_without_a_node_is_not_awaited(self) -> None:
+        observation = with_successor(with_lost_workers(build_elastic(), "j-w1-0"), age=START - RESTART + 1)
+        unschedulable = change_worker(observation, "j-w1-1", pod={"unschedulable_message": "0/4 nodes", "node": ""})
+        assert len(apply_step(unschedulable).plan.members) == 3
 
-    def test_one_that_comes_never_leaves_them_training(self) -> None:
-        seen = without(world(), "j-w1-0")
-        draft = step(seen)
+    def test_the_others_continue_if_no_successor_starts(self) -> None:
+        observation = with_lost_workers(build_elastic(), "j-w1-0")
+        desired = apply_step(observation)
         for seconds in (1.0, 100.0, 10_000.0):
-            later = trains_on(seen, draft, seconds)
-            assert step(later) is later.desired
+            later = with_members_training(observation, desired, seconds)
+            assert apply_step(later) is later.desired
 
-    def test_the_next_loss_goes_down_to_the_fewest_that_may_train_and_no_further(self) -> None:
-        seen = without(world(), "j-w1-0")
-        seen = without(trains_on(seen, step(seen), 5.0), "j-w2-0")
-        assert seats(step(seen)) == ["j-w0-0", "j-w3-0"]
-        seen = without(trains_on(seen, step(seen), 5.0), "j-w3-0")
-        assert seats(step(seen)) == ["j-w0-0", "j-w3-0"]
-        back = with_successor(seen, warm=True)
-        assert seats(step(back)) == ["j-w0-0", "j-w1-1"]
+    def test_further_losses_shrink_the_job_to_the_minimum_and_no_further(self) -> None:
+        observation = with_lost_workers(build_elastic(), "j-w1-0")
+        observation = with_lost_workers(with_members_training(observation, apply_step(observation), 5.0), "j-w2-0")
+        assert list_members(apply_step(observation)) == ["j-w0-0", "j-w3-0"]
+        observation = with_lost_workers(with_members_training(observation, apply_step(observation), 5.0), "j-w3-0")
+        assert list_members(apply_step(observation)) == ["j-w0-0", "j-w3-0"]
+        with_newcomer = with_successor(observation, warm=True)
+        assert list_members(apply_step(with_newcomer)) == ["j-w0-0", "j-w1-1"]
 
-    def test_before_anything_is_measured_a_start_is_taken_for_longer_than_a_restart(self) -> None:
-        seen = without(world(), "j-w1-0")
-        unknown = seen.with_desired(seen.desired.with_placement(start_seconds=None).with_budget(restart_seconds=None))
-        assert len(step(unknown).plan.members) == 3
+    def test_by_default_a_start_takes_longer_than_a_restart(self) -> None:
+        observation = with_lost_workers(build_elastic(), "j-w1-0")
+        unknown = observation.with_desired(
+            observation.desired.with_placement(start_seconds=None).with_budget(restart_seconds=None)
+        )
+        assert len(apply_step(unknown).plan.members) == 3
 
 
 class TestReplicas:
-    """Of two ranks each."""
+    """Replicas of two ranks each."""
 
-    def test_whole_ones_go_on_and_who_is_left_over_waits_without_ranks(self) -> None:
-        draft = step(without(world(replica_ranks=2), "j-w1-0"))
-        assert seats(draft) == ["j-w2-0", "j-w3-0"]
-        left_over = change_worker(
-            trains_on(without(world(), "j-w1-0"), draft, 20.0), "j-w0-0", heartbeat={"state": LauncherState.WARM}
+    def test_whole_replicas_continue_and_other_workers_wait_without_ranks(self) -> None:
+        desired = apply_step(with_lost_workers(build_elastic(replica_ranks=2), "j-w1-0"))
+        assert list_members(desired) == ["j-w2-0", "j-w3-0"]
+        with_left_over = change_worker(
+            with_members_training(with_lost_workers(build_elastic(), "j-w1-0"), desired, 20.0),
+            "j-w0-0",
+            heartbeat={"state": LauncherState.WARM},
         )
-        left_over = change_members(left_over, training={"replica_ranks": 2})
-        assert step(left_over) is left_over.desired
-        both = with_successor(left_over, age=20.0, warm=True)
-        grown = step(trains_on(both, step(both), 1.0))
-        assert seats(grown) == ["j-w2-0", "j-w3-0", "j-w0-0", "j-w1-1"]
+        with_left_over = change_members(with_left_over, training={"replica_ranks": 2})
+        assert apply_step(with_left_over) is with_left_over.desired
+        with_both = with_successor(with_left_over, age=20.0, warm=True)
+        grown = apply_step(with_members_training(with_both, apply_step(with_both), 1.0))
+        assert list_members(grown) == ["j-w2-0", "j-w3-0", "j-w0-0", "j-w1-1"]
 
-    def test_the_least_number_of_workers_is_that_of_whole_replicas(self) -> None:
-        assert len(step(without(world(replica_ranks=2, fewest=3), "j-w1-0")).plan.members) == 4
-        within_workers = step(without(world(replica_ranks=2, each=4), "j-w1-0"))
-        assert seats(within_workers) == ["j-w0-0", "j-w2-0", "j-w3-0"], "each holds two"
-        across = step(without(world(6, replica_ranks=6, fewest=1, each=4), "j-w1-0"))
-        assert seats(across) == ["j-w3-0", "j-w4-0", "j-w5-0"], "three workers hold two"
+    def test_the_minimum_is_rounded_to_whole_replicas(self) -> None:
+        assert (
+            len(apply_step(with_lost_workers(build_elastic(replica_ranks=2, min_replicas=3), "j-w1-0")).plan.members)
+            == 4
+        )
+        within_workers = apply_step(with_lost_workers(build_elastic(replica_ranks=2, ranks_per_worker=4), "j-w1-0"))
+        assert list_members(within_workers) == ["j-w0-0", "j-w2-0", "j-w3-0"], "each worker holds two replicas"
+        across = apply_step(
+            with_lost_workers(build_elastic(6, replica_ranks=6, min_replicas=1, ranks_per_worker=4), "j-w1-0")
+        )
+        assert list_members(across) == ["j-w3-0", "j-w4-0", "j-w5-0"], "three workers hold two replicas"
 
-    def test_shards_in_memory_are_of_no_use_to_another_number_of_ranks(self) -> None:
-        seen = without(world(replica_ranks=2), "j-w1-0")
-        kept = change_members(seen, checkpoint={"snapshot_step": 500})  # 10 steps of 0.1 s after the checkpoint
-        assert len(step(kept).plan.members) == 2
-        dear = replace(kept, metrics=replace(kept.metrics, step_seconds=2.0))
-        assert len(step(dear).plan.members) == 4, "20 s are trained again by all, and 25 s won by half of them"
+    def test_snapshots_in_memory_do_not_serve_another_number_of_ranks(self) -> None:
+        observation = with_lost_workers(build_elastic(replica_ranks=2), "j-w1-0")
+        with_snapshot = change_members(
+            observation, checkpoint={"snapshot_step": 500}
+        )  # 10 steps of 0.1 s after the checkpoint
+        assert len(apply_step(with_snapshot).plan.members) == 2
+        slow_steps = replace(with_snapshot, metrics=replace(with_snapshot.metrics, step_seconds=2.0))
+        assert len(apply_step(slow_steps).plan.members) == 4, "all train 20 s again, and half of them gain 25 s"
 
 
 class TestGrowing:
     """Two of four train."""
 
-    def world(self, **changes: Any) -> Observation:
-        seen = without(world(**changes), "j-w1-0", "j-w2-0")
-        return trains_on(seen, step(seen), START)
+    def build_shrunk(self, **changes: Any) -> Observation:
+        observation = with_lost_workers(build_elastic(**changes), "j-w1-0", "j-w2-0")
+        return with_members_training(observation, apply_step(observation), START)
 
     @pytest.mark.parametrize(
-        ("age", "joins"),
+        ("age", "requests_checkpoint"),
         [
-            (START - 3 * RESTART - 1, True),  # what three train after the restart is more than what two do without
+            (START - 3 * RESTART - 1, True),  # three workers train more after the restart than two do without it
             (START - 3 * RESTART + 1, False),
             (START - 1, False),
-            (START, True),  # late: as long again is expected
+            (START, True),  # late: the same duration is expected again
         ],
     )
-    def test_one_does_not_join_alone_while_the_other_is_expected_soon(self, age: float, joins: bool) -> None:
-        seen = with_successor(self.world(), age=START, warm=True)
-        seen = with_successor(seen, "j-w2-1", age=age)
-        assert (step(seen).plan.checkpoint_request == 1) is joins
+    def test_a_newcomer_waits_for_another_that_is_expected_soon(self, age: float, requests_checkpoint: bool) -> None:
+        observation = with_successor(self.build_shrunk(), age=START, warm=True)
+        observation = with_successor(observation, "j-w2-1", age=age)
+        assert (apply_step(observation).plan.checkpoint_request == 1) is requests_checkpoint
 
-    def test_all_that_are_wanted_join_at_once(self) -> None:
-        seen = with_successor(with_successor(self.world(), warm=True), "j-w2-1", warm=True)
-        asked = step(seen)
-        assert asked.plan.checkpoint_request == 1
-        assert len(step(trains_on(seen, asked, 1.0)).plan.members) == 4
+    def test_all_missing_workers_join_at_once(self) -> None:
+        observation = with_successor(with_successor(self.build_shrunk(), warm=True), "j-w2-1", warm=True)
+        requested = apply_step(observation)
+        assert requested.plan.checkpoint_request == 1
+        assert len(apply_step(with_members_training(observation, requested, 1.0)).plan.members) == 4
 
-    def test_newcomers_that_are_lost_again_and_again_are_waited_with_ever_longer(self) -> None:
-        """One in each half minute, for two hours."""
-        seen, name, grown = world(), "j-w1-0", list[float]()
+    def test_newcomers_that_are_lost_repeatedly_join_after_increasing_waits(self) -> None:
+        """One newcomer in each half minute, for two hours."""
+        observation, name, grown = build_elastic(), "j-w1-0", list[float]()
         for incarnation in range(1, 241):
-            seen = without(seen, name)
-            seen = trains_on(seen, step(seen), START)
+            observation = with_lost_workers(observation, name)
+            observation = with_members_training(observation, apply_step(observation), START)
             name = f"j-w1-{incarnation}"
-            seen = with_successor(seen, name, age=START, warm=True)
-            for _ in ("asks for a checkpoint", "takes it in"):
-                seen = trains_on(seen, step(seen), 0.0)
-            if name in seen.assigned:
-                grown.append(seen.now)
+            observation = with_successor(observation, name, age=START, warm=True)
+            for _ in ("requests a checkpoint", "begins the round"):
+                observation = with_members_training(observation, apply_step(observation), 0.0)
+            if name in observation.assigned:
+                grown.append(observation.now)
         between = [later - earlier for earlier, later in pairwise(grown)]
         assert between[:3] == [30.0, 60.0, 120.0]
-        assert set(between[3:]) == {120.0}, "a job is not left with fewer for ever"
+        assert set(between[3:]) == {120.0}, "a job does not stay smaller indefinitely"
 
 
-def test_as_many_as_hold_whole_replicas() -> None:
-    assert [elastic_scaling.round_to_whole_replicas(world(8, replica_ranks=3, fewest=1), n) for n in range(9)] == [
+def test_workers_are_rounded_down_to_whole_replicas() -> None:
+    assert [
+        elastic_scaling.round_to_whole_replicas(build_elastic(8, replica_ranks=3, min_replicas=1), n) for n in range(9)
+    ] == [
         0,
         0,
         0,
@@ -237,4 +262,4 @@ def test_as_many_as_hold_whole_replicas() -> None:
         6,
         8,
     ]
-    assert elastic_scaling.round_to_whole_replicas(world(8, replica_ranks=None), 5) == 5
+    assert elastic_scaling.round_to_whole_replicas(build_elastic(8, replica_ranks=None), 5) == 5

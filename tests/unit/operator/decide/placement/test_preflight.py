@@ -1,4 +1,4 @@
-"""What a job does about nodes that are looked at before ranks start there."""
+"""How a job uses the checks of nodes before ranks start there."""
 
 from __future__ import annotations
 
@@ -17,182 +17,196 @@ from pacekeeper_operator.state.effect_results import NodeCheck, QuarantineDecisi
 from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import NOW, build_fresh, build_job, build_policy, build_training, with_pods
 
-WANTED = PreflightSpec(enabled=True)
+ENABLED = PreflightSpec(enabled=True)
 
 
-def placed(replicas: int = 2, spares: int = 0, spec: PreflightSpec = WANTED) -> Observation:
-    """All workers have their nodes and are warm; no rank has begun."""
-    world = build_fresh(job=build_job(replicas, spares, preflight=spec))
-    world = world.with_desired(workforce.update_workforce(world, build_policy()))
-    world = with_pods(world.with_desired(workforce.update_workforce(world, build_policy())), state=LauncherState.WARM)
-    return world.with_desired(workforce.update_workforce(world, build_policy()))
+def build_placed(replicas: int = 2, spares: int = 0, spec: PreflightSpec = ENABLED) -> Observation:
+    """Build a job whose workers are all placed and warm; no rank has started."""
+    observation = build_fresh(job=build_job(replicas, spares, preflight=spec))
+    observation = observation.with_desired(workforce.update_workforce(observation, build_policy()))
+    observation = with_pods(
+        observation.with_desired(workforce.update_workforce(observation, build_policy())), state=LauncherState.WARM
+    )
+    return observation.with_desired(workforce.update_workforce(observation, build_policy()))
 
 
-def checked(world: Observation, passed: bool | None = True, *nodes: str, at: float = NOW) -> Observation:
-    """These nodes have been looked at; none named: all that workers are on."""
-    names = nodes or tuple(view.node for view in world.workers)
-    found = {world.cluster_view.nodes[name].uid: NodeCheck(at, passed, "slow: its cores") for name in names}
-    return replace(world, node_checks={**world.node_checks, **found})
+def with_checks(observation: Observation, passed: bool | None = True, *nodes: str, time: float = NOW) -> Observation:
+    """Return the observation with checks of these nodes; by default, of all nodes of workers."""
+    names = nodes or tuple(view.node for view in observation.workers)
+    found = {observation.cluster_view.nodes[name].uid: NodeCheck(time, passed, "slow: its cores") for name in names}
+    return replace(observation, node_checks={**observation.node_checks, **found})
 
 
-def stepped(world: Observation, **rules: object) -> Observation:
-    return world.with_desired(preflight.apply_preflight(world, build_policy(**rules)))
+def apply_step(observation: Observation, **policy: object) -> Observation:
+    return observation.with_desired(preflight.apply_preflight(observation, build_policy(**policy)))
 
 
-def founded(world: Observation) -> bool:
-    return bool(membership.update_membership(world, build_policy()).plan.members)
+def has_members(observation: Observation) -> bool:
+    return bool(membership.update_membership(observation, build_policy()).plan.members)
 
 
-def looks(world: Observation) -> list[CheckNodes]:
-    return [effect for effect in list_effects(world, build_policy(), {}) if isinstance(effect, CheckNodes)]
+def list_checks(observation: Observation) -> list[CheckNodes]:
+    return [effect for effect in list_effects(observation, build_policy(), {}) if isinstance(effect, CheckNodes)]
 
 
-def condition(world: Observation) -> tuple[str, str, str]:
-    said = status.build_job_status(world, build_policy(), JobStatus()).conditions
-    return next((c.status, c.reason, c.message) for c in said if c.type == JobCondition.PREFLIGHT)
+def find_condition(observation: Observation) -> tuple[str, str, str]:
+    conditions = status.build_job_status(observation, build_policy(), JobStatus()).conditions
+    return next(
+        (condition.status, condition.reason, condition.message)
+        for condition in conditions
+        if condition.type == JobCondition.PREFLIGHT
+    )
 
 
 class TestBeforeTheStart:
-    def test_without_the_wish_nothing_is_looked_at_or_waited_for(self) -> None:
-        world = stepped(placed(spec=PreflightSpec()))
-        assert founded(world)
-        assert not looks(world)
+    def test_without_preflight_no_node_is_checked_or_awaited(self) -> None:
+        observation = apply_step(build_placed(spec=PreflightSpec()))
+        assert has_members(observation)
+        assert not list_checks(observation)
         assert not any(
-            c.type == JobCondition.PREFLIGHT
-            for c in status.build_job_status(world, build_policy(), JobStatus()).conditions
+            condition.type == JobCondition.PREFLIGHT
+            for condition in status.build_job_status(observation, build_policy(), JobStatus()).conditions
         )
 
     def test_ranks_wait_until_all_nodes_have_passed(self) -> None:
-        world = stepped(placed())
-        assert not founded(world)
-        (look,) = looks(world)
-        assert [name for name, _ in look.nodes] == sorted(view.node for view in world.workers)
-        assert condition(world)[:2] == ("Unknown", "Probing")
-        one = checked(world, True, world.workers[0].node)
-        assert not founded(one)
-        assert len(looks(one)[0].nodes) == 1
-        done = stepped(checked(world))
-        assert founded(done)
-        assert not looks(done)
-        assert done.state.preflight.started_at is None
-        assert condition(done)[:2] == ("True", "NodesPassed")
+        observation = apply_step(build_placed())
+        assert not has_members(observation)
+        (check,) = list_checks(observation)
+        assert [name for name, _ in check.nodes] == sorted(view.node for view in observation.workers)
+        assert find_condition(observation)[:2] == ("Unknown", "Probing")
+        partly_checked = with_checks(observation, True, observation.workers[0].node)
+        assert not has_members(partly_checked)
+        assert len(list_checks(partly_checked)[0].nodes) == 1
+        all_checked = apply_step(with_checks(observation))
+        assert has_members(all_checked)
+        assert not list_checks(all_checked)
+        assert all_checked.state.preflight.started_at is None
+        assert find_condition(all_checked)[:2] == ("True", "NodesPassed")
 
-    def test_nobody_is_looked_at_before_all_have_a_node(self) -> None:
-        world = placed()
-        lone = replace(world.workers[0], pod=None)
-        assert not looks(stepped(replace(world, workers=(lone, *world.workers[1:]))))
+    def test_no_node_is_checked_before_all_workers_are_placed(self) -> None:
+        observation = build_placed()
+        without_pod = replace(observation.workers[0], pod=None)
+        assert not list_checks(apply_step(replace(observation, workers=(without_pod, *observation.workers[1:]))))
 
-    def test_what_is_not_found_out_in_time_does_not_hold_the_job_up(self) -> None:
-        world = stepped(placed())
-        assert world.state.preflight.started_at == NOW
-        assert not founded(replace(world, now=NOW + 299))
-        late = replace(world, now=NOW + 300)
-        assert founded(late)
-        assert condition(late)[:2] == ("Unknown", "Inconclusive")
+    def test_the_job_starts_if_checks_take_too_long(self) -> None:
+        observation = apply_step(build_placed())
+        assert observation.state.preflight.started_at == NOW
+        assert not has_members(replace(observation, now=NOW + 299))
+        late = replace(observation, now=NOW + 300)
+        assert has_members(late)
+        assert find_condition(late)[:2] == ("Unknown", "Inconclusive")
 
-    def test_an_answer_that_says_nothing_does_not_hold_it_up_either(self) -> None:
-        world = stepped(checked(placed(), None))
-        assert founded(world)
-        assert condition(world)[:2] == ("Unknown", "Inconclusive")
+    def test_the_job_starts_after_inconclusive_checks(self) -> None:
+        observation = apply_step(with_checks(build_placed(), None))
+        assert has_members(observation)
+        assert find_condition(observation)[:2] == ("Unknown", "Inconclusive")
 
-    def test_what_was_found_long_before_the_worker_was_made_is_nothing(self) -> None:
-        world = placed()
-        made = max(view.pod.created_at for view in world.workers if view.pod)
-        assert founded(stepped(checked(world, at=made - 86400.0)))
-        assert not founded(stepped(checked(world, at=made - 86401.0)))
-        assert not founded(stepped(checked(world, None, at=made - preflight.UNKNOWN_CHECK_TTL_SECONDS - 1)))
+    def test_checks_from_long_before_the_worker_are_ignored(self) -> None:
+        observation = build_placed()
+        created_at = max(view.pod.created_at for view in observation.workers if view.pod)
+        assert has_members(apply_step(with_checks(observation, time=created_at - 86400.0)))
+        assert not has_members(apply_step(with_checks(observation, time=created_at - 86401.0)))
+        assert not has_members(
+            apply_step(with_checks(observation, None, time=created_at - preflight.UNKNOWN_CHECK_TTL_SECONDS - 1))
+        )
 
-    def test_an_operator_that_finds_the_job_training_repeats_what_was_said(self) -> None:
-        world = build_training(2, 0, job=build_job(2, 0, preflight=WANTED))
-        said = ConditionStatus("Preflight", "Unknown", "Inconclusive", "node-1: no image")
-        told = status.build_job_status(world, build_policy(), JobStatus(conditions=(said,))).conditions
-        assert [(c.status, c.reason, c.message) for c in told if c.type == "Preflight"] == [
-            ("Unknown", "Inconclusive", "node-1: no image")
-        ]
+    def test_an_operator_that_finds_the_job_training_repeats_the_condition(self) -> None:
+        observation = build_training(2, 0, job=build_job(2, 0, preflight=ENABLED))
+        before = ConditionStatus("Preflight", "Unknown", "Inconclusive", "node-1: no image")
+        conditions = status.build_job_status(observation, build_policy(), JobStatus(conditions=(before,))).conditions
+        assert [
+            (condition.status, condition.reason, condition.message)
+            for condition in conditions
+            if condition.type == "Preflight"
+        ] == [("Unknown", "Inconclusive", "node-1: no image")]
 
 
-class TestANodeThatFails:
-    def test_its_workers_go_elsewhere_and_the_probe_is_the_witness_against_it(self) -> None:
-        world = placed()
-        bad = world.workers[0].node
-        after = stepped(checked(checked(world), False, bad))
-        given_up = [w.name for w in after.state.placement.workers if w.leaving]
-        assert given_up == [view.name for view in world.workers if view.node == bad]
-        assert preflight.list_failed_nodes(after) == (bad,)
-        (wanted,) = after.state.incidents.quarantine_requests
-        assert (wanted.node, wanted.witness, wanted.uid) == (bad, Witness.PROBE, world.cluster_view.nodes[bad].uid)
-        assert not founded(after)
-        assert condition(after)[:2] == ("False", "NodesFailed")
+class TestFailedNode:
+    def test_workers_of_a_failed_node_are_replaced_and_the_probe_is_the_witness(self) -> None:
+        observation = build_placed()
+        failed_node = observation.workers[0].node
+        after = apply_step(with_checks(with_checks(observation), False, failed_node))
+        leaving = [worker.name for worker in after.state.placement.workers if worker.leaving]
+        assert leaving == [view.name for view in observation.workers if view.node == failed_node]
+        assert preflight.list_failed_nodes(after) == (failed_node,)
+        (request,) = after.state.incidents.quarantine_requests
+        assert (request.node, request.witness, request.uid) == (
+            failed_node,
+            Witness.PROBE,
+            observation.cluster_view.nodes[failed_node].uid,
+        )
+        assert not has_members(after)
+        assert find_condition(after)[:2] == ("False", "NodesFailed")
         replaced = after.with_desired(workforce.update_workforce(after, build_policy()))
-        wants = list_effects(replaced, build_policy(), {})
-        assert [effect.avoid for effect in wants if isinstance(effect, CreatePod)] == [(bad,)]
-        assert any(isinstance(effect, RequestQuarantine) for effect in wants)
+        effects = list_effects(replaced, build_policy(), {})
+        assert [effect.avoid for effect in effects if isinstance(effect, CreatePod)] == [(failed_node,)]
+        assert any(isinstance(effect, RequestQuarantine) for effect in effects)
 
-    def test_two_workers_on_it_both_go(self) -> None:
-        world = placed()
-        node = world.workers[0].node
-        both = tuple(replace(view, pod=replace(view.pod, node=node)) for view in world.workers if view.pod)
-        after = stepped(checked(replace(world, workers=both), False))
+    def test_both_workers_of_a_failed_node_are_replaced(self) -> None:
+        observation = build_placed()
+        node = observation.workers[0].node
+        workers = tuple(replace(view, pod=replace(view.pod, node=node)) for view in observation.workers if view.pod)
+        after = apply_step(with_checks(replace(observation, workers=workers), False))
         assert all(worker.leaving for worker in after.state.placement.workers)
         assert len(after.state.preflight.avoided_nodes) == len(after.state.incidents.quarantine_requests) == 1
 
-    def test_a_verdict_ends_the_suspicion_and_the_node_stays_avoided(self) -> None:
-        world = stepped(checked(placed(), False))
-        rulings = {
-            w.node_key: QuarantineDecision(QuarantineVerdict.QUARANTINED, "held")
-            for w in world.state.incidents.quarantine_requests
+    def test_a_decision_ends_the_request_and_the_node_stays_avoided(self) -> None:
+        observation = apply_step(with_checks(build_placed(), False))
+        decisions = {
+            worker.node_key: QuarantineDecision(QuarantineVerdict.QUARANTINED, "held")
+            for worker in observation.state.incidents.quarantine_requests
         }
-        after = evaluate_job(replace(world, quarantine_decisions=rulings), build_policy()).desired
+        after = evaluate_job(replace(observation, quarantine_decisions=decisions), build_policy()).desired
         assert not after.state.incidents.quarantine_requests
         assert after.state.preflight.avoided_nodes
 
-    def test_where_nothing_may_be_done_it_is_only_said(self) -> None:
-        only_told = stepped(checked(placed(), False), paused="by a person")
-        assert not only_told.state.preflight.avoided_nodes
-        assert not any(worker.leaving for worker in only_told.state.placement.workers)
-        unblamed = stepped(checked(placed(), False), allow=frozenset(Remedy) - {Remedy.QUARANTINE_NODE})
+    def test_no_action_is_taken_in_a_pause_or_if_not_allowed(self) -> None:
+        unchanged = apply_step(with_checks(build_placed(), False), paused="by a person")
+        assert not unchanged.state.preflight.avoided_nodes
+        assert not any(worker.leaving for worker in unchanged.state.placement.workers)
+        unblamed = apply_step(with_checks(build_placed(), False), allow=frozenset(Remedy) - {Remedy.QUARANTINE_NODE})
         assert unblamed.state.preflight.avoided_nodes
         assert not unblamed.state.incidents.quarantine_requests
 
-    def test_where_there_is_no_room_without_it_the_job_takes_it(self) -> None:
-        world = stepped(checked(placed(), False))
-        crowded = world.with_desired(world.desired.with_placement(attempts=1))
-        again = checked(placed(), False).with_desired(
-            placed()
-            .desired.with_preflight(avoided_nodes=crowded.state.preflight.avoided_nodes)
+    def test_a_failed_node_is_used_if_there_is_no_other_room(self) -> None:
+        observation = apply_step(with_checks(build_placed(), False))
+        without_room = observation.with_desired(observation.desired.with_placement(attempts=1))
+        second_attempt = with_checks(build_placed(), False).with_desired(
+            build_placed()
+            .desired.with_preflight(avoided_nodes=without_room.state.preflight.avoided_nodes)
             .with_placement(attempts=1)
         )
-        after = stepped(again)
+        after = apply_step(second_attempt)
         assert preflight.list_failed_nodes(after) == ()
-        assert founded(after)
-        assert "for lack of other nodes" in condition(after)[2]
+        assert has_members(after)
+        assert "for lack of other nodes" in find_condition(after)[2]
 
-    def test_it_is_forgotten_in_time(self) -> None:
-        world = stepped(checked(placed(), False))
-        assert stepped(replace(world, now=NOW + 86399)).state.preflight.avoided_nodes
-        assert not stepped(replace(world, now=NOW + 86401)).state.preflight.avoided_nodes
+    def test_an_avoided_node_expires(self) -> None:
+        observation = apply_step(with_checks(build_placed(), False))
+        assert apply_step(replace(observation, now=NOW + 86399)).state.preflight.avoided_nodes
+        assert not apply_step(replace(observation, now=NOW + 86401)).state.preflight.avoided_nodes
 
-    def test_it_is_written_down(self) -> None:
-        draft = stepped(checked(placed(), False)).desired
-        assert state_codec.decode_state(state_codec.encode_state(draft, "j"), "j").desired == draft
+    def test_preflight_state_survives_encoding_and_decoding(self) -> None:
+        desired = apply_step(with_checks(build_placed(), False)).desired
+        assert state_codec.decode_state(state_codec.encode_state(desired, "j"), "j").desired == desired
 
 
-class TestASpare:
-    def test_it_takes_no_ranks_before_its_node_has_passed(self) -> None:
-        world = build_training(2, 1, job=build_job(2, 1, preflight=WANTED))
-        lost = world.with_desired(
-            world.desired.with_worker(replace(world.workers[0].record, leaving="lost", dead=True))
+class TestSpare:
+    def test_a_spare_takes_no_ranks_before_its_node_has_passed(self) -> None:
+        observation = build_training(2, 1, job=build_job(2, 1, preflight=ENABLED))
+        lost = observation.with_desired(
+            observation.desired.with_worker(replace(observation.workers[0].record, leaving="lost", dead=True))
         )
-        waiting = stepped(lost)
-        assert [effect.nodes for effect in looks(waiting)] == [(("node-2", "node-uid-2"),)]
+        waiting = apply_step(lost)
+        assert [effect.nodes for effect in list_checks(waiting)] == [(("node-2", "node-uid-2"),)]
         members = membership.update_membership(waiting, build_policy()).plan.members
         assert "j-w2-0" not in {member.worker for member in members}
-        ready = stepped(checked(waiting, True, "node-2"))
+        ready = apply_step(with_checks(waiting, True, "node-2"))
         assert "j-w2-0" in {
             member.worker for member in membership.update_membership(ready, build_policy()).plan.members
         }
 
-    def test_members_are_left_alone(self) -> None:
-        world = build_training(2, 1, job=build_job(2, 1, preflight=WANTED))
-        after = stepped(checked(world, False))
+    def test_members_stay_if_their_node_fails(self) -> None:
+        observation = build_training(2, 1, job=build_job(2, 1, preflight=ENABLED))
+        after = apply_step(with_checks(observation, False))
         assert [worker.name for worker in after.state.placement.workers if worker.leaving] == ["j-w2-0"]

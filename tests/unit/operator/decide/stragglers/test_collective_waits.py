@@ -1,4 +1,4 @@
-"""What the ranks' collectives add to a slow job's diagnosis: a second witness, a veto where ranks differ by nature."""
+"""What collectives add to the diagnosis of a slow job: a second witness, or a veto if ranks differ by design."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ from testing.training.nested_ranks import NestedRanks
 STEPS = 12
 
 
-def windows(own: Sequence[float], step_seconds: float) -> tuple[RankWindow, ...]:
+def build_windows(own_seconds: Sequence[float], step_seconds: float) -> tuple[RankWindow, ...]:
     steps = tuple(range(STEPS))
     return tuple(
         RankWindow(rank, steps, (step_seconds,) * STEPS, (seconds,) * STEPS, (8,) * STEPS)
-        for rank, seconds in enumerate(own)
+        for rank, seconds in enumerate(own_seconds)
     )
 
 
-def asked(told: tuple[Evidence, ...], own: Sequence[float], step_seconds: float) -> tuple[Observation, Diagnosis]:
-    of_ranks = windows(own, step_seconds)
-    evidence = tuple(replace(each, windows=of_ranks[4 * at : 4 * at + 4]) for at, each in enumerate(told))
-    found = strategies.diagnose_bottleneck(of_ranks, 1.1)
-    assert found is not None
-    return replace(build_training(), evidence=evidence), found
+def build_with_evidence(
+    collectives: tuple[Evidence, ...], own_seconds: Sequence[float], step_seconds: float
+) -> tuple[Observation, Diagnosis]:
+    windows = build_windows(own_seconds, step_seconds)
+    evidence = tuple(
+        replace(answer, windows=windows[4 * index : 4 * index + 4]) for index, answer in enumerate(collectives)
+    )
+    diagnosis = strategies.diagnose_bottleneck(windows, 1.1)
+    assert diagnosis is not None
+    return replace(build_training(), evidence=evidence), diagnosis
 
 
-def pipeline(own: Sequence[float]) -> tuple[Evidence, ...]:
-    """Two stages (ranks 0, 1 and 2, 3) of two replicas, with so many seconds of work each."""
+def build_pipeline(own_seconds: Sequence[float]) -> tuple[Evidence, ...]:
+    """Build evidence of two stages (ranks 0, 1 and 2, 3) of two replicas, with these seconds of work."""
     job = NestedRanks((2, 2))
     for _ in range(STEPS):
         job.begin_step()
         for stage, ends in (((1, 1, 0, 0), (0, 1)), ((0, 0, 1, 1), (1, 0))):
-            job.work(np.array(own) * stage)
+            job.work(np.array(own_seconds) * stage)
             for replica in range(2):
                 source, destination = (end * 2 + replica for end in ends)
                 job.enter_collective((source, destination), collectives=(Collective.SEND, Collective.RECV))
@@ -51,39 +55,39 @@ def pipeline(own: Sequence[float]) -> tuple[Evidence, ...]:
 
 
 def test_a_stage_with_more_layers_than_the_others_is_no_straggler() -> None:
-    own = (0.02, 0.02, 0.04, 0.04)
-    observation, found = asked(pipeline(own), own, 0.064)
-    assert found.bottleneck is Bottleneck.COMPUTE, "by the ranks' own work alone"
-    assert not collective_waits.is_holding_up_peers(observation, found, 2)
-    assert not collective_waits.is_holding_up_peers(observation, found, 3)
+    own_seconds = (0.02, 0.02, 0.04, 0.04)
+    observation, diagnosis = build_with_evidence(build_pipeline(own_seconds), own_seconds, 0.064)
+    assert diagnosis.bottleneck is Bottleneck.COMPUTE, "by the own work of ranks alone"
+    assert not collective_waits.is_holding_up_peers(observation, diagnosis, 2)
+    assert not collective_waits.is_holding_up_peers(observation, diagnosis, 3)
     slow = (0.02, 0.02, 0.04, 0.05)
-    observation, found = asked(pipeline(slow), slow, 0.074)
-    assert collective_waits.is_holding_up_peers(observation, found, 3)
-    assert not collective_waits.is_holding_up_peers(observation, found, 2)
+    observation, diagnosis = build_with_evidence(build_pipeline(slow), slow, 0.074)
+    assert collective_waits.is_holding_up_peers(observation, diagnosis, 3)
+    assert not collective_waits.is_holding_up_peers(observation, diagnosis, 2)
 
 
-def test_who_is_slow_in_a_flat_job_is_confirmed_by_who_waits_for_it() -> None:
-    own = (0.02, 0.02, 0.03, 0.02)
+def test_a_slow_rank_in_a_flat_job_is_confirmed_by_the_waits_of_its_peers() -> None:
+    own_seconds = (0.02, 0.02, 0.03, 0.02)
     job = NestedRanks((4,))
     for _ in range(STEPS):
         job.begin_step()
-        job.work(np.array(own))
+        job.work(np.array(own_seconds))
         job.run_collective(0)
-    observation, found = asked(job.build_evidence(), own, 0.031)
-    assert collective_waits.is_holding_up_peers(observation, found, 2)
-    said = collective_waits.build_wait_finding(observation, found, 2)
-    assert (said.fault, said.culprit) == (FaultClass.UNKNOWN, "rank 2")
-    assert {witness.kind: witness.message for witness in said.signals}[SignalKind.WAITS] == (
+    observation, diagnosis = build_with_evidence(job.build_evidence(), own_seconds, 0.031)
+    assert collective_waits.is_holding_up_peers(observation, diagnosis, 2)
+    finding = collective_waits.build_wait_finding(observation, diagnosis, 2)
+    assert (finding.fault, finding.culprit) == (FaultClass.UNKNOWN, "rank 2")
+    assert {witness.kind: witness.message for witness in finding.signals}[SignalKind.WAITS] == (
         "each of its peers waits for rank 2 for 32% of a step, passed on through its groups"
     )
 
 
-def test_without_collectives_the_windows_say_who_waits() -> None:
-    own = (0.02, 0.02, 0.03, 0.02)
-    observation, found = asked((), own, 0.031)
-    assert collective_waits.is_holding_up_peers(observation, found, 2)
-    words = [witness.message for witness in collective_waits.build_wait_finding(observation, found, 2).signals]
-    assert words[1] == "the ranks wait for each other 0.001 s to 0.011 s of a step, rank 2 0.001 s"
+def test_without_collectives_the_windows_show_the_waits() -> None:
+    own_seconds = (0.02, 0.02, 0.03, 0.02)
+    observation, diagnosis = build_with_evidence((), own_seconds, 0.031)
+    assert collective_waits.is_holding_up_peers(observation, diagnosis, 2)
+    messages = [witness.message for witness in collective_waits.build_wait_finding(observation, diagnosis, 2).signals]
+    assert messages[1] == "the ranks wait for each other 0.001 s to 0.011 s of a step, rank 2 0.001 s"
     assert collective_waits.find_slow_groups(observation) is None
 
 
@@ -95,8 +99,8 @@ def test_a_group_with_slow_transfers_is_named() -> None:
         job.run_collective(1, slow=lambda ranks: 2.0 if tuple(ranks) == (2, 3) else 1.0)
         job.work(np.where(np.arange(4) < 2, 0.001, 0.0))
         job.run_collective(0)
-    observation, _ = asked(job.build_evidence(), (0.02,) * 4, 0.024)
-    found = collective_waits.find_slow_groups(observation)
-    assert found is not None
-    assert (found.fault, found.culprit) == (FaultClass.NETWORK, "links of ranks 2-3")
-    assert found.signals[0].message == "ALL_REDUCE of ranks 2-3 takes 2.00 × as long as in groups like it"
+    observation, _ = build_with_evidence(job.build_evidence(), (0.02,) * 4, 0.024)
+    finding = collective_waits.find_slow_groups(observation)
+    assert finding is not None
+    assert (finding.fault, finding.culprit) == (FaultClass.NETWORK, "links of ranks 2-3")
+    assert finding.signals[0].message == "ALL_REDUCE of ranks 2-3 takes 2.00 × as long as in groups like it"

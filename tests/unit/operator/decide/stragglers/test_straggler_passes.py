@@ -1,4 +1,4 @@
-"""A straggler from suspicion to remedy, over several passes."""
+"""A straggler from detection to remedy, over several passes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from testing.operators.observations import (
 STEPS = tuple(range(468, 500))
 
 
-def windows(
-    request: str, slow: float, shares: tuple[int, ...], steered: bool = True, grain: int = 1
+def build_windows(
+    request: str, slow: float, shares: tuple[int, ...], managed: bool = True, granularity: int = 1
 ) -> tuple[Evidence, ...]:
-    """Of four ranks of 10 ms a sample; rank 2 takes `slow` times as long."""
+    """Build windows of four ranks of 10 ms a sample; rank 2 takes `slow` times as long."""
     costs = [0.010 * (slow if rank == 2 else 1.0) for rank in range(4)]
     seconds = [cost * share for cost, share in zip(costs, shares, strict=True)]
     return build_evidence(
@@ -45,326 +45,350 @@ def windows(
                 STEPS,
                 (max(seconds),) * 32,
                 (seconds[rank],) * 32,
-                (shares[rank] if steered else 0,) * 32,
-                share_granularity=grain,
+                (shares[rank] if managed else 0,) * 32,
+                share_granularity=granularity,
             )
             for rank in range(4)
         ),
     )
 
 
-def suspicious(pace: float = 2.0, **changes: object) -> Observation:
-    world = build_training(**changes)  # type: ignore[arg-type]
-    return replace(world, metrics=replace(world.metrics, slowdown=1.6, relative_time=pace))
+def build_slow(relative_time: float = 2.0, **changes: object) -> Observation:
+    observation = build_training(**changes)  # type: ignore[arg-type]
+    return replace(observation, metrics=replace(observation.metrics, slowdown=1.6, relative_time=relative_time))
 
 
-def next_pass(thought: PassResult, world: Observation, seconds: float = 1.0, **changes: object) -> Observation:
-    return replace(world.with_desired(thought.desired), now=world.now + seconds, **changes)  # type: ignore[arg-type]
+def with_result(result: PassResult, observation: Observation, seconds: float = 1.0, **changes: object) -> Observation:
+    return replace(observation.with_desired(result.desired), now=observation.now + seconds, **changes)  # type: ignore[arg-type]
 
 
-def judged(slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), steered: bool = True, grain: int = 1) -> PassResult:
-    return answered(
-        change_members(suspicious(pace=slow), training={"managed": steered}), slow, shares, steered, grain=grain
+def evaluate_slow_rank(
+    slow: float, shares: tuple[int, ...] = (8, 8, 8, 8), managed: bool = True, granularity: int = 1
+) -> PassResult:
+    return evaluate_with_answers(
+        change_members(build_slow(relative_time=slow), training={"managed": managed}),
+        slow,
+        shares,
+        managed,
+        granularity=granularity,
     )
 
 
-def answered(
-    world: Observation,
+def evaluate_with_answers(
+    observation: Observation,
     slow: float,
     shares: tuple[int, ...] = (8, 8, 8, 8),
-    steered: bool = True,
-    watching: bool = False,
-    grain: int = 1,
+    managed: bool = True,
+    recommend_only: bool = False,
+    granularity: int = 1,
 ) -> PassResult:
-    """After the pass that asks for evidence, and the one that has it. watching: in mode Recommend."""
-    rules = build_policy(mode=RemediationMode.RECOMMEND) if watching else build_policy()
-    asked = evaluate_job(world, rules)
-    evidence = windows(asked.desired.plan.evidence_request, slow, shares, steered, grain)
-    return evaluate_job(next_pass(asked, world, evidence=evidence), rules)
+    """Run the pass that requests evidence, and the one that receives it. `recommend_only`: in mode Recommend."""
+    policy = build_policy(mode=RemediationMode.RECOMMEND) if recommend_only else build_policy()
+    requesting = evaluate_job(observation, policy)
+    evidence = build_windows(requesting.desired.plan.evidence_request, slow, shares, managed, granularity)
+    return evaluate_job(with_result(requesting, observation, evidence=evidence), policy)
 
 
-def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
-    thought = evaluate_job(suspicious(), build_policy())
-    assert thought.desired.plan.evidence_request
-    assert thought.desired.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
-    assert not list_decisions(thought)
+def test_a_slow_rank_in_the_metrics_leads_to_a_request_not_a_decision() -> None:
+    result = evaluate_job(build_slow(), build_policy())
+    assert result.desired.plan.evidence_request
+    assert result.desired.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
+    assert not list_decisions(result)
 
 
-def test_many_ranks_tell_of_their_collectives_with_the_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_report_collectives_with_the_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_waits, "FIRST_REQUEST_MAX_RANKS", 3)
-    asked = evaluate_job(suspicious(), build_policy())
-    assert asked.desired.plan.evidence_parts == (EvidencePart.WINDOWS,)
-    again = evaluate_job(next_pass(asked, suspicious(), 30.0), build_policy())
-    assert again.desired.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
+    requesting = evaluate_job(build_slow(), build_policy())
+    assert requesting.desired.plan.evidence_parts == (EvidencePart.WINDOWS,)
+    repeated = evaluate_job(with_result(requesting, build_slow(), 30.0), build_policy())
+    assert repeated.desired.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
 
 
-def test_two_kinds_of_witnesses_speak_against_a_slow_rank() -> None:
-    (incident,) = judged(2.0).desired.state.incidents.current
+def test_a_slow_rank_has_two_kinds_of_signals() -> None:
+    (incident,) = evaluate_slow_rank(2.0).desired.state.incidents.current
     assert incident.finding is not None
     assert incident.finding.culprit == "rank 2"
     assert set(incident.finding.signal_kinds) == {SignalKind.TIMES, SignalKind.WAITS}
 
 
-def test_a_rank_that_nobody_waits_for_is_no_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one of a stage that has more to do than the others."""
+def test_a_rank_for_which_no_peer_waits_is_no_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example is a rank of a pipeline stage with more work than the others."""
     monkeypatch.setattr(collective_waits, "is_holding_up_peers", lambda *_: False)
-    assert not list_decisions(judged(2.0))
+    assert not list_decisions(evaluate_slow_rank(2.0))
 
 
-def test_half_the_speed_is_mended_by_shares_on_the_fly() -> None:
-    thought = judged(2.0)
-    shares = thought.desired.plan.shares
+def test_a_rank_at_half_speed_gets_fewer_samples_without_a_new_round() -> None:
+    result = evaluate_slow_rank(2.0)
+    shares = result.desired.plan.shares
     assert shares is not None
     assert sum(shares) == 32
     assert shares[2] <= 5
-    assert thought.desired.plan.membership == 1
-    (incident,) = thought.desired.state.incidents.current
+    assert result.desired.plan.membership == 1
+    (incident,) = result.desired.state.incidents.current
     assert (incident.rank, incident.remedy, incident.live) == (2, Remedy.REBALANCE, True)
     assert {price.name for price in incident.remedies} == {"Rebalance", "LocalSGD", "ReplaceWorker"}
     assert any("S_w: rank 2 1.60" in sentence for sentence in incident.evidence), incident.evidence
-    assert thought.desired.plan.evidence_request == ""
+    assert result.desired.plan.evidence_request == ""
 
 
 def test_a_script_with_static_shapes_gets_shares_in_whole_microbatches() -> None:
-    shares = judged(2.0, grain=2).desired.plan.shares
+    shares = evaluate_slow_rank(2.0, granularity=2).desired.plan.shares
     assert shares is not None
     assert sorted(shares) == [4, 8, 10, 10]
     assert shares[2] == 4
 
 
-def test_what_shares_have_mended_raises_no_new_suspicion() -> None:
-    world = suspicious(spares=0)
-    thought = answered(world, 2.0)
-    later = next_pass(thought, world, 30.0, metrics=replace(world.metrics, relative_time=2.1))
+def test_a_rebalanced_straggler_begins_no_new_investigation() -> None:
+    observation = build_slow(spares=0)
+    result = evaluate_with_answers(observation, 2.0)
+    later = with_result(result, observation, 30.0, metrics=replace(observation.metrics, relative_time=2.1))
     assert not evaluate_job(later, build_policy()).desired.plan.evidence_request
-    worse = replace(later, metrics=replace(world.metrics, relative_time=3.0))
-    assert evaluate_job(worse, build_policy()).desired.plan.evidence_request
+    slower = replace(later, metrics=replace(observation.metrics, relative_time=3.0))
+    assert evaluate_job(slower, build_policy()).desired.plan.evidence_request
 
 
-def test_a_broken_rank_beyond_shares_is_replaced_by_a_checkpoint_that_is_asked_for() -> None:
-    world = suspicious(pace=4.0)
-    replaced = judged(4.0)
+def test_a_very_slow_rank_is_replaced_after_a_requested_checkpoint() -> None:
+    observation = build_slow(relative_time=4.0)
+    replaced = evaluate_slow_rank(4.0)
     (incident,) = replaced.desired.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.desired.plan.checkpoint_request == 1
     assert replaced.desired.plan.members[2].worker == "j-w2-0"
-    done = evaluate_job(change_members(next_pass(replaced, world), checkpoint={"request": 1}), build_policy())
-    assert done.desired.plan.members[2].worker == "j-w4-0"
-    assert done.desired.plan.shares is None
+    final = evaluate_job(change_members(with_result(replaced, observation), checkpoint={"request": 1}), build_policy())
+    assert final.desired.plan.members[2].worker == "j-w4-0"
+    assert final.desired.plan.shares is None
 
 
-def test_a_broken_rank_gets_shares_where_there_is_no_spare() -> None:
-    thought = answered(suspicious(pace=4.0, spares=0), 4.0)
-    (incident,) = thought.desired.state.incidents.current
+def test_a_very_slow_rank_gets_fewer_samples_if_there_is_no_spare() -> None:
+    result = evaluate_with_answers(build_slow(relative_time=4.0, spares=0), 4.0)
+    (incident,) = result.desired.state.incidents.current
     assert incident.remedy is Remedy.REBALANCE
-    assert thought.desired.plan.shares is not None
+    assert result.desired.plan.shares is not None
 
 
-def test_a_rank_whose_shares_turn_out_too_little_is_replaced_in_the_same_incident() -> None:
-    world, thought = suspicious(), judged(2.0)
-    worse = replace(world, metrics=replace(world.metrics, relative_time=4.0))
-    again = evaluate_job(next_pass(thought, worse, 6.0), build_policy())
-    assert again.desired.plan.evidence_request
-    assert thought.desired.plan.shares is not None
-    evidence = windows(again.desired.plan.evidence_request, 4.0, thought.desired.plan.shares)
-    replaced = evaluate_job(next_pass(again, worse, 20.0, evidence=evidence), build_policy())
+def test_a_rank_for_which_shares_do_not_suffice_is_replaced_in_the_same_incident() -> None:
+    observation, result = build_slow(), evaluate_slow_rank(2.0)
+    slower = replace(observation, metrics=replace(observation.metrics, relative_time=4.0))
+    repeated = evaluate_job(with_result(result, slower, 6.0), build_policy())
+    assert repeated.desired.plan.evidence_request
+    assert result.desired.plan.shares is not None
+    evidence = build_windows(repeated.desired.plan.evidence_request, 4.0, result.desired.plan.shares)
+    replaced = evaluate_job(with_result(repeated, slower, 20.0, evidence=evidence), build_policy())
     (incident,) = replaced.desired.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert replaced.desired.plan.checkpoint_request == 1
 
 
-def test_a_script_that_is_only_watched_gets_a_spare_once_the_loss_is_worth_it() -> None:
-    world = change_members(suspicious(), training={"managed": False})
-    asked = evaluate_job(world, build_policy())
-    evidence = windows(asked.desired.plan.evidence_request, 2.0, (8, 8, 8, 8), steered=False)
-    waiting = evaluate_job(next_pass(asked, world, evidence=evidence), build_policy())
+def test_an_unmanaged_script_gets_a_spare_once_the_loss_is_worth_it() -> None:
+    observation = change_members(build_slow(), training={"managed": False})
+    requesting = evaluate_job(observation, build_policy())
+    evidence = build_windows(requesting.desired.plan.evidence_request, 2.0, (8, 8, 8, 8), managed=False)
+    waiting = evaluate_job(with_result(requesting, observation, evidence=evidence), build_policy())
     assert not list_decisions(waiting)
-    thought = evaluate_job(next_pass(waiting, world, 10.0, evidence=evidence), build_policy())
-    (incident,) = thought.desired.state.incidents.current
+    result = evaluate_job(with_result(waiting, observation, 10.0, evidence=evidence), build_policy())
+    (incident,) = result.desired.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
     assert "library" in next(price.reason for price in incident.remedies if price.name == "Rebalance")
 
 
-def test_a_rank_that_is_slow_now_and_then_is_no_straggler() -> None:
-    world = suspicious()
-    asked = evaluate_job(world, build_policy())
+def test_a_rank_that_is_slow_at_times_is_no_straggler() -> None:
+    observation = build_slow()
+    requesting = evaluate_job(observation, build_policy())
     evidence = []
-    for item in windows(asked.desired.plan.evidence_request, 1.0, (8, 8, 8, 8)):
-        (window,) = item.windows
+    for answer in build_windows(requesting.desired.plan.evidence_request, 1.0, (8, 8, 8, 8)):
+        (window,) = answer.windows
         burst = tuple(0.3 if window.rank == 2 and n % 4 == 0 else 0.08 for n in range(32))
-        evidence.append(replace(item, windows=(replace(window, compute_seconds=burst),)))
-    assert not list_decisions(evaluate_job(next_pass(asked, world, evidence=tuple(evidence)), build_policy()))
+        evidence.append(replace(answer, windows=(replace(window, compute_seconds=burst),)))
+    assert not list_decisions(
+        evaluate_job(with_result(requesting, observation, evidence=tuple(evidence)), build_policy())
+    )
 
 
 @pytest.mark.parametrize(
-    ("behind", "outcome"),
+    ("peer_slowdown", "outcome"),
     [(1.05, IncidentOutcome.RECOVERED), (1.2, IncidentOutcome.MITIGATED), (2.2, IncidentOutcome.INEFFECTIVE)],
 )
-def test_the_outcome_is_measured(behind: float, outcome: IncidentOutcome) -> None:
-    world = suspicious()
-    thought = judged(2.0)
-    early = next_pass(thought, world, 5.0, metrics=replace(world.metrics, peer_slowdown=behind, relative_time=2.0))
+def test_the_outcome_is_measured(peer_slowdown: float, outcome: IncidentOutcome) -> None:
+    observation = build_slow()
+    result = evaluate_slow_rank(2.0)
+    early = with_result(
+        result, observation, 5.0, metrics=replace(observation.metrics, peer_slowdown=peer_slowdown, relative_time=2.0)
+    )
     assert evaluate_job(early, build_policy()).desired.state.incidents.open
-    done = replace(early, now=early.now + 1, metrics=replace(early.metrics, steps=32))
-    (incident,) = evaluate_job(done, build_policy()).desired.state.incidents.current
+    final = replace(early, now=early.now + 1, metrics=replace(early.metrics, steps=32))
+    (incident,) = evaluate_job(final, build_policy()).desired.state.incidents.current
     assert incident.cause is IncidentCause.STRAGGLER
     assert incident.outcome is outcome
 
 
-def test_evidence_is_asked_for_again_while_the_suspicion_lasts() -> None:
-    world = suspicious()
-    asked = evaluate_job(world, build_policy())
-    assert evaluate_job(next_pass(asked, world, 2.0), build_policy()).desired == asked.desired
-    again = evaluate_job(next_pass(asked, world, 6.0), build_policy())
-    assert again.desired.plan.evidence_request not in ("", asked.desired.plan.evidence_request)
-    assert again.desired.state.adaptation.investigation is not None
-    assert again.desired.state.adaptation.investigation.since == NOW
+def test_evidence_is_requested_again_during_the_investigation() -> None:
+    observation = build_slow()
+    requesting = evaluate_job(observation, build_policy())
+    assert evaluate_job(with_result(requesting, observation, 2.0), build_policy()).desired == requesting.desired
+    repeated = evaluate_job(with_result(requesting, observation, 6.0), build_policy())
+    assert repeated.desired.plan.evidence_request not in ("", requesting.desired.plan.evidence_request)
+    assert repeated.desired.state.adaptation.investigation is not None
+    assert repeated.desired.state.adaptation.investigation.since == NOW
 
 
-def test_questions_get_rarer_but_never_rare() -> None:
-    """Pace alone says that a rank is slow, and the answers show no trouble: that may change at any time."""
-    world = suspicious()
-    asked = evaluate_job(world, build_policy())
+def test_requests_become_less_frequent_but_do_not_end() -> None:
+    """Only the relative time shows a slow rank, and the answers show no bottleneck: that may change at any time."""
+    observation = build_slow()
+    requesting = evaluate_job(observation, build_policy())
     for seconds in (10_000.0, 10_130.0):
-        world = change_members(world, progress={"step": (world.progress.step or 0) + 1000})
-        evidence = windows(asked.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
-        later = evaluate_job(next_pass(asked, world, seconds, evidence=evidence), build_policy())
-        assert later.desired.plan.evidence_request != asked.desired.plan.evidence_request
-        asked = later
-    suspicion = asked.desired.state.adaptation.investigation
-    assert suspicion is not None
-    assert suspicion.first_sign == NOW + 10_130.0, "what begins now has cost nothing before"
+        observation = change_members(observation, progress={"step": (observation.progress.step or 0) + 1000})
+        evidence = build_windows(requesting.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
+        later = evaluate_job(with_result(requesting, observation, seconds, evidence=evidence), build_policy())
+        assert later.desired.plan.evidence_request != requesting.desired.plan.evidence_request
+        requesting = later
+    investigation = requesting.desired.state.adaptation.investigation
+    assert investigation is not None
+    assert investigation.first_sign == NOW + 10_130.0, "a bottleneck that begins now has no earlier cost"
 
 
 def test_a_tolerated_straggler_hides_no_other() -> None:
-    world = suspicious(spares=0)
-    thought = answered(world, 2.0)
-    measured = next_pass(
-        thought, world, 60.0, metrics=replace(world.metrics, peer_slowdown=1.05, relative_time=2.0, steps=32)
+    observation = build_slow(spares=0)
+    result = evaluate_with_answers(observation, 2.0)
+    measured = with_result(
+        result, observation, 60.0, metrics=replace(observation.metrics, peer_slowdown=1.05, relative_time=2.0, steps=32)
     )
-    done = evaluate_job(measured, build_policy())
-    assert not done.desired.state.incidents.open
-    alike = next_pass(done, measured, 100.0)
-    assert not evaluate_job(alike, build_policy()).desired.plan.evidence_request
-    another = replace(alike, metrics=replace(alike.metrics, peer_slowdown=1.9))
+    final = evaluate_job(measured, build_policy())
+    assert not final.desired.state.incidents.open
+    unchanged = with_result(final, measured, 100.0)
+    assert not evaluate_job(unchanged, build_policy()).desired.plan.evidence_request
+    another = replace(unchanged, metrics=replace(unchanged.metrics, peer_slowdown=1.9))
     assert evaluate_job(another, build_policy()).desired.plan.evidence_request
 
 
-def looked_into(
+def investigate_after_rebalance(
     slow: float,
-    pace: float = 2.5,
+    relative_time: float = 2.5,
     shares: tuple[int, ...] | None = None,
     measured: bool = True,
     forbidden: Remedy = Remedy.QUARANTINE_NODE,
 ) -> tuple[PassResult, Observation]:
-    """Shares were made for a rank that is 2.5 × as slow, while part of the metrics' time was before. All ranks have
-    answered what was asked since, under `shares`, or those that were made."""
-    world = suspicious(pace=2.2, spares=0)
-    made = answered(world, 2.5)
-    assert made.desired.plan.shares is not None
-    assert made.desired.state.adaptation.suppressed_relative_time == 2.2
+    """Evaluate the answers after a rebalance for a rank that is 2.5 × as slow; metrics cover part of the time before.
+
+    All ranks have answered the requests since, under `shares` or the computed ones."""
+    observation = build_slow(relative_time=2.2, spares=0)
+    rebalanced = evaluate_with_answers(observation, 2.5)
+    assert rebalanced.desired.plan.shares is not None
+    assert rebalanced.desired.state.adaptation.suppressed_relative_time == 2.2
     steps = 32 if measured else 0
-    after = next_pass(
-        made, world, 60.0, metrics=replace(world.metrics, relative_time=pace, peer_slowdown=1.2, steps=steps)
+    after = with_result(
+        rebalanced,
+        observation,
+        60.0,
+        metrics=replace(observation.metrics, relative_time=relative_time, peer_slowdown=1.2, steps=steps),
     )
-    asked = evaluate_job(after, build_policy())
-    request = asked.desired.plan.evidence_request
-    evidence = windows(request, slow, shares or made.desired.plan.shares)
-    after = next_pass(asked, after, 6.0, evidence=evidence)
+    requesting = evaluate_job(after, build_policy())
+    request = requesting.desired.plan.evidence_request
+    evidence = build_windows(request, slow, shares or rebalanced.desired.plan.shares)
+    after = with_result(requesting, after, 6.0, evidence=evidence)
     allow = frozenset(Remedy) - {forbidden}
     return evaluate_job(after, build_policy(allow=allow)), replace(after, evidence=())
 
 
-def test_a_straggler_whose_shares_fit_is_looked_into_once_and_then_only_if_it_changes() -> None:
-    thought, world = looked_into(2.5)
-    assert not list_decisions(thought)
-    assert thought.desired.state.adaptation.investigation is None
-    assert (thought.desired.plan.evidence_request, thought.desired.state.adaptation.suppressed_relative_time) == (
+def test_a_straggler_whose_shares_fit_is_investigated_again_only_if_it_changes() -> None:
+    result, observation = investigate_after_rebalance(2.5)
+    assert not list_decisions(result)
+    assert result.desired.state.adaptation.investigation is None
+    assert (result.desired.plan.evidence_request, result.desired.state.adaptation.suppressed_relative_time) == (
         "",
         2.5,
     )
 
-    def asks(pace: float, behind: float = 1.2) -> bool:
-        later = next_pass(
-            thought, world, 100.0, metrics=replace(world.metrics, relative_time=pace, peer_slowdown=behind)
+    def has_request(relative_time: float, peer_slowdown: float = 1.2) -> bool:
+        later = with_result(
+            result,
+            observation,
+            100.0,
+            metrics=replace(observation.metrics, relative_time=relative_time, peer_slowdown=peer_slowdown),
         )
         return bool(evaluate_job(later, build_policy()).desired.plan.evidence_request)
 
-    assert not asks(2.5)
-    assert not asks(2.7)
-    assert asks(2.76), "it has become worse"
-    assert not asks(2.3)
-    assert asks(2.2), "it has recovered in part"
-    assert not asks(2.5, 1.3)
-    assert asks(2.5, 1.33), "another one hides behind it"
+    assert not has_request(2.5)
+    assert not has_request(2.7)
+    assert has_request(2.76), "it has become slower"
+    assert not has_request(2.3)
+    assert has_request(2.2), "it has recovered in part"
+    assert not has_request(2.5, 1.3)
+    assert has_request(2.5, 1.33), "another rank is slow as well"
 
 
-def test_the_waits_that_such_shares_leave_are_no_question_either() -> None:
-    """Many jobs wait for about a tenth of a step by nature."""
-    thought, world = looked_into(2.5)
-    assert world.progress.step_seconds is not None
+def test_remaining_waits_after_a_rebalance_are_not_investigated() -> None:
+    """Many jobs always wait for about a tenth of a step."""
+    result, observation = investigate_after_rebalance(2.5)
+    assert observation.progress.step_seconds is not None
 
-    def asks(**metrics: Any) -> bool:
-        later = next_pass(thought, world, 30.0, metrics=replace(world.metrics, **metrics))
+    def has_request(**metrics: Any) -> bool:
+        later = with_result(result, observation, 30.0, metrics=replace(observation.metrics, **metrics))
         return bool(evaluate_job(later, build_policy()).desired.plan.evidence_request)
 
-    assert not asks(relative_time=2.5, peer_slowdown=1.2, wait_share=0.12)
-    assert asks(
-        relative_time=2.5, peer_slowdown=1.2, wait_share=0.12, step_seconds=1.2 * world.progress.step_seconds
-    ), "longer steps are news"
-    assert asks(relative_time=1.0, peer_slowdown=1.2, wait_share=0.12), (
-        "its straggler is well again: the shares fit no more"
+    assert not has_request(relative_time=2.5, peer_slowdown=1.2, wait_share=0.12)
+    assert has_request(
+        relative_time=2.5, peer_slowdown=1.2, wait_share=0.12, step_seconds=1.2 * observation.progress.step_seconds
+    ), "longer steps are a change"
+    assert has_request(relative_time=1.0, peer_slowdown=1.2, wait_share=0.12), (
+        "the straggler has recovered, so the shares no longer fit"
     )
 
 
-def test_nor_is_one_that_shares_have_mended_so_well_that_its_windows_show_no_trouble() -> None:
-    thought, _ = looked_into(1.3, shares=(17, 17, 13, 17))
-    assert thought.desired.state.adaptation.investigation is None
+def test_a_rebalanced_straggler_without_a_bottleneck_is_not_investigated() -> None:
+    result, _ = investigate_after_rebalance(1.3, shares=(17, 17, 13, 17))
+    assert result.desired.state.adaptation.investigation is None
 
 
-def test_a_broken_one_is_looked_into_until_it_may_be_replaced() -> None:
-    thought, _ = looked_into(3.5, pace=3.5, shares=(10, 10, 3, 10), forbidden=Remedy.REPLACE_WORKER)
-    assert not list_decisions(thought)
-    assert thought.desired.state.adaptation.investigation is not None
+def test_a_very_slow_rank_is_investigated_until_it_may_be_replaced() -> None:
+    result, _ = investigate_after_rebalance(
+        3.5, relative_time=3.5, shares=(10, 10, 3, 10), forbidden=Remedy.REPLACE_WORKER
+    )
+    assert not list_decisions(result)
+    assert result.desired.state.adaptation.investigation is not None
 
 
-def test_one_whose_shares_do_not_fit_is_looked_into_until_they_may_be_changed() -> None:
-    thought, _ = looked_into(2.5, shares=(9, 9, 5, 9), forbidden=Remedy.REBALANCE)
-    assert not list_decisions(thought)
-    assert thought.desired.state.adaptation.investigation is not None
+def test_a_straggler_whose_shares_do_not_fit_is_investigated_until_they_may_change() -> None:
+    result, _ = investigate_after_rebalance(2.5, shares=(9, 9, 5, 9), forbidden=Remedy.REBALANCE)
+    assert not list_decisions(result)
+    assert result.desired.state.adaptation.investigation is not None
 
 
-def test_while_a_remedy_is_measured_its_straggler_is_looked_into() -> None:
-    thought, _ = looked_into(2.5, measured=False)
-    assert thought.desired.state.incidents.open
-    assert thought.desired.state.adaptation.investigation is not None
-    assert thought.desired.state.adaptation.suppressed_relative_time == 2.2
+def test_a_straggler_is_investigated_while_its_remedy_is_measured() -> None:
+    result, _ = investigate_after_rebalance(2.5, measured=False)
+    assert result.desired.state.incidents.open
+    assert result.desired.state.adaptation.investigation is not None
+    assert result.desired.state.adaptation.suppressed_relative_time == 2.2
 
 
-def test_shares_that_fit_no_more_are_made_anew() -> None:
-    thought, _ = looked_into(4.0, pace=4.0, shares=(9, 9, 5, 9))
-    assert list_decisions(thought), "it has become worse"
+def test_shares_that_no_longer_fit_are_computed_again() -> None:
+    result, _ = investigate_after_rebalance(4.0, relative_time=4.0, shares=(9, 9, 5, 9))
+    assert list_decisions(result), "it has become slower"
 
 
-def test_a_straggler_that_is_gone_leaves_no_tolerance() -> None:
-    world = suspicious()
-    well = next_pass(judged(2.0), world, 60.0, metrics=replace(world.metrics, peer_slowdown=1.0, relative_time=1.0))
-    assert evaluate_job(well, build_policy()).desired.state.adaptation.suppressed_relative_time is None
+def test_the_suppression_ends_when_the_straggler_has_recovered() -> None:
+    observation = build_slow()
+    recovered = with_result(
+        evaluate_slow_rank(2.0),
+        observation,
+        60.0,
+        metrics=replace(observation.metrics, peer_slowdown=1.0, relative_time=1.0),
+    )
+    assert evaluate_job(recovered, build_policy()).desired.state.adaptation.suppressed_relative_time is None
 
 
-def test_what_was_only_recommended_is_looked_at_again_once_it_may_be_done() -> None:
-    world = suspicious()
-    recommended = answered(world, 2.0, watching=True)
+def test_a_recommended_remedy_is_investigated_again_once_it_is_allowed() -> None:
+    observation = build_slow()
+    recommended = evaluate_with_answers(observation, 2.0, recommend_only=True)
     assert recommended.desired.plan.shares is None
-    later = next_pass(recommended, world, 30.0)
+    later = with_result(recommended, observation, 30.0)
     assert not evaluate_job(later, build_policy(mode=RemediationMode.RECOMMEND)).desired.plan.evidence_request
     assert evaluate_job(later, build_policy()).desired.plan.evidence_request
 
 
-def slow_before(*workers: str) -> Observation:
-    world = suspicious(pace=4.0)
+def build_slow_before(*workers: str) -> Observation:
+    observation = build_slow(relative_time=4.0)
     past = tuple(PastIncident(IncidentCause.STRAGGLER, NOW - 100, 5.0, rank=2, worker=worker) for worker in workers)
-    return world.with_desired(world.desired.with_incidents(past=past))
+    return observation.with_desired(observation.desired.with_incidents(past=past))
 
 
 @pytest.mark.parametrize(
@@ -374,8 +398,8 @@ def slow_before(*workers: str) -> Observation:
         (("j-w7-0", "j-w8-0"), Remedy.REBALANCE),
     ],
 )
-def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[str, ...], remedy: Remedy) -> None:
-    (incident,) = answered(slow_before(*workers), 4.0).desired.state.incidents.current
+def test_a_rank_that_is_slow_on_every_worker_takes_no_more_spares(workers: tuple[str, ...], remedy: Remedy) -> None:
+    (incident,) = evaluate_with_answers(build_slow_before(*workers), 4.0).desired.state.incidents.current
     assert incident.remedy is remedy
     if remedy is Remedy.REBALANCE:
         reason = next(price.reason for price in incident.remedies if price.name == "ReplaceWorker")
@@ -383,144 +407,165 @@ def test_a_rank_that_is_slow_wherever_it_is_takes_no_more_spares(workers: tuple[
 
 
 def test_a_spare_for_a_straggler_counts_as_a_restart_and_waits_for_the_budget() -> None:
-    assert len(judged(4.0).desired.state.budget.restarts) == 1
-    world = suspicious(pace=4.0)
-    world = world.with_desired(world.desired.with_budget(restarts=(NOW - 10,) * 10))
-    (incident,) = answered(world, 4.0).desired.state.incidents.current
+    assert len(evaluate_slow_rank(4.0).desired.state.budget.restarts) == 1
+    observation = build_slow(relative_time=4.0)
+    observation = observation.with_desired(observation.desired.with_budget(restarts=(NOW - 10,) * 10))
+    (incident,) = evaluate_with_answers(observation, 4.0).desired.state.incidents.current
     assert incident.remedy is Remedy.REBALANCE
     assert any("no restart is left" in price.reason for price in incident.remedies)
 
 
-def test_incidents_of_a_long_round_go_on_counting_when_the_first_ones_are_forgotten() -> None:
-    world = suspicious()
-    world = world.with_desired(world.desired.with_incidents(closed=("j-r1-straggler-rank2-150-u1d2c",)))
-    (incident,) = answered(world, 2.0).desired.state.incidents.current
+def test_incident_numbers_of_a_long_round_continue_after_old_ones_are_deleted() -> None:
+    observation = build_slow()
+    observation = observation.with_desired(
+        observation.desired.with_incidents(closed=("j-r1-straggler-rank2-150-u1d2c",))
+    )
+    (incident,) = evaluate_with_answers(observation, 2.0).desired.state.incidents.current
     assert incident.name == "j-r1-straggler-rank2-151-u1d2c"
 
 
-def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_tried() -> None:
-    world, thought = suspicious(), judged(2.0)
+def test_refused_shares_are_not_sent_again_and_another_remedy_is_chosen() -> None:
+    observation, result = build_slow(), evaluate_slow_rank(2.0)
     refusing = change_members(
-        next_pass(thought, world, 1.0), training={"refused": "a replica of 2 ranks takes 2 samples at least"}
+        with_result(result, observation, 1.0), training={"refused": "a replica of 2 ranks takes 2 samples at least"}
     )
     refused = evaluate_job(refusing, build_policy())
     assert refused.desired.plan.shares is None
     assert not refused.desired.state.incidents.open
-    again = evaluate_job(change_members(next_pass(refused, world, 10.0), training={"refused": ""}), build_policy())
-    assert again.desired.plan.evidence_request, "the rank is slow as before"
-    evidence = windows(again.desired.plan.evidence_request, 2.0, (8, 8, 8, 8))
-    tried = evaluate_job(
-        change_members(next_pass(again, world, 20.0, evidence=evidence), training={"refused": ""}), build_policy()
+    repeated = evaluate_job(
+        change_members(with_result(refused, observation, 10.0), training={"refused": ""}), build_policy()
     )
-    assert tried.desired.plan.shares is None
-    (incident,) = tried.desired.state.incidents.open
+    assert repeated.desired.plan.evidence_request, "the rank is slow as before"
+    evidence = build_windows(repeated.desired.plan.evidence_request, 2.0, (8, 8, 8, 8))
+    next_remedy = evaluate_job(
+        change_members(with_result(repeated, observation, 20.0, evidence=evidence), training={"refused": ""}),
+        build_policy(),
+    )
+    assert next_remedy.desired.plan.shares is None
+    (incident,) = next_remedy.desired.state.incidents.open
     assert incident.remedy not in (None, Remedy.REBALANCE)
     assert "a replica of 2" in next(price.reason for price in incident.remedies if price.name == "Rebalance")
 
 
-def little(
-    pace: float = 1.08, steered: bool = True, spares: int = 1, lasts: float = 60.0, error: float = 0.0
+def build_slightly_slow(
+    relative_time: float = 1.08, managed: bool = True, spares: int = 1, seconds: float = 60.0, error: float = 0.0
 ) -> Observation:
-    """Rank 2 is slower than its peers by less than the threshold, and has been for so many seconds."""
-    world = change_members(suspicious(pace=pace, spares=spares), training={"managed": steered})
-    world = world.with_desired(world.desired.with_budget(restart_seconds=60.0))
-    lasting = PersistentSlowness(KnownRelativeTimes({2: pace}, error), world.now - lasts)
-    return replace(world, metrics=replace(world.metrics, slowest_rank=2, wait_share=0.0, persistent_slowness=lasting))
+    """Build a job whose rank 2 has been slower than its peers for `seconds`, by less than the threshold."""
+    observation = change_members(build_slow(relative_time=relative_time, spares=spares), training={"managed": managed})
+    observation = observation.with_desired(observation.desired.with_budget(restart_seconds=60.0))
+    persistent = PersistentSlowness(KnownRelativeTimes({2: relative_time}, error), observation.now - seconds)
+    return replace(
+        observation,
+        metrics=replace(observation.metrics, slowest_rank=2, wait_share=0.0, persistent_slowness=persistent),
+    )
 
 
-def looked_at(world: Observation, pace: float = 1.08) -> PassResult:
-    """After an answer that led to nothing has been weighed."""
-    first = answered(world, pace)
+def evaluate_fruitless_answer(observation: Observation, relative_time: float = 1.08) -> PassResult:
+    """Run the pass after one whose answer led to no decision."""
+    first = evaluate_with_answers(observation, relative_time)
     request = first.desired.plan.evidence_request
-    return evaluate_job(next_pass(first, world, 3.0, evidence=windows(request, pace, (8, 8, 8, 8))), build_policy())
+    return evaluate_job(
+        with_result(first, observation, 3.0, evidence=build_windows(request, relative_time, (8, 8, 8, 8))),
+        build_policy(),
+    )
 
 
-def test_a_rank_that_is_a_little_slow_for_long_gets_shares() -> None:
-    thought = answered(little(), 1.08, (32, 32, 32, 32))
-    (incident,) = thought.desired.state.incidents.current
+def test_a_rank_that_is_slightly_slow_for_long_gets_fewer_samples() -> None:
+    result = evaluate_with_answers(build_slightly_slow(), 1.08, (32, 32, 32, 32))
+    (incident,) = result.desired.state.incidents.current
     assert (incident.cause, incident.rank, incident.remedy) == (IncidentCause.STRAGGLER, 2, Remedy.REBALANCE)
     assert incident.first_sign == pytest.approx(NOW - 60.0)
-    shares = thought.desired.plan.shares
+    shares = result.desired.plan.shares
     assert shares is not None
     assert shares[2] == min(shares) < 32
 
 
-def test_and_a_spare_where_shares_cannot_mend_it_once_that_is_paid_for() -> None:
-    """Of eight samples none can be given away for 1.08. It costs 0.074 s a second, a spare 61 s."""
-    soon, late = (answered(little(lasts=lasts), 1.08) for lasts in (600.0, 900.0))
-    assert not soon.desired.state.incidents.current
-    assert soon.desired.plan.evidence_request, "it is looked at on"
+def test_a_slightly_slow_rank_gets_a_spare_once_the_loss_is_worth_it() -> None:
+    """With eight samples, no share can move for 1.08. The loss is 0.074 s a second, and a spare costs 61 s."""
+    early, late = (evaluate_with_answers(build_slightly_slow(seconds=seconds), 1.08) for seconds in (600.0, 900.0))
+    assert not early.desired.state.incidents.current
+    assert early.desired.plan.evidence_request, "the investigation continues"
     (incident,) = late.desired.state.incidents.current
     assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
 
 
-def test_shares_that_mend_a_little_of_little_do_not_put_a_spare_off() -> None:
-    """By one of 32 samples steps get 2 % shorter, and 2.8 % would be left for good; a spare leaves nothing."""
-    without, spared = (answered(little(1.05, spares=spares, error=0.01), 1.05, (32,) * 4) for spares in (0, 1))
-    (incident,) = without.desired.state.incidents.current
+def test_shares_with_a_small_gain_do_not_delay_a_spare() -> None:
+    """Moving one of 32 samples shortens steps by 2 %, and 2.8 % would remain; a spare leaves nothing."""
+    without_spare, with_spare = (
+        evaluate_with_answers(build_slightly_slow(1.05, spares=spares, error=0.01), 1.05, (32,) * 4)
+        for spares in (0, 1)
+    )
+    (incident,) = without_spare.desired.state.incidents.current
     assert incident.remedy == Remedy.REBALANCE
-    assert spared.desired.plan.shares is None
-    assert not spared.desired.state.incidents.current
-    late = answered(little(1.05, lasts=3000.0, error=0.01), 1.05, (32,) * 4)
+    assert with_spare.desired.plan.shares is None
+    assert not with_spare.desired.state.incidents.current
+    late = evaluate_with_answers(build_slightly_slow(1.05, seconds=3000.0, error=0.01), 1.05, (32,) * 4)
     (incident,) = late.desired.state.incidents.current
     assert incident.remedy == Remedy.REPLACE_WORKER
     prices = {price.name: price.reason for price in incident.remedies}
     assert prices[Remedy.REBALANCE] == "it wins so little that a spare is the better remedy, once it is due"
 
 
-def test_nor_do_they_wait_for_one_that_would_mend_nothing() -> None:
+def test_shares_do_not_wait_for_a_spare_without_a_gain() -> None:
     """Ranks 2 and 3 are slow; one spare leaves the other."""
-    world = little(1.05)
-    both = replace(
-        world.metrics,
-        persistent_slowness=PersistentSlowness(KnownRelativeTimes({2: 1.05, 3: 1.05}, 0.01), world.now - 600.0),
+    observation = build_slightly_slow(1.05)
+    metrics = replace(
+        observation.metrics,
+        persistent_slowness=PersistentSlowness(KnownRelativeTimes({2: 1.05, 3: 1.05}, 0.01), observation.now - 600.0),
     )
-    world = replace(world, metrics=both)
-    asked = evaluate_job(world, build_policy())
+    observation = replace(observation, metrics=metrics)
+    requesting = evaluate_job(observation, build_policy())
     costs = [0.010, 0.010, 0.0105, 0.0105]
     answers = build_evidence(
-        asked.desired.plan.evidence_request,
+        requesting.desired.plan.evidence_request,
         (RankWindow(rank, STEPS, (0.336,) * 32, (32 * costs[rank],) * 32, (32,) * 32) for rank in range(4)),
     )
     (incident,) = evaluate_job(
-        next_pass(asked, world, evidence=answers), build_policy()
+        with_result(requesting, observation, evidence=answers), build_policy()
     ).desired.state.incidents.current
     assert incident.remedy == Remedy.REBALANCE
 
 
-def test_but_none_for_what_may_be_luck_however_long_it_lasts() -> None:
-    by_luck, surely = (answered(little(pace, lasts=20_000.0), pace) for pace in (1.015, 1.05))
-    assert not by_luck.desired.state.incidents.current
-    assert surely.desired.state.incidents.current
+def test_a_slowdown_within_noise_leads_to_no_incident() -> None:
+    uncertain, certain = (
+        evaluate_with_answers(build_slightly_slow(relative_time, seconds=20_000.0), relative_time)
+        for relative_time in (1.015, 1.05)
+    )
+    assert not uncertain.desired.state.incidents.current
+    assert certain.desired.state.incidents.current
 
 
-def test_it_is_judged_by_all_windows_and_not_by_the_few_steps_of_one_answer() -> None:
-    """By those it was slow by 1.055 only, where one step may be off by 10 %."""
-    thought = answered(little(lasts=900.0, error=0.1), 1.055)
-    (incident,) = thought.desired.state.incidents.current
+def test_a_small_slowdown_is_measured_over_all_windows() -> None:
+    """In the few steps of one answer, it is slow by only 1.055, and one step may deviate by 10 %."""
+    result = evaluate_with_answers(build_slightly_slow(seconds=900.0, error=0.1), 1.055)
+    (incident,) = result.desired.state.incidents.current
     assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
-    by_all = answered(little(lasts=900.0), 1.08).desired.state.incidents.current[0]
-    assert incident.slowdown_before == pytest.approx(by_all.slowdown_before, rel=1e-3)
+    by_all_windows = evaluate_with_answers(build_slightly_slow(seconds=900.0), 1.08).desired.state.incidents.current[0]
+    assert incident.slowdown_before == pytest.approx(by_all_windows.slowdown_before, rel=1e-3)
 
 
-def test_without_it_lasting_nobody_is_asked() -> None:
-    world = little()
-    thought = evaluate_job(replace(world, metrics=replace(world.metrics, persistent_slowness=None)), build_policy())
-    assert not thought.desired.plan.evidence_request
+def test_without_a_persistent_slowdown_no_evidence_is_requested() -> None:
+    observation = build_slightly_slow()
+    result = evaluate_job(
+        replace(observation, metrics=replace(observation.metrics, persistent_slowness=None)), build_policy()
+    )
+    assert not result.desired.plan.evidence_request
 
 
-def test_ranks_of_a_script_that_is_only_watched_may_differ_by_nature() -> None:
-    assert not evaluate_job(little(steered=False), build_policy()).desired.plan.evidence_request
+def test_a_small_slowdown_of_an_unmanaged_script_is_ignored() -> None:
+    assert not evaluate_job(build_slightly_slow(managed=False), build_policy()).desired.plan.evidence_request
 
 
-def test_what_was_looked_into_in_vain_shows_at_last() -> None:
-    """A link gets slow while waits are looked into, just before that is given up."""
-    world = change_members(build_training(), training={"sync_mode": "Sync"})
-    world = replace(world, metrics=replace(world.metrics, relative_time=1.0, wait_share=0.3, step_seconds=0.1))
-    asked = evaluate_job(world, build_policy())
-    assert asked.desired.plan.evidence_request
+def test_a_bottleneck_that_appears_late_extends_the_investigation() -> None:
+    """A link becomes slow while waits are investigated, just before the investigation would end."""
+    observation = change_members(build_training(), training={"sync_mode": "Sync"})
+    observation = replace(
+        observation, metrics=replace(observation.metrics, relative_time=1.0, wait_share=0.3, step_seconds=0.1)
+    )
+    requesting = evaluate_job(observation, build_policy())
+    assert requesting.desired.plan.evidence_request
 
-    def answers(request: str, seconds: float) -> tuple[Evidence, ...]:
+    def build_answers(request: str, seconds: float) -> tuple[Evidence, ...]:
         return build_evidence(
             request,
             (
@@ -529,95 +574,113 @@ def test_what_was_looked_into_in_vain_shows_at_last() -> None:
             ),
         )
 
-    calm = next_pass(asked, world, 1.0, evidence=answers(asked.desired.plan.evidence_request, 0.1))
-    looked = evaluate_job(calm, build_policy())
+    healthy = with_result(
+        requesting, observation, 1.0, evidence=build_answers(requesting.desired.plan.evidence_request, 0.1)
+    )
+    evaluated = evaluate_job(healthy, build_policy())
     for seconds in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0):
-        world = change_members(world, progress={"step": (world.progress.step or 0) + 30})
-        again = next_pass(looked, world, seconds, evidence=answers(looked.desired.plan.evidence_request, 0.1))
-        looked = evaluate_job(again, build_policy())
-    request = looked.desired.plan.evidence_request
-    world = change_members(world, progress={"step": 900})
-    given_up = evaluate_job(next_pass(looked, world, 40.0, evidence=answers(request, 0.1)), build_policy())
-    assert given_up.desired.state.adaptation.investigation is None
-    shows = evaluate_job(next_pass(looked, world, 40.0, evidence=answers(request, 0.2)), build_policy())
-    suspicion = shows.desired.state.adaptation.investigation
-    assert suspicion is not None
-    assert suspicion.last_bottleneck is Bottleneck.COMMUNICATION
+        observation = change_members(observation, progress={"step": (observation.progress.step or 0) + 30})
+        repeated = with_result(
+            evaluated, observation, seconds, evidence=build_answers(evaluated.desired.plan.evidence_request, 0.1)
+        )
+        evaluated = evaluate_job(repeated, build_policy())
+    request = evaluated.desired.plan.evidence_request
+    observation = change_members(observation, progress={"step": 900})
+    fruitless = evaluate_job(
+        with_result(evaluated, observation, 40.0, evidence=build_answers(request, 0.1)), build_policy()
+    )
+    assert fruitless.desired.state.adaptation.investigation is None
+    slow = evaluate_job(with_result(evaluated, observation, 40.0, evidence=build_answers(request, 0.2)), build_policy())
+    investigation = slow.desired.state.adaptation.investigation
+    assert investigation is not None
+    assert investigation.last_bottleneck is Bottleneck.COMMUNICATION
 
 
-def test_what_it_has_cost_is_kept_until_it_is_known_that_no_rank_is_slow() -> None:
-    """After a restart of the operator, which remembers no windows."""
-    world = little(lasts=600.0)
-    looked = looked_at(world)
-    assert looked.desired.state.adaptation.loss is not None
-    now = replace(world.metrics, persistent_slowness=None)
-    restarted = replace(next_pass(looked, world, 5.0), metrics=replace(now, needs_more_windows=True))
-    kept = evaluate_job(restarted, build_policy()).desired.state.adaptation.loss
-    assert kept is not None
-    known = replace(restarted, metrics=now)
-    assert evaluate_job(known, build_policy()).desired.state.adaptation.loss is None
+def test_the_accumulated_loss_stays_until_no_rank_is_slow() -> None:
+    """The state after a restart of the operator has no windows."""
+    observation = build_slightly_slow(seconds=600.0)
+    evaluated = evaluate_fruitless_answer(observation)
+    assert evaluated.desired.state.adaptation.loss is not None
+    metrics = replace(observation.metrics, persistent_slowness=None)
+    restarted = replace(with_result(evaluated, observation, 5.0), metrics=replace(metrics, needs_more_windows=True))
+    loss = evaluate_job(restarted, build_policy()).desired.state.adaptation.loss
+    assert loss is not None
+    enough_windows = replace(restarted, metrics=metrics)
+    assert evaluate_job(enough_windows, build_policy()).desired.state.adaptation.loss is None
 
 
-def test_where_nothing_can_be_done_nobody_is_asked_for_ever() -> None:
-    looked = looked_at(little(spares=0))
-    assert not looked.desired.plan.evidence_request
-    again = next_pass(looked, little(spares=0), 300.0)
-    assert not evaluate_job(again, build_policy()).desired.plan.evidence_request
+def test_without_a_remedy_requests_end() -> None:
+    evaluated = evaluate_fruitless_answer(build_slightly_slow(spares=0))
+    assert not evaluated.desired.plan.evidence_request
+    repeated = with_result(evaluated, build_slightly_slow(spares=0), 300.0)
+    assert not evaluate_job(repeated, build_policy()).desired.plan.evidence_request
 
 
-def test_but_not_before_all_are_known_that_are_slow_together() -> None:
-    """Ten windows of 3.2 s: of a node's ranks some show before the others, and without these nothing is won."""
-    assert looked_at(little(spares=0, lasts=20.0)).desired.plan.evidence_request, "it is looked at on"
+def test_requests_continue_until_all_slow_ranks_are_known() -> None:
+    """After ten windows of 3.2 s, only some slow ranks of a node are detected; a remedy for these alone has no gain."""
+    assert evaluate_fruitless_answer(build_slightly_slow(spares=0, seconds=20.0)).desired.plan.evidence_request, (
+        "the investigation continues"
+    )
 
 
-def test_nor_by_one_answer_that_shows_less_by_luck() -> None:
-    """It costs 4.5 % by all windows; a spare is there, and is worth it later."""
-    assert looked_at(little(1.05), 1.015).desired.plan.evidence_request, "it is looked at on"
+def test_requests_continue_after_one_answer_with_a_smaller_slowdown() -> None:
+    """Over all windows the loss is 4.5 %; a spare exists, and is worth it later."""
+    assert evaluate_fruitless_answer(build_slightly_slow(1.05), 1.015).desired.plan.evidence_request, (
+        "the investigation continues"
+    )
 
 
-def test_one_spare_does_not_mend_two_slow_workers() -> None:
-    """Ranks 2 and 3 are slow for ever: with either of them gone, all wait for the other."""
-    world = little(lasts=3000.0)
-    lasting = PersistentSlowness(KnownRelativeTimes({2: 1.08, 3: 1.08}, 0.0), world.now - 3000.0)
-    world = replace(world, metrics=replace(world.metrics, persistent_slowness=lasting))
-    asked = evaluate_job(world, build_policy())
+def test_one_spare_does_not_resolve_two_slow_workers() -> None:
+    """Ranks 2 and 3 stay slow: without one of them, all wait for the other."""
+    observation = build_slightly_slow(seconds=3000.0)
+    persistent = PersistentSlowness(KnownRelativeTimes({2: 1.08, 3: 1.08}, 0.0), observation.now - 3000.0)
+    observation = replace(observation, metrics=replace(observation.metrics, persistent_slowness=persistent))
+    requesting = evaluate_job(observation, build_policy())
     costs = [0.010, 0.010, 0.0108, 0.0108]
     evidence = build_evidence(
-        asked.desired.plan.evidence_request,
+        requesting.desired.plan.evidence_request,
         (RankWindow(rank, STEPS, (0.0864,) * 32, (8 * costs[rank],) * 32, (8,) * 32) for rank in range(4)),
     )
-    thought = evaluate_job(next_pass(asked, world, evidence=evidence), build_policy())
-    assert not thought.desired.state.incidents.current
+    result = evaluate_job(with_result(requesting, observation, evidence=evidence), build_policy())
+    assert not result.desired.state.incidents.current
 
 
-def test_a_little_slow_rank_hides_no_slower_one() -> None:
-    """It has been looked at for an hour, each two minutes by now; then steps get longer."""
-    world = little(lasts=600.0)
-    looked = looked_at(world)
-    suspicion = looked.desired.state.adaptation.investigation
-    assert suspicion is not None
-    old = looked.desired.with_adaptation(investigation=replace(suspicion, since=NOW - 3600.0, step_seconds=0.1))
-    slower = replace(world.metrics, relative_time=2.0, step_seconds=0.15)
-    asked_again = replace(
-        change_members(world.with_desired(old), progress={"step": 600}), now=NOW + 10.0, metrics=slower
+def test_a_slightly_slow_rank_hides_no_slower_one() -> None:
+    """It has been investigated for an hour, every two minutes by now; then steps become longer."""
+    observation = build_slightly_slow(seconds=600.0)
+    evaluated = evaluate_fruitless_answer(observation)
+    investigation = evaluated.desired.state.adaptation.investigation
+    assert investigation is not None
+    long_investigated = evaluated.desired.with_adaptation(
+        investigation=replace(investigation, since=NOW - 3600.0, step_seconds=0.1)
     )
-    found = evaluate_job(asked_again, build_policy()).desired
-    assert found.state.adaptation.investigation is not None
-    assert found.state.adaptation.investigation.since == NOW + 10.0
-    assert found.plan.evidence_request != looked.desired.plan.evidence_request
+    slower_metrics = replace(observation.metrics, relative_time=2.0, step_seconds=0.15)
+    longer_steps = replace(
+        change_members(observation.with_desired(long_investigated), progress={"step": 600}),
+        now=NOW + 10.0,
+        metrics=slower_metrics,
+    )
+    desired = evaluate_job(longer_steps, build_policy()).desired
+    assert desired.state.adaptation.investigation is not None
+    assert desired.state.adaptation.investigation.since == NOW + 10.0
+    assert desired.plan.evidence_request != evaluated.desired.plan.evidence_request
 
 
-def test_while_no_step_is_done_nobody_is_asked_again_and_nothing_is_settled() -> None:
-    """The job evaluates just when a link has become slow: the few steps before that show nothing yet."""
-    world = change_members(build_training(), training={"sync_mode": "Sync"})
-    world = replace(world, metrics=replace(world.metrics, relative_time=1.0, wait_share=0.3, step_seconds=0.1))
-    thought = evaluate_job(world, build_policy())
+def test_without_new_steps_no_evidence_is_requested_and_the_investigation_stays() -> None:
+    """The job runs its evaluation when a link has just become slow: the few steps before show nothing yet."""
+    observation = change_members(build_training(), training={"sync_mode": "Sync"})
+    observation = replace(
+        observation, metrics=replace(observation.metrics, relative_time=1.0, wait_share=0.3, step_seconds=0.1)
+    )
+    result = evaluate_job(observation, build_policy())
     for _ in range(2):  # the answers; and those of the last steps before the evaluation
-        evidence = windows(thought.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
-        thought = evaluate_job(next_pass(thought, world, 2.0, evidence=evidence), build_policy())
-        world = replace(world, now=world.now + 2.0, evidence=evidence)
+        evidence = build_windows(result.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
+        result = evaluate_job(with_result(result, observation, 2.0, evidence=evidence), build_policy())
+        observation = replace(observation, now=observation.now + 2.0, evidence=evidence)
     for seconds in range(1, 300, 10):
-        assert evaluate_job(next_pass(thought, world, float(seconds)), build_policy()).desired == thought.desired
-    assert thought.desired.state.adaptation.investigation is not None
-    goes_on = evaluate_job(next_pass(thought, change_members(world, progress={"step": 510}), 300.0), build_policy())
-    assert goes_on.desired.plan.evidence_request not in {"", thought.desired.plan.evidence_request}
+        assert evaluate_job(with_result(result, observation, float(seconds)), build_policy()).desired == result.desired
+    assert result.desired.state.adaptation.investigation is not None
+    continued = evaluate_job(
+        with_result(result, change_members(observation, progress={"step": 510}), 300.0), build_policy()
+    )
+    assert continued.desired.plan.evidence_request not in {"", result.desired.plan.evidence_request}
