@@ -515,13 +515,13 @@ class TestLoop:
     async def test_the_operator_runs_without_the_fabric_definition(self, harness: Harness) -> None:
         harness.cluster.without_fabrics = True
         await harness.resync()
-        assert harness.operator.stores.nodes.resync.is_set()
+        assert harness.operator.stores.nodes.listed.is_set()
         assert harness.operator.stores.fabric is None
 
     async def test_the_operator_runs_without_the_right_to_list_fabrics(self, harness: Harness) -> None:
         harness.cluster.failures["fabrics"] = [kopf.TemporaryError("denied")]
         await harness.resync()
-        assert harness.operator.stores.nodes.resync.is_set()
+        assert harness.operator.stores.nodes.listed.is_set()
 
 
 def build_traffic(memory: JobCache, now: float = NOW) -> JobTraffic | None:

@@ -484,7 +484,7 @@ class TestOrphans:
     """Incidents that no pass would close."""
 
     @pytest.fixture
-    async def found(self, harness: Harness) -> Harness:
+    async def orphans(self, harness: Harness) -> Harness:
         await harness.cluster.create(TRAINING_JOBS, {"metadata": {"name": "j", "namespace": "ns", "uid": "there"}})
         for name, uid, status in (
             ("open", "there", {}),
