@@ -1,5 +1,5 @@
-"""What every Incident about slowness or a hang says of its fault, whoever decided it: class, culprit, evidence of two
-kinds at least, and how often such evidence was right where it was tried."""
+"""Each Incident about slowness or a hang names class, culprit, and evidence of at least two kinds, and the confidence
+in that evidence, regardless of which decision opened it."""
 
 from __future__ import annotations
 
