@@ -148,11 +148,11 @@ def write_without_fabric(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "step", "behind"),
+    ("saved", "step", "is_behind"),
     [(20, 24, True), (20, 30, True), (20, 23, False), (20, 31, False), (0, 5, False), (-1, 4, False)],
 )
-def test_shards_are_lost_when_their_newest_snapshot_is_on_peers(saved: int, step: int, behind: bool) -> None:
-    assert shards.is_past_snapshot(saved, step) == behind
+def test_shards_are_lost_when_their_newest_snapshot_is_on_peers(saved: int, step: int, is_behind: bool) -> None:
+    assert shards.is_past_snapshot(saved, step) == is_behind
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def return_nan(value: Any) -> object:
 
 class TestFuzzer:
     @pytest.mark.parametrize(
-        ("enter", "words"),
+        ("enter", "text"),
         [
             (read_index, "raises"),
             (grow_memory, "MemoryError"),
@@ -74,8 +74,8 @@ class TestFuzzer:
             (return_nan, "is nan"),
         ],
     )
-    def test_the_fuzzer_finds_each_kind_of_failure(self, enter: Enter, words: str) -> None:
-        with pytest.raises(Finding, match=words) as found:
+    def test_the_fuzzer_finds_each_kind_of_failure(self, enter: Enter, text: str) -> None:
+        with pytest.raises(Finding, match=text) as found:
             run_trials(build_border(enter), iter(range(200)))
         assert re.search(r"--border 'broken' --seed \d+ --cases 1", str(found.value)), "how to repeat it"
 

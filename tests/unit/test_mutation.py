@@ -144,20 +144,20 @@ class TestTrials:
 
     def test_only_checks_that_reach_the_line_run(self, tmp_path: Path) -> None:
         path, toy = load_module(tmp_path, "def f(a):\n    if a:\n        return not a\n    return 1\n")
-        asked = tmp_path / "asked"
+        called = tmp_path / "asked"
 
         def elsewhere() -> bool:
-            asked.write_text("it was")
+            called.write_text("it was")
             return bool(toy.f(0))
 
         checks = [Check("elsewhere", elsewhere)]
         reached = trace_checks(checks, [path])
-        asked.unlink()
+        called.unlink()
         assert [result for _, result in try_mutants(iterate_mutants(path), checks, reached)] == [
             TrialResult.SURVIVED,
             TrialResult.SURVIVED,
         ]
-        assert not asked.exists()
+        assert not called.exists()
 
     def test_a_check_that_fails_without_a_mutant_does_not_count(self, tmp_path: Path) -> None:
         path, _ = load_module(tmp_path, "def f(): return True")

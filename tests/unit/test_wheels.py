@@ -109,11 +109,11 @@ def test_without_python_headers_the_other_parts_are_built_and_the_wheel_fits_any
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\ncase "$*" in *recording*) echo no Python.h >&2; exit 1;; esac\nexec cc "$@"\n')
     compiler.chmod(0o755)
-    wheel, said = build_wheel(sources, "wheel", tmp_path / "wheel", CC=str(compiler))
+    wheel, output = build_wheel(sources, "wheel", tmp_path / "wheel", CC=str(compiler))
     names, about = list_contents(wheel)
     assert names & LIBRARIES == LIBRARIES - {RECORDING}
     assert "Tag: py3-none-linux_" in about
-    assert "recording will cost a rank twice as much" in said
+    assert "recording will cost a rank twice as much" in output
     assert "recording: cannot import name 'recording'" in report_transport(wheel, tmp_path / "here")
 
 
@@ -129,13 +129,13 @@ def pure(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_without_a_compiler_the_wheel_is_pure(
     sources: Path, tmp_path: Path, pure: tuple[Path, str], compiler: str
 ) -> None:
-    wheel, said = build_wheel(sources, "wheel", tmp_path / "wheel", CC=compiler) if compiler else pure
+    wheel, output = build_wheel(sources, "wheel", tmp_path / "wheel", CC=compiler) if compiler else pure
     names, about = list_contents(wheel)
     assert "pacekeeper/launcher/network/nccl_plugin.py" in names
     assert not [name for name in names if name.endswith(".so")]
     assert "Tag: py3-none-any" in about
     for warning in ("transport will be unknown", "the paths that it takes by itself", "cost a rank twice as much"):
-        assert (warning in said) == bool(compiler), "an explicit request causes no warning"
+        assert (warning in output) == bool(compiler), "an explicit request causes no warning"
     assert read_checksums(wheel) == read_checksums(pure[0])
 
 

@@ -136,12 +136,12 @@ class TestPhases:
         ]
 
     def test_phases_cause_no_loss_and_no_evidence(self) -> None:
-        of, model = build_scenario(TWICE, job=self.JOB), CostModel(self.JOB)
-        played = run_policy(of, model, POLICIES["never act"](of, model))
-        whole = run_policy(build_scenario(TWICE), CostModel(JOB), POLICIES["never act"](of, model))
+        scenario, model = build_scenario(TWICE, job=self.JOB), CostModel(self.JOB)
+        played = run_policy(scenario, model, POLICIES["never act"](scenario, model))
+        whole = run_policy(build_scenario(TWICE), CostModel(JOB), POLICIES["never act"](scenario, model))
         assert played.cost() == pytest.approx(whole.cost() * (120 - 30) / 120)
         late = find_first_sign(build_scenario(TWICE)) - LEAD_SECONDS
-        assert find_first_sign(of) == LEAD_SECONDS + (late if late <= 15 else late + 15)
+        assert find_first_sign(scenario) == LEAD_SECONDS + (late if late <= 15 else late + 15)
         metrics = SampledMetrics(model, 1)
         metrics.extend(0.0, EQUAL_SHARES, CALM)
         assert metrics.count_done_steps(45.2) == metrics.count_done_steps(59.9) == pytest.approx(90, abs=1)
@@ -149,9 +149,11 @@ class TestPhases:
 
     def test_the_clairvoyant_loses_nothing_in_phases(self) -> None:
         dead = replace(self.JOB, spare=Spare.DEAD)
-        of = build_scenario(TWICE, 600, dead)
-        assert clairvoyant.compute_least_cost(of, CostModel(dead)) == pytest.approx(450 * compute_loss_rate(0.6 / 0.5))
-        found = run_policies(of)
+        scenario = build_scenario(TWICE, 600, dead)
+        assert clairvoyant.compute_least_cost(scenario, CostModel(dead)) == pytest.approx(
+            450 * compute_loss_rate(0.6 / 0.5)
+        )
+        found = run_policies(scenario)
         assert found.lost[OURS] >= found.least - 1e-9
         assert found.times <= 1.3
 
@@ -175,8 +177,8 @@ class TestClairvoyant:
     def test_the_clairvoyant_takes_the_spare_if_it_costs_less_than_shares(self) -> None:
         left = compute_loss_rate(0.6 / 0.5)
         for seconds in (60, 600):
-            of = build_scenario(TWICE, seconds)
-            assert clairvoyant.compute_least_cost(of, CostModel(JOB)) == pytest.approx(min(20, seconds * left))
+            scenario = build_scenario(TWICE, seconds)
+            assert clairvoyant.compute_least_cost(scenario, CostModel(JOB)) == pytest.approx(min(20, seconds * left))
         dead = replace(JOB, spare=Spare.DEAD)
         assert clairvoyant.compute_least_cost(build_scenario(TWICE, 600, dead), CostModel(dead)) == pytest.approx(
             600 * left
@@ -184,19 +186,19 @@ class TestClairvoyant:
 
     @pytest.mark.parametrize("seed", range(16))
     def test_no_policy_beats_the_clairvoyant(self, seed: int) -> None:
-        of = shorten_scenario(draw.draw_scenario(seed, ranks=4))
-        found = run_policies(of)
+        scenario = shorten_scenario(draw.draw_scenario(seed, ranks=4))
+        found = run_policies(scenario)
         for name, lost in found.lost.items():
-            assert lost >= found.least - 1e-9, (name, of.description)
+            assert lost >= found.least - 1e-9, (name, scenario.description)
         assert not found.failures
 
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_the_informed_cost_is_not_below_the_clairvoyants(self, kind: str) -> None:
-        of = draw.draw_scenario(3, kind, 64)
-        model = CostModel(of.job)
+        scenario = draw.draw_scenario(3, kind, 64)
+        model = CostModel(scenario.job)
         assert (
-            clairvoyant.compute_informed_cost(of, model)
-            >= clairvoyant.compute_least_cost(of, model, find_first_sign(of)) - 1e-9
+            clairvoyant.compute_informed_cost(scenario, model)
+            >= clairvoyant.compute_least_cost(scenario, model, find_first_sign(scenario)) - 1e-9
         )
 
     def test_the_informed_policy_keeps_a_remedy_for_a_recurring_strain(self) -> None:
@@ -205,68 +207,68 @@ class TestClairvoyant:
         bounds = [0, *range(LEAD_SECONDS, LEAD_SECONDS + 601, 60)]
         parts = itertools.pairwise(bounds)
         segments = tuple(Segment(*part, uneven if number % 2 else CALM) for number, part in enumerate(parts))
-        of = replace(build_scenario(uneven, 60), timeline=Timeline(segments))
-        once = replace(of, timeline=Timeline(segments[:3]))
-        costs = [clairvoyant.compute_informed_cost(each, CostModel(JOB)) for each in (once, of)]
+        scenario = replace(build_scenario(uneven, 60), timeline=Timeline(segments))
+        once = replace(scenario, timeline=Timeline(segments[:3]))
+        costs = [clairvoyant.compute_informed_cost(each, CostModel(JOB)) for each in (once, scenario)]
         assert costs[0] > 0
         assert costs[1] == pytest.approx(costs[0])
 
 
 class TestPolicies:
     @staticmethod
-    def play_policy(name: str, of: Scenario) -> tuple[list[TrainingStrategy], list[bool], int]:
+    def play_policy(name: str, scenario: Scenario) -> tuple[list[TrainingStrategy], list[bool], int]:
         """Return the strategies, whether the spare is in force, and how long the job stood."""
-        model = CostModel(of.job)
-        played = run_policy(of, model, POLICIES[name](of, model))
+        model = CostModel(scenario.job)
+        played = run_policy(scenario, model, POLICIES[name](scenario, model))
         return [setup.strategy for setup in played.setups], [setup.moved for setup in played.setups], played.stood
 
     def test_never_act_changes_nothing(self) -> None:
-        ways, moved, stood = self.play_policy("never act", build_scenario(TWICE))
-        assert (set(ways), any(moved), stood) == ({EQUAL_SHARES}, False, 0)
+        strategies, moved, stood = self.play_policy("never act", build_scenario(TWICE))
+        assert (set(strategies), any(moved), stood) == ({EQUAL_SHARES}, False, 0)
 
     def test_always_restart_takes_the_spare_at_once(self) -> None:
-        ways, moved, stood = self.play_policy("always restart", build_scenario(TWICE))
-        assert (set(ways), stood) == ({EQUAL_SHARES}, 20)
+        strategies, moved, stood = self.play_policy("always restart", build_scenario(TWICE))
+        assert (set(strategies), stood) == ({EQUAL_SHARES}, 20)
         assert moved.index(True) == find_first_sign(build_scenario(TWICE)) + 20 + 1
         _, moved, stood = self.play_policy("always restart", build_scenario(TWICE, job=replace(JOB, spare=Spare.NONE)))
         assert (any(moved), stood) == (False, 20), "the restart does not help"
 
     def test_shares_only_never_takes_the_spare(self) -> None:
-        of = build_scenario(TWICE)
-        ways, moved, stood = self.play_policy("shares only", of)
-        late = find_first_sign(of) - LEAD_SECONDS
-        assert {strategy.shares for strategy in ways[LEAD_SECONDS + late + 1 : LEAD_SECONDS + 120]} == {
+        scenario = build_scenario(TWICE)
+        strategies, moved, stood = self.play_policy("shares only", scenario)
+        late = find_first_sign(scenario) - LEAD_SECONDS
+        assert {strategy.shares for strategy in strategies[LEAD_SECONDS + late + 1 : LEAD_SECONDS + 120]} == {
             CostModel(JOB).choose_best_exact(TWICE).shares
         }
-        assert ways[0] == ways[-1] == EQUAL_SHARES
+        assert strategies[0] == strategies[-1] == EQUAL_SHARES
         assert (any(moved), stood) == (False, 0)
 
     def test_delayed_metrics_delay_all_policies_by_the_same_time(self) -> None:
         fresh, old = (build_scenario(TWICE, 240, evidence_delay_seconds=seconds) for seconds in (0, 15))
         assert find_first_sign(old) == find_first_sign(fresh) + 15
         first_exchange = [
-            next(n for n, strategy in enumerate(self.play_policy("shares only", of)[0]) if strategy.shares)
-            for of in (fresh, old)
+            next(n for n, strategy in enumerate(self.play_policy("shares only", scenario)[0]) if strategy.shares)
+            for scenario in (fresh, old)
         ]
         assert first_exchange[1] == first_exchange[0] + 15
-        lost = [clairvoyant.compute_informed_cost(of, CostModel(JOB)) for of in (fresh, old)]
+        lost = [clairvoyant.compute_informed_cost(scenario, CostModel(JOB)) for scenario in (fresh, old)]
         assert lost[1] == pytest.approx(lost[0]), "from its first sign on"
 
     def test_greyhound_moves_from_level_to_level_as_the_loss_grows(self) -> None:
-        of = build_scenario(TWICE, 900)
-        ways, moved, stood = self.play_policy("Greyhound's levels", of)
-        shares, spare = next(n for n, strategy in enumerate(ways) if strategy.shares), moved.index(True)
-        begin, rate = find_first_sign(of), compute_loss_rate(1.8)
+        scenario = build_scenario(TWICE, 900)
+        strategies, moved, stood = self.play_policy("Greyhound's levels", scenario)
+        shares, spare = next(n for n, strategy in enumerate(strategies) if strategy.shares), moved.index(True)
+        begin, rate = find_first_sign(scenario), compute_loss_rate(1.8)
         assert (shares - begin) * rate == pytest.approx(SHARES_SECONDS, abs=1.0)
         lost = (shares - begin) * rate + (spare - stood - shares) * compute_loss_rate(1.2)
         assert lost == pytest.approx(JOB.restart_seconds, abs=1.5)
-        assert ways[-1] == EQUAL_SHARES
+        assert strategies[-1] == EQUAL_SHARES
 
     def test_ski_rental_waits_for_its_multiple(self) -> None:
         def find_first_exchange(times: float) -> int:
-            of = build_scenario(TWICE, 3000)
+            scenario = build_scenario(TWICE, 3000)
             model = CostModel(JOB)
-            played = run_policy(of, model, SkiRental(of, model, times))
+            played = run_policy(scenario, model, SkiRental(scenario, model, times))
             return [setup.moved for setup in played.setups].index(True) - played.stood
 
         assert find_first_exchange(2.0) - find_first_exchange(1.0) == pytest.approx(20 / compute_loss_rate(1.2), abs=2)
@@ -274,29 +276,29 @@ class TestPolicies:
 
 class TestOurs:
     @staticmethod
-    def play_ours(of: Scenario) -> tuple[Ours, list[TrainingStrategy], list[bool], int]:
-        model = CostModel(of.job)
-        ours = Ours(of, model)
-        played = run_policy(of, model, ours)
+    def play_ours(scenario: Scenario) -> tuple[Ours, list[TrainingStrategy], list[bool], int]:
+        model = CostModel(scenario.job)
+        ours = Ours(scenario, model)
+        played = run_policy(scenario, model, ours)
         assert not ours.failures
         return ours, [setup.strategy for setup in played.setups], [setup.moved for setup in played.setups], played.stood
 
     def test_shares_come_first_and_the_spare_when_it_pays(self) -> None:
-        ours, ways, moved, stood = self.play_ours(build_scenario(TWICE, 400))
+        ours, strategies, moved, stood = self.play_ours(build_scenario(TWICE, 400))
         assert [act.remedy for act in ours.acts] == [Remedy.REBALANCE, Remedy.REPLACE_WORKER]
         assert {act.rank for act in ours.acts} == {2}
-        assert any(strategy.shares is not None for strategy in ways)
+        assert any(strategy.shares is not None for strategy in strategies)
         assert (moved[-1], stood) == (True, 20)
-        assert ways[-1].shares in (None, (8, 8, 8, 8))
+        assert strategies[-1].shares in (None, (8, 8, 8, 8))
 
     def test_a_dead_spare_is_not_used(self) -> None:
         _, _, moved, stood = self.play_ours(build_scenario(TWICE, 400, replace(JOB, spare=Spare.DEAD)))
         assert (any(moved), stood) == (False, 0)
 
     def test_a_slow_link_starts_local_sgd_and_its_end_stops_it(self) -> None:
-        ours, ways, _, _ = self.play_ours(build_scenario(SLOW_LINK, 200, depth=2.0))
+        ours, strategies, _, _ = self.play_ours(build_scenario(SLOW_LINK, 200, depth=2.0))
         assert ours.acts[0].remedy == Remedy.LOCAL_SGD
-        assert ways[-1].mode is EQUAL_SHARES.mode
+        assert strategies[-1].mode is EQUAL_SHARES.mode
 
     @pytest.mark.parametrize("ranks", [2, 4, 64])
     def test_a_node_is_exchanged_at_any_job_size(self, ranks: int) -> None:
@@ -308,7 +310,7 @@ class TestOurs:
         assert moved[-1]
 
     def test_a_pass_over_a_calm_job_changes_nothing_and_may_be_skipped(self) -> None:
-        of = build_scenario(TWICE)
+        scenario = build_scenario(TWICE)
         seen = list[Observation]()
 
         class CountingOurs(Ours):
@@ -316,15 +318,15 @@ class TestOurs:
                 seen.append(super()._observe(now, end))
                 return seen[-1]
 
-        ours = CountingOurs(of, CostModel(JOB))
-        run_policy(of, CostModel(JOB), ours)
+        ours = CountingOurs(scenario, CostModel(JOB))
+        run_policy(scenario, CostModel(JOB), ours)
         calm = [observation for observation in seen if is_idle(observation, ours.rules)]
         assert 20 < len(calm) < len(seen)
         for observation in calm[5:]:
-            draft, before = evaluate_job(observation, ours.rules).desired, observation.desired
-            assert draft.plan == before.plan
-            assert draft.state.adaptation == before.state.adaptation
-            assert draft.state.incidents == before.state.incidents
+            desired, before = evaluate_job(observation, ours.rules).desired, observation.desired
+            assert desired.plan == before.plan
+            assert desired.state.adaptation == before.state.adaptation
+            assert desired.state.incidents == before.state.incidents
 
     @pytest.mark.parametrize("seed", [100, 103, 109])
     def test_a_healthy_job_is_not_changed(self, seed: int) -> None:
@@ -335,17 +337,21 @@ class TestOurs:
         assert (found.false_alarms, found.exchanges, found.quarantines) == (0, 0, 0)
 
     def test_days_are_simulated_long_enough_to_find_a_slightly_slow_rank(self) -> None:
-        of, looked = draw.draw_healthy_scenario(10_000, 2.0, 4), list[tuple[int, bool]]()
+        scenario, observed = draw.draw_healthy_scenario(10_000, 2.0, 4), list[tuple[int, bool]]()
 
         class CountingOurs(Ours):
             def _observe(self, now: Now, end: int) -> Observation:
                 observation = super()._observe(now, end)
-                looked.append((now.second, observation.metrics.needs_more_windows))
+                observed.append((now.second, observation.metrics.needs_more_windows))
                 return observation
 
-        run_policy(of, CostModel(of.job), CountingOurs(of, CostModel(of.job), pass_intervals=decisions.RARE_PASSES))
-        assert len(looked) < 200, "a thousand days would take too long otherwise"
-        settled = [second for second, unsettled in looked if not unsettled]
+        run_policy(
+            scenario,
+            CostModel(scenario.job),
+            CountingOurs(scenario, CostModel(scenario.job), pass_intervals=decisions.RARE_PASSES),
+        )
+        assert len(observed) < 200, "a thousand days would take too long otherwise"
+        settled = [second for second, unsettled in observed if not unsettled]
         assert {second // 1800 for second in settled} == {0, 1, 2, 3}
 
 
@@ -391,21 +397,21 @@ class TestDrawnScenarios:
 
     def test_kinds_are_as_frequent_as_their_weights_and_values_are_in_bounds(self) -> None:
         drawn = [draw.draw_scenario(seed) for seed in range(400)]
-        links = sum(of.kind == "link" for of in drawn)
+        links = sum(scenario.kind == "link" for scenario in drawn)
         assert links / 400 == pytest.approx(0.4, abs=0.07)
-        assert {of.kind for of in drawn} == set(KINDS)
-        assert {of.job.ranks for of in drawn} == {4, 64, 1024}
-        assert all(1.05 <= of.depth <= 5.0 for of in drawn)
-        onsets = {of.timeline.onset for of in drawn}
+        assert {scenario.kind for scenario in drawn} == set(KINDS)
+        assert {scenario.job.ranks for scenario in drawn} == {4, 64, 1024}
+        assert all(1.05 <= scenario.depth <= 5.0 for scenario in drawn)
+        onsets = {scenario.timeline.onset for scenario in drawn}
         assert len(onsets) > 200
         assert min(onsets) >= draw.LEAD_SECONDS_RANGE[0]
         assert max(onsets) < draw.LEAD_SECONDS_RANGE[1]
-        assert {of.end for of in drawn} == {"once", "never", "flapping"}
+        assert {scenario.end for scenario in drawn} == {"once", "never", "flapping"}
 
-    @pytest.mark.parametrize("words", ["", "x", "-4109", "5000", "4110-4109", "4100-8000"])
-    def test_an_invalid_seed_is_refused(self, words: str) -> None:
-        with pytest.raises(SystemExit, match=f"^SEEDS={words}: each is a thousand times"):
-            decisions.read_sizes({"SEEDS": words})
+    @pytest.mark.parametrize("text", ["", "x", "-4109", "5000", "4110-4109", "4100-8000"])
+    def test_an_invalid_seed_is_refused(self, text: str) -> None:
+        with pytest.raises(SystemExit, match=f"^SEEDS={text}: each is a thousand times"):
+            decisions.read_sizes({"SEEDS": text})
 
     def test_sizes_are_read_from_the_environment(self) -> None:
         assert decisions.read_sizes({"SEEDS": "4109-4111,64030"}).seeds == [4109, 4110, 4111, 64030]
@@ -416,10 +422,10 @@ class TestDrawnScenarios:
 class TestSummary:
     @staticmethod
     def build_outcomes() -> list[Outcome]:
-        of = build_scenario(TWICE)
+        scenario = build_scenario(TWICE)
         lost = dict.fromkeys(POLICIES, 50.0)
         found = Outcome(
-            of,
+            scenario,
             lost | {OURS: 20.0},
             18.0,
             lost | {OURS: 15.0},
@@ -445,8 +451,8 @@ class TestSummary:
 
     def test_every_dimension_has_lines(self) -> None:
         lines = "\n".join([*format_table(self.build_outcomes()), *format_worst(self.build_outcomes())])
-        for words in ("all", "kind rank", "ranks 4", "spare warm", "seed 1: rank 1.80 ×"):
-            assert words in lines
+        for text in ("all", "kind rank", "ranks 4", "spare warm", "seed 1: rank 1.80 ×"):
+            assert text in lines
 
 
 def test_policies_choose_when_they_run_again() -> None:

@@ -91,9 +91,13 @@ def test_goals_are_means_over_the_worlds(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_both_parts_of_a_case_have_the_same_slow_rank() -> None:
-    of = agreement.build_scenario(0, 0, 1.6, 600.0)
-    assert (of.timeline.onset, of.timeline.end_second, of.timeline.end) == (LEAD_SECONDS, LEAD_SECONDS + 600, 810)
-    (strain,) = {strain for strain in of.timeline.strains_by_second if strain.slow}
+    scenario = agreement.build_scenario(0, 0, 1.6, 600.0)
+    assert (scenario.timeline.onset, scenario.timeline.end_second, scenario.timeline.end) == (
+        LEAD_SECONDS,
+        LEAD_SECONDS + 600,
+        810,
+    )
+    (strain,) = {strain for strain in scenario.timeline.strains_by_second if strain.slow}
     assert strain.slow == ((1, 1.6),)
     endless = agreement.build_scenario(0, 1, 1.6, UNBOUNDED_SECONDS).timeline
     assert endless.end == endless.end_second == LEAD_SECONDS + UNBOUNDED_SECONDS

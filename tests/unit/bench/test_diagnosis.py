@@ -53,8 +53,8 @@ class TestTruth:
         ],
     )
     def test_a_truth_accepts_the_right_culprits_only(self, truth: Truth, right: list[str], wrong: list[str]) -> None:
-        assert [words for words in right if not truth.is_named(build_finding(words))] == []
-        assert [words for words in wrong if truth.is_named(build_finding(words))] == []
+        assert [culprit for culprit in right if not truth.is_named(build_finding(culprit))] == []
+        assert [culprit for culprit in wrong if truth.is_named(build_finding(culprit))] == []
 
     def test_rules_that_name_only_ranks_are_compared_by_rank(self) -> None:
         assert Truth(CODE, (2, 3)).is_blamed(frozenset({2}))
@@ -70,7 +70,7 @@ class TestTruth:
 
 def build_recording(own: float = 0.05) -> Recording:
     """Build a recording of one second per line and eight steps per second."""
-    told: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     for second in range(1, STEPS // 8 + 1):
         steps = list(range(8 * second))
         for host in range(RANKS // RANKS_A_HOST):
@@ -88,15 +88,17 @@ def build_recording(own: float = 0.05) -> Recording:
                 for rank in ranks
             ]
             evidence = {"windows": windows, "operations": [], "links": []}
-            told.append({"at": 1000.0 + second, "worker": f"host-{host}", "evidence": evidence})
+            reports.append({"at": 1000.0 + second, "worker": f"host-{host}", "evidence": evidence})
             fault = {"noticed_at": 1000.0 + second}
-            told.append({"at": 1000.0 + second, "worker": f"host-{host}", "fault": fault})
-    return Recording("slow", 0, 1000.0, 1010.0, told, {0: b"{}"}, 1005.0, 0.0)
+            reports.append({"at": 1000.0 + second, "worker": f"host-{host}", "fault": fault})
+    return Recording("slow", 0, 1000.0, 1010.0, reports, {0: b"{}"}, 1005.0, 0.0)
 
 
 def test_a_busy_machine_is_detected_by_the_pace_of_its_steps() -> None:
     assert measure_relative_time(build_recording().reports) == pytest.approx(1.2)
-    assert measure_relative_time([words for words in build_recording().reports if "evidence" not in words]) == math.inf
+    assert (
+        measure_relative_time([report for report in build_recording().reports if "evidence" not in report]) == math.inf
+    )
 
 
 def test_recordings_of_busy_hours_are_scaled_to_one_pace() -> None:
@@ -113,8 +115,8 @@ class TestPerturbedCopies:
 
     def test_a_step_takes_the_same_time_in_all_answers_that_contain_it(self) -> None:
         seen: dict[tuple[int, int], set[float]] = {}
-        for words in perturb_recording(build_recording(), (), 3).reports:
-            for window in words.get("evidence", {}).get("windows", ()):
+        for report in perturb_recording(build_recording(), (), 3).reports:
+            for window in report.get("evidence", {}).get("windows", ()):
                 for step, seconds in zip(window["steps"], window["compute_seconds"], strict=True):
                     seen.setdefault((window["rank"], step), set()).add(round(seconds, 12))
         assert all(len(values) == 1 for values in seen.values())
@@ -122,10 +124,10 @@ class TestPerturbedCopies:
 
     def test_clocks_differ_by_minutes_and_stalls_keep_their_age(self) -> None:
         copy = perturb_recording(build_recording(), (), 4)
-        clocks = {words["worker"]: words["clock"] for words in copy.reports}
+        clocks = {report["worker"]: report["clock"] for report in copy.reports}
         assert max(map(abs, clocks.values())) > 60
-        told = [words for words in copy.reports if "fault" in words]
-        late = [words["at"] + words["clock"] - words["fault"]["noticed_at"] for words in told]
+        reports = [report for report in copy.reports if "fault" in report]
+        late = [report["at"] + report["clock"] - report["fault"]["noticed_at"] for report in reports]
         assert all(0 <= seconds <= 1 for seconds in late)
 
 

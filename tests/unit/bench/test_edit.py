@@ -107,9 +107,9 @@ def test_a_run_is_a_function_of_its_seed_and_learns() -> None:
     assert training.train_side(run, edit.SIDES["penalty"], 2) == curve
 
 
-def build_losses(**of_sides: float) -> dict[str, list[float]]:
+def build_losses(**last_losses: float) -> dict[str, list[float]]:
     usual = dict.fromkeys(edit.SIDES, 2.0)
-    return {side: [its, 2 * its] for side, its in (usual | of_sides).items()}
+    return {side: [its, 2 * its] for side, its in (usual | last_losses).items()}
 
 
 def test_all_goals_are_reached_at_their_limits() -> None:
@@ -127,8 +127,8 @@ def test_all_goals_are_reached_at_their_limits() -> None:
     ],
 )
 def test_each_goal_can_be_missed_alone(missed: str, clean: dict[str, float], dirty: dict[str, float]) -> None:
-    held = edit.check_goals(build_losses(**clean), build_losses(**({"penalty": 1.9} | dirty)))
-    assert [name for name, its in held.items() if not its] == [missed]
+    goals = edit.check_goals(build_losses(**clean), build_losses(**({"penalty": 1.9} | dirty)))
+    assert [name for name, its in goals.items() if not its] == [missed]
 
 
 def test_only_numbers_are_shortened() -> None:

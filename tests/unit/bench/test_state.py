@@ -34,8 +34,8 @@ def test_layers_have_the_requested_size() -> None:
     assert count_layers(1) == 1
 
 
-def build_rank(held: list[float], plain: list[float], next_to_copy: list[float]) -> dict[str, object]:
-    return {"held": held, "plain": plain, "copying": next_to_copy, "interval": 8, "digest": [1]}
+def build_rank(snapshot_times: list[float], plain: list[float], next_to_copy: list[float]) -> dict[str, object]:
+    return {"held": snapshot_times, "plain": plain, "copying": next_to_copy, "interval": 8, "digest": [1]}
 
 
 def test_a_snapshots_stall_is_that_of_the_slower_rank_once_its_memory_is_allocated() -> None:
@@ -89,18 +89,18 @@ def test_a_side_that_fails_is_a_result_and_affects_no_goal() -> None:
     def fail() -> tuple[float, bool]:
         raise SideFailedError("no route")
 
-    way = RestoreRoute()
-    state.measure_attempt(way, lambda: (2.0, True))
-    state.measure_attempt(way, fail)
-    assert way.to_json() == {"median_s": 2.0, "seconds": [2.0], "bit_for_bit": True, "failures": ["no route"]}
-    assert all(evaluate_goals(torchft_pg=way).values())
+    route = RestoreRoute()
+    state.measure_attempt(route, lambda: (2.0, True))
+    state.measure_attempt(route, fail)
+    assert route.to_json() == {"median_s": 2.0, "seconds": [2.0], "bit_for_bit": True, "failures": ["no route"]}
+    assert all(evaluate_goals(torchft_pg=route).values())
 
 
 def test_a_restore_that_differed_once_is_not_exact() -> None:
-    way = RestoreRoute()
-    state.measure_attempt(way, lambda: (1.0, False))
-    state.measure_attempt(way, lambda: (1.0, True))
-    assert way.to_json()["bit_for_bit"] is False
+    route = RestoreRoute()
+    state.measure_attempt(route, lambda: (1.0, False))
+    state.measure_attempt(route, lambda: (1.0, True))
+    assert route.to_json()["bit_for_bit"] is False
 
 
 def test_a_route_that_never_restored_has_no_time() -> None:

@@ -102,7 +102,7 @@ def test_fixed_shares_are_the_best_of_all_by_brute_force() -> None:
             total += max(finish)
         return total
 
-    combinations = [way for way in itertools.product(range(1, 8), repeat=3) if sum(way) == 9]
+    combinations = [combination for combination in itertools.product(range(1, 8), repeat=3) if sum(combination) == 9]
     assert sorted(map(tuple, bounds.list_shares(9, 3).tolist())) == sorted(combinations)
     best = min(combinations, key=compute_seconds)
     shares, rate = bounds.find_fixed_shares(costs, 9)

@@ -57,8 +57,8 @@ def build_flows(*flows: tuple[int, int, int], parts: int = 1) -> Traffic:
     )
 
 
-def build_case(fabric: SimulatedFabric, of: Traffic, *jobs: TrafficJob) -> PlannerCase:
-    return PlannerCase(fabric, jobs, of, compute_speed_bound(fabric, of), np.zeros(len(jobs), dtype=np.int64))
+def build_case(fabric: SimulatedFabric, flows: Traffic, *jobs: TrafficJob) -> PlannerCase:
+    return PlannerCase(fabric, jobs, flows, compute_speed_bound(fabric, flows), np.zeros(len(jobs), dtype=np.int64))
 
 
 def create_generator() -> np.random.Generator:
@@ -119,8 +119,8 @@ class TestClusters:
 
 class TestSpeeds:
     def test_two_jobs_on_one_link_get_half_of_it_and_all_of_it_when_shifted(self) -> None:
-        fabric, of = SimulatedFabric(build_uniform_topology(2, 2)), build_flows((0, 0, 1), (1, 0, 1))
-        together, apart = PlannedTraffic(of, np.array([0, 0])), PlannedTraffic(of, np.array([0, 1]))
+        fabric, flows = SimulatedFabric(build_uniform_topology(2, 2)), build_flows((0, 0, 1), (1, 0, 1))
+        together, apart = PlannedTraffic(flows, np.array([0, 0])), PlannedTraffic(flows, np.array([0, 1]))
         assert (together.compute_load(fabric), apart.compute_load(fabric)) == (2.0, 1.0)
         assert compute_concurrent_speeds(together.compute_usage(fabric), jobs=3).tolist() == [0.5, 0.5, 1.0], (
             "the third has no flows"
@@ -128,27 +128,27 @@ class TestSpeeds:
         assert compute_concurrent_speeds(apart.compute_usage(fabric), jobs=2).tolist() == [1.0, 1.0]
 
     def test_a_job_is_as_fast_as_its_slowest_edge(self) -> None:
-        fabric, of = SimulatedFabric(build_uniform_topology(3, 2)), build_flows((0, 0, 1), (0, 1, 2), (1, 1, 2))
+        fabric, flows = SimulatedFabric(build_uniform_topology(3, 2)), build_flows((0, 0, 1), (0, 1, 2), (1, 1, 2))
         assert compute_concurrent_speeds(
-            PlannedTraffic(of, np.array([0, 0, 0])).compute_usage(fabric), jobs=2
+            PlannedTraffic(flows, np.array([0, 0, 0])).compute_usage(fabric), jobs=2
         ).tolist() == [
             0.5,
             0.5,
         ]
 
     def test_sub_connections_share_what_a_flow_sends(self) -> None:
-        fabric, of = SimulatedFabric(build_uniform_topology(2, 2)), build_flows((0, 0, 1), (1, 0, 1), parts=2)
-        assert PlannedTraffic(of, np.array([0, 1, 0, 0])).compute_load(fabric) == 1.5
+        fabric, flows = SimulatedFabric(build_uniform_topology(2, 2)), build_flows((0, 0, 1), (1, 0, 1), parts=2)
+        assert PlannedTraffic(flows, np.array([0, 1, 0, 0])).compute_load(fabric) == 1.5
         assert compute_concurrent_speeds(
-            PlannedTraffic(of, np.array([0, 1, 0, 1])).compute_usage(fabric), jobs=2
+            PlannedTraffic(flows, np.array([0, 1, 0, 1])).compute_usage(fabric), jobs=2
         ).tolist() == [
             1.0,
             1.0,
         ]
 
     def test_speeds_of_shifted_jobs_match_a_hand_calculation(self) -> None:
-        fabric, of = SimulatedFabric(build_uniform_topology(2, 1)), build_flows((0, 0, 1), (1, 0, 1))
-        used = PlannedTraffic(of, np.array([0, 0])).compute_usage(fabric)
+        fabric, flows = SimulatedFabric(build_uniform_topology(2, 1)), build_flows((0, 0, 1), (1, 0, 1))
+        used = PlannedTraffic(flows, np.array([0, 0])).compute_usage(fabric)
         assert compute_turn_speeds(used, [HALF, HALF], np.array([0, 6])).tolist() == [1.0, 1.0]
         assert compute_turn_speeds(used, [HALF, HALF], np.array([0, 0])).tolist() == pytest.approx([12 / 18] * 2)
         assert compute_turn_speeds(used, [HALF, HALF], np.array([0, 3])).tolist() == pytest.approx([12 / 14] * 2)
@@ -156,8 +156,8 @@ class TestSpeeds:
 
 class TestShifts:
     def test_jobs_that_share_a_link_are_shifted_apart_and_others_stay(self) -> None:
-        fabric, of = SimulatedFabric(build_uniform_topology(2, 2)), build_flows((0, 0, 1), (1, 0, 1), (2, 0, 1))
-        used, jobs = PlannedTraffic(of, np.array([0, 0, 1])).compute_usage(fabric), [HALF] * 3
+        fabric, flows = SimulatedFabric(build_uniform_topology(2, 2)), build_flows((0, 0, 1), (1, 0, 1), (2, 0, 1))
+        used, jobs = PlannedTraffic(flows, np.array([0, 0, 1])).compute_usage(fabric), [HALF] * 3
         shifts = shift_jobs(used, jobs, np.array([1, 2, 3]))
         assert shifts[2] == 3
         assert not (compute_busy_slots(jobs, shifts)[0] & compute_busy_slots(jobs, shifts)[1]).any()
@@ -165,8 +165,8 @@ class TestShifts:
 
     def test_shifts_never_reduce_the_speed(self) -> None:
         jobs, fabric = draw_eight_jobs(create_generator()), build_fabrics()["2:1"]
-        of, start = build_traffic(fabric, jobs), create_generator().integers(24, size=8)
-        used = PLANNERS["ecmp"](PlannerCase(fabric, jobs, of, 1.0, start), create_generator()).compute_usage(fabric)
+        flows, start = build_traffic(fabric, jobs), create_generator().integers(24, size=8)
+        used = PLANNERS["ecmp"](PlannerCase(fabric, jobs, flows, 1.0, start), create_generator()).compute_usage(fabric)
         assert (
             compute_turn_speeds(used, jobs, shift_jobs(used, jobs, start)).mean()
             >= compute_turn_speeds(used, jobs, start).mean()
@@ -178,16 +178,16 @@ class TestPlanners:
     def test_no_planner_uses_a_dead_link(self, name: str) -> None:
         fabric = SimulatedFabric(build_uniform_topology(4, 3).with_dead_links(up=[(0, 1)], down=[(1, 0), (2, 2)]))
         ends = [(source, destination) for source in range(4) for destination in range(4) if source != destination]
-        of = build_flows(*[(0, *pair) for pair in ends])
-        plan = PLANNERS[name](build_case(fabric, of, HALF), create_generator())
+        flows = build_flows(*[(0, *pair) for pair in ends])
+        plan = PLANNERS[name](build_case(fabric, flows, HALF), create_generator())
         assert (fabric.topology.up[plan.traffic.source, plan.routes] > 0).all()
         assert (fabric.topology.down[plan.traffic.destination, plan.routes] > 0).all()
 
     def test_ecmp_is_even_by_chance_only(self) -> None:
-        of = build_flows(*[(0, 0, 1)] * 800)
+        flows = build_flows(*[(0, 0, 1)] * 800)
         counts = np.bincount(
             PLANNERS["ecmp"](
-                build_case(SimulatedFabric(build_uniform_topology(2, 8)), of, HALF), create_generator()
+                build_case(SimulatedFabric(build_uniform_topology(2, 8)), flows, HALF), create_generator()
             ).routes,
             minlength=8,
         )
@@ -205,47 +205,49 @@ class TestPlanners:
 
     def test_least_loaded_takes_the_free_route_and_never_moves_a_flow(self) -> None:
         """The last flow finds route 0 taken at its source, and route 1 at its destination."""
-        fabric, of = (
+        fabric, flows = (
             SimulatedFabric(build_uniform_topology(5, 2)),
             build_flows((0, 0, 2), (0, 1, 4), (0, 1, 3), (0, 0, 3)),
         )
-        greedy, best = (PLANNERS[name](build_case(fabric, of, HALF), create_generator()) for name in ("greedy", "ours"))
+        greedy, best = (
+            PLANNERS[name](build_case(fabric, flows, HALF), create_generator()) for name in ("greedy", "ours")
+        )
         assert greedy.routes.tolist()[:3] == [0, 0, 1]
         assert (greedy.compute_load(fabric), best.compute_load(fabric)) == (2.0, 1.0)
 
     def test_crux_serves_the_more_intense_job_first(self) -> None:
         intense = TrafficJob((0, 1), period=12, busy=2)
-        of = build_flows((0, 0, 1), (1, 0, 1))
+        flows = build_flows((0, 0, 1), (1, 0, 1))
         assert PLANNERS["crux"](
-            build_case(SimulatedFabric(build_uniform_topology(2, 2)), of, HALF, intense), create_generator()
+            build_case(SimulatedFabric(build_uniform_topology(2, 2)), flows, HALF, intense), create_generator()
         ).routes.tolist() == [1, 0]
         assert PLANNERS["crux"](
-            build_case(SimulatedFabric(build_uniform_topology(2, 2)), of, intense, HALF), create_generator()
+            build_case(SimulatedFabric(build_uniform_topology(2, 2)), flows, intense, HALF), create_generator()
         ).routes.tolist() == [0, 1]
 
     def test_flows_are_split_where_a_dead_uplink_requires_it(self) -> None:
         fabric = SimulatedFabric(build_uniform_topology(2, 8).with_dead_links(up=[(0, 0)]))
-        of = build_flows(*[(job, 0, 1) for job in range(8)])
+        flows = build_flows(*[(job, 0, 1) for job in range(8)])
         jobs = [HALF] * 8
-        assert compute_speed_bound(fabric, of) == pytest.approx(7 / 8)
-        assert choose_parts(build_case(fabric, of, *jobs)) == 7
+        assert compute_speed_bound(fabric, flows) == pytest.approx(7 / 8)
+        assert choose_parts(build_case(fabric, flows, *jobs)) == 7
         whole, parts = (
-            PLANNERS[name](build_case(fabric, of, *jobs), create_generator()) for name in ("ours", "ours in parts")
+            PLANNERS[name](build_case(fabric, flows, *jobs), create_generator()) for name in ("ours", "ours in parts")
         )
         assert compute_concurrent_speeds(whole.compute_usage(fabric), 8).min() == 0.5
         assert compute_concurrent_speeds(parts.compute_usage(fabric), 8).min() == pytest.approx(7 / 8)
-        assert choose_parts(build_case(SimulatedFabric(build_uniform_topology(2, 8)), of, *jobs)) == 4, (
+        assert choose_parts(build_case(SimulatedFabric(build_uniform_topology(2, 8)), flows, *jobs)) == 4, (
             "the fewest that there are"
         )
 
     def test_both_ports_of_a_nic_are_used(self) -> None:
         nic = np.zeros(1, dtype=np.int64)
-        of = Traffic(nic, nic, nic + 1, nic, nic + 1, nic + 1, planes=2).split_flows(2)
+        flows = Traffic(nic, nic, nic + 1, nic, nic + 1, nic + 1, planes=2).split_flows(2)
         fabric = SimulatedFabric(build_uniform_topology(2, 2, planes=2))
         for name in ("ours", "greedy"):
-            plan = PLANNERS[name](build_case(fabric, of, HALF), create_generator())
+            plan = PLANNERS[name](build_case(fabric, flows, HALF), create_generator())
             assert compute_concurrent_speeds(plan.compute_usage(fabric), 1).tolist() == [1.0]
-        one_port = PlannedTraffic(of, np.array([0, 1]))
+        one_port = PlannedTraffic(flows, np.array([0, 1]))
         assert compute_concurrent_speeds(one_port.compute_usage(fabric), 1).tolist() == [0.5]
 
 
@@ -253,20 +255,20 @@ class TestBounds:
     @pytest.mark.parametrize("name", ["1:1", "2:1", "dual ports"])
     def test_eight_jobs_that_fill_the_fabric_reach_the_bound(self, name: str) -> None:
         fabric = build_fabrics()[name]
-        of = build_traffic(fabric, draw_eight_jobs(create_generator())).split_flows(fabric.topology.planes)
-        assert compute_speed_bound(fabric, of) == (0.5 if name == "2:1" else 1.0)
+        flows = build_traffic(fabric, draw_eight_jobs(create_generator())).split_flows(fabric.topology.planes)
+        assert compute_speed_bound(fabric, flows) == (0.5 if name == "2:1" else 1.0)
 
     @pytest.mark.parametrize("seed", range(5))
     def test_the_linear_program_agrees_with_the_cut_where_all_links_are_alive(self, seed: int) -> None:
         """A dead link of an unused leaf changes nothing, but makes the bench solve the program."""
         draws = np.random.default_rng(seed)
-        of = build_flows(*[(0, *draws.choice(5, 2, replace=False).tolist()) for _ in range(40)])
+        flows = build_flows(*[(0, *draws.choice(5, 2, replace=False).tolist()) for _ in range(40)])
         whole, damaged_elsewhere = (
             build_uniform_topology(6, 3),
             build_uniform_topology(6, 3).with_dead_links(up=[(5, 0)]),
         )
-        assert compute_speed_bound(SimulatedFabric(damaged_elsewhere), of) == pytest.approx(
-            compute_speed_bound(SimulatedFabric(whole), of)
+        assert compute_speed_bound(SimulatedFabric(damaged_elsewhere), flows) == pytest.approx(
+            compute_speed_bound(SimulatedFabric(whole), flows)
         )
 
     def test_a_pair_with_one_common_route_is_bounded_by_it(self) -> None:
@@ -439,9 +441,9 @@ class TestCommand:
         monkeypatch.setattr("os.geteuid", lambda: 65534)
         monkeypatch.setattr(bench, "run_simulations", lambda seeds: ({"seeds": seeds}, {"goal": reached}))
         assert bench.main([]) == status
-        said = capsys.readouterr()
-        assert "namespaces need root" in said.err
-        assert json.loads(said.out)["holds"] == {"goal": reached}
+        output = capsys.readouterr()
+        assert "namespaces need root" in output.err
+        assert json.loads(output.out)["holds"] == {"goal": reached}
 
     def test_an_unknown_half_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert bench.main(["half"]) == 2

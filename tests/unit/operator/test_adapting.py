@@ -206,11 +206,11 @@ class TestStartOfLocalSgd:
         assert result.desired.state.incidents.current[0].remedy is Remedy.PLAN_GC
 
     @pytest.mark.parametrize(
-        ("changes", "allow", "words"),
+        ("changes", "allow", "message"),
         [({}, {Remedy.REBALANCE}, "spec.remediation.allow"), ({"managed": False}, set(Remedy), "library")],
     )
     def test_where_local_sgd_is_not_allowed_one_incident_records_the_slowness(
-        self, changes: dict[str, Any], allow: set[Remedy], words: str
+        self, changes: dict[str, Any], allow: set[Remedy], message: str
     ) -> None:
         policy, training = build_policy(allow=frozenset(allow)), {"sync_mode": "Sync", **changes}
         observation = change_members(replace(build_training(), metrics=SLOW_LINK), training=training)
@@ -219,7 +219,7 @@ class TestStartOfLocalSgd:
         (incident,) = result.desired.state.incidents.current
         assert incident.remedy is None
         assert incident.outcome is IncidentOutcome.INEFFECTIVE
-        assert words in next(price.reason for price in incident.remedies if price.name == "LocalSGD")
+        assert message in next(price.reason for price in incident.remedies if price.name == "LocalSGD")
         assert not evaluate_job(advance_observation(result, observation, 10.0), policy).desired.plan.evidence_request
 
     def test_a_rank_at_half_speed_gets_fewer_samples_and_no_local_sgd(self) -> None:
@@ -281,14 +281,14 @@ class TestLengths:
         result, observation = self.balance_lengths()
         plan = result.desired.plan
         changed = 0
-        for look in range(30):
+        for seed in range(30):
             observation = advance_observation(
                 result, observation, 20.0, metrics=replace(self.UNEVEN, throughput=32 / 0.2), evidence=()
             )
-            observation = change_members(observation, progress={"step": 560 + 40 * look})
+            observation = change_members(observation, progress={"step": 560 + 40 * seed})
             request = result.desired.plan.evidence_request
             observation = replace(
-                observation, evidence=windows(request, **self.build_uneven_samples(2 + look)) if request else ()
+                observation, evidence=windows(request, **self.build_uneven_samples(2 + seed)) if request else ()
             )
             result = evaluate_job(observation, build_policy())
             changed += result.desired.plan.sequence_cost != plan.sequence_cost
@@ -300,10 +300,10 @@ class TestLengths:
         )
 
     def build_slightly_uneven_samples(
-        self, look: int, *, known: bool = True, sigma: float = 0.15, **windows_options: Any
+        self, seed: int, *, known: bool = True, sigma: float = 0.15, **windows_options: Any
     ) -> dict[str, Any]:
         """Windows whose lengths cost 1.03 to 1.06 ×. known: to the loaders, which could balance them."""
-        lengths = np.rint(np.random.default_rng(look).lognormal(6.0, sigma, (STEPS, 4, 8)))
+        lengths = np.rint(np.random.default_rng(seed).lognormal(6.0, sigma, (STEPS, 4, 8)))
         costs = lengths.sum(axis=2)
         return {"lengths": lengths, "drawn": costs / costs.mean(), "balanceable": known, **windows_options}
 
@@ -321,12 +321,12 @@ class TestLengths:
         """Lengths are balanced from 1.01 on. Otherwise requests become rarer, and no Incident is written."""
         observation = change_members(replace(build_training(), metrics=self.UNEVEN), training={"sync_mode": "Sync"})
         result = evaluate_job(observation, policy)
-        for look in range(30):
+        for seed in range(30):
             observation = change_members(
-                advance_observation(result, observation, 20.0, evidence=()), progress={"step": 560 + 40 * look}
+                advance_observation(result, observation, 20.0, evidence=()), progress={"step": 560 + 40 * seed}
             )
             request = result.desired.plan.evidence_request
-            evidence = windows(request, **self.build_slightly_uneven_samples(look, known=known)) if request else ()
+            evidence = windows(request, **self.build_slightly_uneven_samples(seed, known=known)) if request else ()
             result = evaluate_job(replace(observation, evidence=evidence), policy)
         assert not result.desired.state.incidents.current
         assert not result.desired.state.incidents.recommended
@@ -404,14 +404,14 @@ class TestLengths:
 
     def test_a_plan_that_the_ranks_cannot_follow_is_taken_back(self) -> None:
         result, observation = self.balance_lengths()
-        words = "sequence_cost: the lengths of samples are unknown"
+        message = "sequence_cost: the lengths of samples are unknown"
         refused = evaluate_job(
-            change_members(advance_observation(result, observation, 1.0), training={"refused": words}), build_policy()
+            change_members(advance_observation(result, observation, 1.0), training={"refused": message}), build_policy()
         )
         assert refused.desired.plan.sequence_cost is None
         (incident,) = refused.desired.state.incidents.current
         assert incident.outcome is IncidentOutcome.INEFFECTIVE
-        assert words in incident.evidence[-1]
+        assert message in incident.evidence[-1]
 
 
 class TestFruitlessInvestigation:
@@ -468,7 +468,7 @@ class TestFruitlessInvestigation:
     def test_steps_that_are_longer_by_chance_start_few_investigations(self) -> None:
         """For an hour, mean steps of windows scatter by 2 % in a job that always waited."""
         random, result, observation = np.random.default_rng(0), *self.investigate_without_result()
-        looks, looking = 0, False
+        investigations, was_investigating = 0, False
         for _ in range(720):
             metrics = replace(self.WAITS, step_seconds=FIRST * (1 + 0.02 * random.standard_normal()))
             observation = change_members(
@@ -476,9 +476,12 @@ class TestFruitlessInvestigation:
             )
             request = result.desired.plan.evidence_request
             result = evaluate_job(replace(observation, evidence=windows(request) if request else ()), build_policy())
-            began = result.desired.state.adaptation.investigation is not None
-            looks, looking = looks + (began and not looking), began
-        assert looks <= 7
+            is_investigating = result.desired.state.adaptation.investigation is not None
+            investigations, was_investigating = (
+                investigations + (is_investigating and not was_investigating),
+                is_investigating,
+            )
+        assert investigations <= 7
         assert not result.desired.state.incidents.current
 
 
@@ -508,10 +511,12 @@ class TestMeasuredEffect:
         observation = change_members(
             advance_observation(back, observation, 5.0, metrics=SLOW_LINK), training={"sync_mode": "Sync"}
         )
-        held, observation = evaluate_after_answers(observation, exposed=0.25)
-        held, observation = evaluate_after_answers(advance_observation(held, observation, 6.0), exposed=0.25)
-        assert held.desired.plan.sync_mode is SyncMode.SYNC
-        assert not list_decisions(held), "nothing is written while the mode is only held"
+        later_result, observation = evaluate_after_answers(observation, exposed=0.25)
+        later_result, observation = evaluate_after_answers(
+            advance_observation(later_result, observation, 6.0), exposed=0.25
+        )
+        assert later_result.desired.plan.sync_mode is SyncMode.SYNC
+        assert not list_decisions(later_result), "nothing is written while the mode is only held"
 
     def test_ranks_that_refuse_the_mode_stay_in_sync_and_receive_no_second_request(self) -> None:
         result, observation = enter_local_mode()
@@ -541,8 +546,8 @@ class TestVerySlowRankInLocalMode:
         for _ in range(int(seconds / 2)):
             request = result.desired.plan.evidence_request
             own = (OWN, OWN, slow * OWN, OWN)
-            asked = windows(request, own=own, mode=SyncMode.ASYNC_EDIT, transfer=0.25) if request else ()
-            observation = advance_observation(result, observation, 2.0, evidence=asked)
+            evidence = windows(request, own=own, mode=SyncMode.ASYNC_EDIT, transfer=0.25) if request else ()
+            observation = advance_observation(result, observation, 2.0, evidence=evidence)
             result = evaluate_job(observation, build_policy())
             if list_decisions(result):
                 break

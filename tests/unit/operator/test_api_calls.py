@@ -109,8 +109,8 @@ class TestWatch:
             + self.build_event_line("DELETED", gone)
             + self.build_event_line("BOOKMARK", nothing)
         )
-        told = await self.collect_watch_events(*[data[at : at + 10_007] for at in range(0, len(data), 10_007)])
-        assert told == [WatchEvent(pod, 6), WatchEvent(gone, 7, deleted=True), WatchEvent(None, 9)]
+        events = await self.collect_watch_events(*[data[at : at + 10_007] for at in range(0, len(data), 10_007)])
+        assert events == [WatchEvent(pod, 6), WatchEvent(gone, 7, deleted=True), WatchEvent(None, 9)]
 
     async def test_a_version_that_is_too_old_raises_expired(self) -> None:
         status = {"code": 410, "message": "too old resource version"}

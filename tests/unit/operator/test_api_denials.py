@@ -120,12 +120,12 @@ class TestRefusedPods:
     async def test_a_quota_that_refuses_the_sidecar_names_the_chart_value(self) -> None:
         cluster, observation = RefusingCluster(), build_fresh()
         await cluster.create(TRAINING_JOBS, {"metadata": {"namespace": "ns", "name": "j"}})
-        words = "failed quota: team: must specify limits.cpu for: pacekeeper-sidecar"
-        cluster.refuses["pods"] = Denied(f'pods "j-w0-0" is forbidden: {words}')
+        detail = "failed quota: team: must specify limits.cpu for: pacekeeper-sidecar"
+        cluster.refuses["pods"] = Denied(f'pods "j-w0-0" is forbidden: {detail}')
         operator, context = await start_operator(cluster, observation.job)
         await run_passes(operator, context)
         message = cluster.condition("Running")["message"]
-        assert words in message
+        assert detail in message
         assert "chart's value sidecarResources" in message
         assert "sidecarResources" in cluster.condition("ActionBlocked")["message"]
 

@@ -473,15 +473,15 @@ def test_another_account_gets_all_rights_of_the_operators() -> None:
     assert before.count("system:serviceaccount:pacekeeper-system:pacekeeper'") == len(POLICIES)
 
 
-@pytest.mark.parametrize("who", ["users", "groups"])
-def test_state_writers_are_exempt(who: str) -> None:
+@pytest.mark.parametrize("account", ["users", "groups"])
+def test_state_writers_are_exempt(account: str) -> None:
     found = find_differences(
         flatten_rendered("{}"),
-        dict(list_leaves(render_with_values({f"admissionPolicy.stateWriters.{who}": ["restorer"]}))),
+        dict(list_leaves(render_with_values({f"admissionPolicy.stateWriters.{account}": ["restorer"]}))),
     )
     ((path, expression),) = found.items()
     assert path == "ValidatingAdmissionPolicy-states spec.matchConditions.0.expression"
-    assert f"{'username' if who == 'users' else 'group'} in ['restorer']" in expression
+    assert f"{'username' if account == 'users' else 'group'} in ['restorer']" in expression
 
 
 def test_the_service_monitor_replaces_the_pod_monitor() -> None:
@@ -536,16 +536,16 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(tmp_path: Path) -> None:
     """Helm names all of them at once."""
     schema = json.loads(describe.SCHEMA.read_text())
     paths = [path for path, _ in describe.iterate_leaves(schema) if path != ("global",)]
-    words = read_helm_error("--values", str(write_values(tmp_path, {path: {"no such thing!": [1]} for path in paths})))
-    assert [".".join(path) for path in paths if ".".join(path) not in words] == []
+    text = read_helm_error("--values", str(write_values(tmp_path, {path: {"no such thing!": [1]} for path in paths})))
+    assert [".".join(path) for path in paths if ".".join(path) not in text] == []
 
 
 def test_an_unknown_value_is_refused(tmp_path: Path) -> None:
     """One stands in each group, and Helm names all of them."""
     schema = json.loads(describe.SCHEMA.read_text())
     groups = {path[:-1] for path, _ in describe.iterate_leaves(schema)}
-    words = read_helm_error("--values", str(write_values(tmp_path, {(*path, "unheardOf"): 1 for path in groups})))
-    assert words.count("unheardOf") == len(groups)
+    text = read_helm_error("--values", str(write_values(tmp_path, {(*path, "unheardOf"): 1 for path in groups})))
+    assert text.count("unheardOf") == len(groups)
 
 
 def write_values(folder: Path, values: Mapping[tuple[str, ...], Any]) -> Path:

@@ -41,13 +41,13 @@ MINE = replace(build_job(), uid="mine", name="mine", created_at=NOW)
 ATTEMPTED = DesiredState(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
 
 
-def collect_view(*others: JobCache, mine: DesiredState = ATTEMPTED) -> ClusterView:
+def collect_view(*others: JobCache, desired: DesiredState = ATTEMPTED) -> ClusterView:
     memory = JobRegistry(0.0)
     for other in others:
         assert other.job is not None
         known = memory.get_or_create(other.job)
         known.update(desired=other.desired, phase=other.phase)
-    return collect_cluster_view(memory, MINE, mine, NodeSnapshot(), NOW)
+    return collect_cluster_view(memory, MINE, desired, NodeSnapshot(), NOW)
 
 
 def build_other_job(
@@ -106,10 +106,10 @@ class TestTurns:
         assert collect_view(elder).older_waiting_job == "", "the same job in the registry"
 
     def test_a_first_attempt_and_a_job_with_members_do_not_wait(self) -> None:
-        assert collect_view(build_other_job(), mine=ATTEMPTED.with_placement(attempts=0)).older_waiting_job == ""
+        assert collect_view(build_other_job(), desired=ATTEMPTED.with_placement(attempts=0)).older_waiting_job == ""
         assert (
             collect_view(
-                build_other_job(), mine=ATTEMPTED.with_plan(members=build_training().plan.members)
+                build_other_job(), desired=ATTEMPTED.with_plan(members=build_training().plan.members)
             ).older_waiting_job
             == ""
         )
@@ -170,11 +170,11 @@ class TestHangs:
 
 
 class TestReachedElsewhere:
-    def is_reached_elsewhere(self, of: JobCache, ago: float) -> bool:
-        assert of.job is not None
+    def is_reached_elsewhere(self, cache: JobCache, ago: float) -> bool:
+        assert cache.job is not None
         memory = JobRegistry(0.0)
-        known = memory.get_or_create(of.job)
-        known.update(desired=of.desired)
+        known = memory.get_or_create(cache.job)
+        known.update(desired=cache.desired)
         memory.mark_reporting(known, NOW - ago)
         return collect_cluster_view(memory, MINE, ATTEMPTED, NodeSnapshot(), NOW).reached_elsewhere
 
@@ -281,15 +281,15 @@ class TestReachability:
 
     @pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EHOSTUNREACH, "no route to host")])
     async def test_a_silent_host_is_probed_twice(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = []
+        attempts = []
 
         async def open_connection(address: str, port: int) -> Any:
-            asked.append((address, port))
+            attempts.append((address, port))
             raise error
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
         assert await reachability.can_reach_node("192.0.2.1") is False
-        assert asked == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.REACH_ATTEMPTS
+        assert attempts == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.REACH_ATTEMPTS
 
     async def test_without_a_free_file_reachability_is_unknown(self) -> None:
         server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
@@ -382,11 +382,11 @@ class TestReachability:
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
         monkeypatch.setattr(reachability, "REACH_TIMEOUT_SECONDS", 5.0)
-        asked = [asyncio.create_task(reachability.can_reach_node(f"192.0.2.{number}")) for number in range(3)]
-        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        attempts = [asyncio.create_task(reachability.can_reach_node(f"192.0.2.{number}")) for number in range(3)]
+        done, _ = await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
         assert [task.result() for task in done] == [None], "the probe did not run"
         gate.set()
-        assert sorted(map(str, await asyncio.gather(*asked))) == ["None", "True", "True"]
+        assert sorted(map(str, await asyncio.gather(*attempts))) == ["None", "True", "True"]
         assert most == 2
 
 

@@ -66,13 +66,13 @@ def build_profile_incident(*works: Mapping[Any, float]) -> Callable[[], Incident
         observation = build_training()
         desired = observation.desired.with_plan(profile=ProfileRequest("profile-7", 600, 32, 20.0))
         observation = observation.with_desired(desired.with_profiling(requested_at=NOW - 30, until=NOW + 30, round=1))
-        (said,) = list_decisions(
+        (decision,) = list_decisions(
             evaluate_job(
                 replace(observation, profile_answers=4, localized_profile=LocalizedProfile("profile-7", found, "{}")),
                 build_policy(),
             )
         )
-        return said
+        return decision
 
     return incident
 
@@ -116,7 +116,7 @@ def test_an_incident_names_class_culprit_and_evidence(cause: IncidentCause, prod
 
 
 def test_an_incident_without_a_class_has_no_confidence() -> None:
-    assert FaultClass.UNKNOWN not in {of for of, _ in MEASURED_CONFIDENCE}
+    assert FaultClass.UNKNOWN not in {fault_class for fault_class, _ in MEASURED_CONFIDENCE}
     found = build_hang_incident(2)().finding
     assert found is not None
     assert (found.fault, found.culprit, found.confidence) == (FaultClass.UNKNOWN, "rank 2", None)

@@ -195,9 +195,9 @@ class TestReconcile:
         assert harness.operator.network is not None
         assert harness.operator.network.traffic is not None
         for memory, name in ((woken, "j"), (planned, "k")):
-            ways = harness.operator.network.traffic.routes["ns", name]
+            routes = harness.operator.network.traffic.routes["ns", name]
             paths = Paths(
-                tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in ways.items()),
+                tuple(PlannedPath(*pair, f"s{route + 1}") for pair, route in routes.items()),
                 (Hop("10.0.0.1", "s1"), Hop("10.0.0.2", "s2")),
             )
             assert memory.desired is not None
@@ -318,11 +318,11 @@ class TestSlowPlanning:
             raise kopf.TemporaryError("away")
 
         monkeypatch.setattr(harness.cluster, "apply", away)
-        look = harness.runtime.start_task(harness.keeper.reconcile(), "look")
+        task = harness.runtime.start_task(harness.keeper.reconcile(), "look")
         await harness.timeline.run(SLOW_PLANNING_SECONDS + 0.1)
-        assert not look.done()
+        assert not task.done()
         await harness.timeline.run(3.0)
-        assert look.done()
+        assert task.done()
         assert await self.read_planned_condition(harness) == ("True", "NoFlows")
 
     async def test_planning_that_fails_leaves_nothing_behind(
@@ -374,13 +374,13 @@ class TestRouteObservations:
         return RouteObservation(NOW, source, spine, destination, "node-0", "node-1", ratio)
 
     def report_observations(
-        self, harness: Harness, name: str, *words: RouteObservation, namespace: str = "ns"
+        self, harness: Harness, name: str, *observations: RouteObservation, namespace: str = "ns"
     ) -> JobCache:
         observation = build_training(4, 0)
         memory = harness.memory.get_or_create(
             replace(observation.job, namespace=namespace, name=name, uid=f"uid-{namespace}-{name}")
         )
-        now = tuple(replace(word, at=harness.runtime.now()) for word in words)
+        now = tuple(replace(observation, at=harness.runtime.now()) for observation in observations)
         memory.update(desired=observation.desired.with_adaptation(route_observations=now), phase=JobPhase.RUNNING)
         return memory
 
@@ -570,14 +570,14 @@ class TestTraffic:
         assert found.round_seconds == math.inf
 
     @pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.STARTING])
-    @pytest.mark.parametrize(("age", "held"), [(TRIED_ROUTE_TTL_SECONDS - 1, True), (TRIED_ROUTE_TTL_SECONDS, False)])
+    @pytest.mark.parametrize(("age", "keeps"), [(TRIED_ROUTE_TTL_SECONDS - 1, True), (TRIED_ROUTE_TTL_SECONDS, False)])
     def test_a_job_that_tried_routes_without_result_keeps_its_routes_for_a_while(
-        self, phase: JobPhase, age: float, held: bool
+        self, phase: JobPhase, age: float, keeps: bool
     ) -> None:
         desired = build_training(4, 0).desired.with_adaptation(failed_routes=(FailedRoute(NOW - age, 1, 0),))
         found = build_traffic(Harness().job(desired=desired, phase=phase))
         assert found is not None
-        assert found.keeps_routes is held
+        assert found.keeps_routes is keeps
 
     @pytest.mark.parametrize(
         ("platform", "mode", "acts"), [(True, RemediationMode.ACT, True), (False, RemediationMode.ACT, False)]

@@ -195,20 +195,20 @@ async def test_values_cover_ten_minutes(signs: tuple[GpuValue, ...]) -> None:
 
 
 async def test_gpu_values_are_queried_rarely(url: str) -> None:
-    asked: list[str] = []
+    queries: list[str] = []
 
     async def answer_query(query: str, _seconds: float) -> list[Any]:
-        asked.append(query)
+        queries.append(query)
         return []
 
     watched = PrometheusClient(url, "gpus", "Hostname", answer_query)
     for now in (0.0, 5.0, 29.0, 31.0, 7.0):
         await watched.sample(now)
-    assert ["PCIE" in query for query in asked] == [*(False, True, False, False, False, True, False, True)], (
+    assert ["PCIE" in query for query in queries] == [*(False, True, False, False, False, True, False, True)], (
         "every 30 seconds, and when the clock was set back"
     )
     await PrometheusClient(url, "", "Hostname", answer_query).sample(0.0)
-    assert "DCGM" not in asked[-1]
+    assert "DCGM" not in queries[-1]
 
 
 async def test_a_failed_query_affects_nothing_else(url: str, caplog: pytest.LogCaptureFixture) -> None:

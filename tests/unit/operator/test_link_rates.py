@@ -25,16 +25,16 @@ def build_row(leaf: object = "l1", spine: object = "s1", value: object = "4e11")
 
 
 async def read_rates(rows: Any) -> LinkRatesResult:
-    asked: list[str] = []
+    queries: list[str] = []
 
     async def ask(text: str, _seconds: float) -> Sequence[Mapping[str, Any]]:
-        asked.append(text)
+        queries.append(text)
         if isinstance(rows, Exception):
             raise rows
         return rows  # type: ignore[no-any-return]  # any response is possible
 
     answer = await PrometheusClient("http://prometheus", "", "", ask).read_link_rates(QUERY)
-    assert asked == [QUERY]
+    assert queries == [QUERY]
     return answer
 
 

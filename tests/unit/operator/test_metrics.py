@@ -114,10 +114,10 @@ def test_a_deleted_job_removes_only_its_own_series() -> None:
 
 
 def test_quarantines_have_series_by_node_name() -> None:
-    held = ConditionStatus(QuarantineCondition.QUARANTINED, "False", QuarantineVerdict.BUDGET_SPENT)
+    condition = ConditionStatus(QuarantineCondition.QUARANTINED, "False", QuarantineVerdict.BUDGET_SPENT)
     metrics.publish_quarantine_metrics(
         {
-            "node-1": QuarantineStatus(phase=QuarantinePhase.BLOCKED, conditions=(held,)),
+            "node-1": QuarantineStatus(phase=QuarantinePhase.BLOCKED, conditions=(condition,)),
             "node-2": QuarantineStatus(phase=QuarantinePhase.PENDING),
             "node-3": QuarantineStatus(),
         }

@@ -394,8 +394,10 @@ class TestUpkeep:
             {"metadata": {"name": "node-1", "uid": "uid-node-1", "resourceVersion": "1"}, "status": {}}
         )
         await process.operator.node_histories.clean_up()
-        kept = {key[2]: NodeHistory.parse(body) for key, body in cluster.objects.items() if key[0] == "nodehistories"}
-        assert {name: len(found.incidents) for name, found in kept.items()} == {"node-1": 2}
+        histories = {
+            key[2]: NodeHistory.parse(body) for key, body in cluster.objects.items() if key[0] == "nodehistories"
+        }
+        assert {name: len(found.incidents) for name, found in histories.items()} == {"node-1": 2}
         assert list(process.operator.node_histories.unreliable_nodes) == ["node-1"]
         labels = {"node": "node-1", "kind": "Lost"}
         assert REGISTRY.get_sample_value("pacekeeper_node_incidents", labels) == 2

@@ -94,10 +94,10 @@ def test_the_cores_of_a_measurement_are_chosen_at_random(monkeypatch: pytest.Mon
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: timed.extend(cores) if len(cores) == 1 else None)
     monkeypatch.setattr(node_probe, "_time_work", lambda _: 0.003)
-    looks = set()
+    chosen_cores = set()
     for _ in range(3):
         assert node_probe._time_cores() == [0.003] * node_probe.MAX_TIMED_CORES
-        looks.add(frozenset(timed))
+        chosen_cores.add(frozenset(timed))
         assert len(set(timed)) == node_probe.MAX_TIMED_CORES
         timed.clear()
-    assert len(looks) > 1
+    assert len(chosen_cores) > 1

@@ -177,7 +177,7 @@ class TestPaused:
 
 class TestPrometheus:
     @pytest.mark.parametrize(
-        ("phase", "asked"),
+        ("phase", "polled"),
         [
             (JobPhase.PENDING, True),
             (JobPhase.STARTING, True),
@@ -190,12 +190,12 @@ class TestPrometheus:
         ],
     )
     async def test_prometheus_is_polled_while_a_job_is_active(
-        self, harness: Harness, phase: JobPhase | None, asked: bool
+        self, harness: Harness, phase: JobPhase | None, polled: bool
     ) -> None:
         harness.job(phase)
         async with PeriodicTasks(harness):
             await harness.timeline.run(4 * SAMPLE_SECONDS + 1)
-        assert len(harness.prometheus.times) == (5 if asked else 0)
+        assert len(harness.prometheus.times) == (5 if polled else 0)
 
     async def test_a_slow_prometheus_is_available_until_its_sample_is_outdated(self, harness: Harness) -> None:
         harness.job(JobPhase.RUNNING)
@@ -272,10 +272,10 @@ class TestPrometheus:
         assert not task.done()
         task.cancel()
 
-    @pytest.mark.parametrize(("trouble", "up"), [("", 1.0), ("it does not answer", 0.0)])
-    async def test_a_metric_shows_whether_prometheus_answers(self, harness: Harness, trouble: str, up: float) -> None:
+    @pytest.mark.parametrize(("error", "up"), [("", 1.0), ("it does not answer", 0.0)])
+    async def test_a_metric_shows_whether_prometheus_answers(self, harness: Harness, error: str, up: float) -> None:
         harness.job(JobPhase.RUNNING)
-        harness.prometheus.trouble = trouble
+        harness.prometheus.trouble = error
         async with PeriodicTasks(harness):
             await harness.timeline.run(1)
         assert metrics.PROMETHEUS_UP._value.get() == up
@@ -323,12 +323,12 @@ class TestLostWorkers:
     async def test_a_worker_without_a_reason_to_leave_is_lost_until_its_jobs_pass_begins(
         self, harness: Harness, changes: dict[str, Any], lost: bool
     ) -> None:
-        world = build_training()
-        memory = harness.memory.get_or_create(world.job)
-        first, *others = world.desired.state.placement.workers
+        observation = build_training()
+        memory = harness.memory.get_or_create(observation.job)
+        first, *others = observation.desired.state.placement.workers
         first = replace(first, leaving=changes.get("leaving", ""))
-        memory.update(desired=world.desired.with_placement(workers=(first, *others)))
-        name = world.job.namespace, world.job.name
+        memory.update(desired=observation.desired.with_placement(workers=(first, *others)))
+        name = observation.job.namespace, observation.job.name
         metadata: Object = {
             "name": changes.get("name", first.name),
             "namespace": name[0],
@@ -429,7 +429,7 @@ class TestResync:
 
 class TestRetention:
     @pytest.fixture
-    async def kept(self, harness: Harness) -> Harness:
+    async def stored_incidents(self, harness: Harness) -> Harness:
         """Incidents of two namespaces: some expired, some not, some without an end."""
         for namespace in ("ns", "other"):
             for name, until in (("old", NOW - 1), ("new", NOW + 1), ("for-ever", None)):
@@ -442,31 +442,33 @@ class TestRetention:
     def list_incidents(self, harness: Harness) -> set[tuple[str, str]]:
         return {key[1:] for key in harness.cluster.objects if key[0] == INCIDENT_OBJECTS.plural}
 
-    async def test_expired_incidents_are_deleted(self, kept: Harness) -> None:
-        await incidents.clean_up_incidents(kept.cluster, (), NOW)
-        assert self.list_incidents(kept) == {
+    async def test_expired_incidents_are_deleted(self, stored_incidents: Harness) -> None:
+        await incidents.clean_up_incidents(stored_incidents.cluster, (), NOW)
+        assert self.list_incidents(stored_incidents) == {
             (harness, name) for harness in ("ns", "other") for name in ("new", "for-ever")
         }
 
-    async def test_no_incident_is_deleted_while_the_clock_is_in_doubt(self, kept: Harness) -> None:
-        await incidents.clean_up_incidents(kept.cluster, (), None)
-        assert len(self.list_incidents(kept)) == 6
+    async def test_no_incident_is_deleted_while_the_clock_is_in_doubt(self, stored_incidents: Harness) -> None:
+        await incidents.clean_up_incidents(stored_incidents.cluster, (), None)
+        assert len(self.list_incidents(stored_incidents)) == 6
 
-    async def test_incidents_are_deleted_only_in_served_namespaces(self, kept: Harness) -> None:
-        await incidents.clean_up_incidents(kept.cluster, ("ns",), NOW)
-        assert ("other", "old") in self.list_incidents(kept)
-        assert ("ns", "old") not in self.list_incidents(kept)
+    async def test_incidents_are_deleted_only_in_served_namespaces(self, stored_incidents: Harness) -> None:
+        await incidents.clean_up_incidents(stored_incidents.cluster, ("ns",), NOW)
+        assert ("other", "old") in self.list_incidents(stored_incidents)
+        assert ("ns", "old") not in self.list_incidents(stored_incidents)
 
-    async def test_a_namespace_that_cannot_be_listed_does_not_protect_the_others(self, kept: Harness) -> None:
-        kept.cluster.failures[INCIDENT_OBJECTS.plural] = [Denied("its RoleBinding is gone")]
-        await incidents.clean_up_incidents(kept.cluster, ("other", "ns"), NOW)
-        assert ("other", "old") in self.list_incidents(kept)
-        assert ("ns", "old") not in self.list_incidents(kept)
+    async def test_a_namespace_that_cannot_be_listed_does_not_protect_the_others(
+        self, stored_incidents: Harness
+    ) -> None:
+        stored_incidents.cluster.failures[INCIDENT_OBJECTS.plural] = [Denied("its RoleBinding is gone")]
+        await incidents.clean_up_incidents(stored_incidents.cluster, ("other", "ns"), NOW)
+        assert ("other", "old") in self.list_incidents(stored_incidents)
+        assert ("ns", "old") not in self.list_incidents(stored_incidents)
 
-    async def test_failed_lists_are_retried_soon(self, kept: Harness) -> None:
-        kept.cluster.failures[INCIDENT_OBJECTS.plural] = [Denied("no"), Denied("no")]
+    async def test_failed_lists_are_retried_soon(self, stored_incidents: Harness) -> None:
+        stored_incidents.cluster.failures[INCIDENT_OBJECTS.plural] = [Denied("no"), Denied("no")]
         with pytest.raises(Denied):
-            await incidents.clean_up_incidents(kept.cluster, ("other", "ns"), NOW)
+            await incidents.clean_up_incidents(stored_incidents.cluster, ("other", "ns"), NOW)
 
     async def test_expiry_runs_at_the_start_a_minute_later_and_every_ten_minutes(self, harness: Harness) -> None:
         async with PeriodicTasks(harness):

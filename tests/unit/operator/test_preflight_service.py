@@ -34,13 +34,13 @@ SLOW: Mapping[str, Any] = {"core_seconds": 0.002}
 class Cluster(FakeCluster):
     """Nodes whose probe pods end at once: each with the next of the node's statuses, the last one repeatedly."""
 
-    def __init__(self, **words: list[Object]) -> None:
+    def __init__(self, **statuses: list[Object]) -> None:
         super().__init__()
-        self.words = words
+        self.statuses = statuses
         self.made: list[str] = []  # nodes of all pods, in the order of creation
         self.specs: list[Object] = []  # of the same
         self.fail_next = 0  # the number of creations of pods that fail
-        for name in words:
+        for name in statuses:
             self.node(name)
 
     def node(self, name: str, **labels: str) -> None:
@@ -56,8 +56,8 @@ class Cluster(FakeCluster):
             name = body["spec"]["nodeName"]
             self.made.append(name)
             self.specs.append(body["spec"])
-            words = self.words[name]
-            body = {**body, "status": words.pop(0) if len(words) > 1 else words[0]}
+            statuses = self.statuses[name]
+            body = {**body, "status": statuses.pop(0) if len(statuses) > 1 else statuses[0]}
         return await super().create(kind, body, dry_run=dry_run)
 
     def pods(self) -> list[Object]:
@@ -76,8 +76,8 @@ def told(figures: Mapping[str, Any], phase: str = "Succeeded") -> Object:
 
 
 class Place:
-    def __init__(self, settings: Settings = SETTINGS, /, **words: list[Object]) -> None:
-        self.cluster, self.timeline = Cluster(**words), Timeline()
+    def __init__(self, settings: Settings = SETTINGS, /, **statuses: list[Object]) -> None:
+        self.cluster, self.timeline = Cluster(**statuses), Timeline()
         runtime = VirtualRuntime(self.timeline)
         self.operator = Operator(
             settings, self.cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""), runtime
@@ -137,7 +137,7 @@ async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_momen
 
 
 @pytest.mark.parametrize(
-    ("status", "passed", "words"),
+    ("status", "passed", "message"),
     [
         (told({"unfit": "memory does not keep what is written"}, "Failed"), False, "memory does not keep"),
         ({"phase": "Failed", "reason": "OutOfpods"}, None, "OutOfpods"),
@@ -146,11 +146,11 @@ async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_momen
         (told({}), True, "termination message is invalid"),
     ],
 )
-async def test_a_probe_pods_status_decides_the_check(status: Object, passed: bool | None, words: str) -> None:
+async def test_a_probe_pods_status_decides_the_check(status: Object, passed: bool | None, message: str) -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[status])
     check = (await harness.run_checks("a", "b", "c"))["c"]
     assert check.passed is passed
-    assert words in check.message
+    assert message in check.message
     assert harness.cluster.probes()["c"].get("passed") is passed
 
 
@@ -245,12 +245,12 @@ async def test_a_job_without_gpus_does_not_probe_gpus() -> None:
 async def test_two_checks_of_the_same_nodes_take_turns() -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(USUAL)])
     wanted = {name: f"uid-{name}" for name in "abc"}
-    looks = [
+    tasks = [
         asyncio.ensure_future(check_nodes(harness.operator, wanted, SPEC, harness.operator.runtime.now()))
         for _ in range(2)
     ]
     await harness.timeline.run(10)
-    assert looks[0].result() == looks[1].result()
+    assert tasks[0].result() == tasks[1].result()
     assert len(harness.cluster.made) == 3
 
 
@@ -266,7 +266,7 @@ def finish_probes(harness: Place, answer: Object) -> None:
     """Set the status of all pods that run, and of all that are created later."""
     for body in harness.cluster.pods():
         body["status"] = answer
-    harness.cluster.words = {name: [answer] for name in harness.cluster.words}
+    harness.cluster.statuses = {name: [answer] for name in harness.cluster.statuses}
 
 
 async def test_jobs_on_different_nodes_do_not_wait_for_each_other() -> None:
@@ -362,9 +362,9 @@ async def test_free_gpus_of_a_node_are_not_probed_again_soon_for_a_recreated_job
         task = asyncio.ensure_future(check_nodes(harness.operator, wanted, spec, harness.operator.runtime.now()))
         await harness.timeline.run(70)
         assert all(check.passed for check in task.result().values())
-    held = [gpus for gpus in list_requested_gpus(harness) if gpus != "0"]
+    nodes_with_held_gpus = [gpus for gpus in list_requested_gpus(harness) if gpus != "0"]
     assert len(list_requested_gpus(harness)) == 60, "the nodes themselves are probed each time"
-    assert 3 <= len(held) <= 3 * (1 + 20 * 70 / GPU_REST_SECONDS)
+    assert 3 <= len(nodes_with_held_gpus) <= 3 * (1 + 20 * 70 / GPU_REST_SECONDS)
 
 
 async def test_a_node_whose_gpus_failed_is_not_cleared_by_a_check_without_gpus() -> None:
@@ -377,8 +377,10 @@ async def test_a_node_whose_gpus_failed_is_not_cleared_by_a_check_without_gpus()
         task = asyncio.ensure_future(check_nodes(harness.operator, wanted, spec, harness.operator.runtime.now()))
         await harness.timeline.run(100)
         assert task.result()["uid-a"].passed is False
-    of_a = [gpus for name, gpus in zip(harness.cluster.made, list_requested_gpus(harness), strict=True) if name == "a"]
-    assert of_a == ["8", "8"]
+    probe_of_a = [
+        gpus for name, gpus in zip(harness.cluster.made, list_requested_gpus(harness), strict=True) if name == "a"
+    ]
+    assert probe_of_a == ["8", "8"]
 
 
 async def test_a_failed_check_releases_its_nodes() -> None:

@@ -192,11 +192,11 @@ class TestReconcile:
         await harness.create_by_hand()
         assert await harness.reconcile() > 0
         assert harness.cluster.marked() == {"node-1"}
-        (of_node,) = harness.cluster.events("Node")
-        (of_quarantine,) = harness.cluster.events("NodeQuarantine")
-        assert of_node == of_quarantine
-        assert of_node[:2] == ("NodeQuarantined", "Warning")
-        assert of_node[2].endswith("(it is noisy)")
+        (node_event,) = harness.cluster.events("Node")
+        (quarantine_event,) = harness.cluster.events("NodeQuarantine")
+        assert node_event == quarantine_event
+        assert node_event[:2] == ("NodeQuarantined", "Warning")
+        assert node_event[2].endswith("(it is noisy)")
         regarding = [body["regarding"] for key, body in harness.cluster.objects.items() if key[0] == EVENTS.plural]
         assert {(one["kind"], one["apiVersion"]) for one in regarding} == {
             ("Node", "v1"),
@@ -407,12 +407,12 @@ class TestLoop:
 
     async def test_marks_of_a_forcibly_deleted_quarantine_are_removed_by_the_loop(self, harness: Harness) -> None:
         await harness.create_by_hand()
-        fleet = harness.build_registry()
-        task = harness.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
         await harness.timeline.run(3)
         assert harness.cluster.marked() == {"node-1"}
         gone = harness.cluster.objects.pop((NODE_QUARANTINES.plural, "", "node-1"))
-        fleet.quarantines.apply_event(gone, deleted=True)
+        registry.quarantines.apply_event(gone, deleted=True)
         await harness.timeline.run(3)
         assert harness.cluster.marked() == set()
         assert "NodeReleased" in {event[0] for event in harness.cluster.events("Node")}
@@ -420,13 +420,13 @@ class TestLoop:
 
     async def test_new_marks_without_a_quarantine_are_removed_by_the_loop(self, harness: Harness) -> None:
         """A restored backup has such marks. One whose NodeQuarantine a watch has not reported yet stays."""
-        fleet = harness.build_registry()
-        task = harness.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
         await harness.timeline.run(3)
         await harness.create_by_hand("node-3")
         for name in ("node-2", "node-3"):
             harness.cluster.node(name, marked=True)
-            fleet.nodes.apply_event(harness.cluster.objects[NODE_OBJECTS.plural, "", name], deleted=False)
+            registry.nodes.apply_event(harness.cluster.objects[NODE_OBJECTS.plural, "", name], deleted=False)
         await harness.timeline.run(3)
         assert harness.cluster.marked() == {"node-3"}
         task.cancel()
@@ -445,13 +445,13 @@ class TestLoop:
         assert harness.cluster.lists.count("nodes") > 2
 
     async def test_a_change_is_handled_at_once(self, harness: Harness) -> None:
-        fleet = harness.build_registry()
-        task = harness.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
         await harness.timeline.run(1)
         await harness.create_by_hand()
         await harness.timeline.run(1)
         assert harness.cluster.marked() == set(), "no watch has reported it"
-        fleet.quarantines.apply_event(harness.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"], deleted=False)
+        registry.quarantines.apply_event(harness.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"], deleted=False)
         await harness.timeline.run(1)
         assert harness.cluster.marked() == {"node-1"}
         task.cancel()
@@ -461,12 +461,12 @@ class TestLoop:
         await harness.create_by_hand()
         await harness.create_by_hand("node-2", approved=True)
         harness.cluster.objects["nodequarantines", "", "node-2"]["status"] = {"phase": "Rubbish"}
-        fleet = harness.build_registry()
-        task = harness.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
         await harness.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) == 1
         for name in ("node-1", "node-2"):
-            fleet.quarantines.apply_event(harness.cluster.objects.pop(("nodequarantines", "", name)), deleted=True)
+            registry.quarantines.apply_event(harness.cluster.objects.pop(("nodequarantines", "", name)), deleted=True)
         await harness.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) is None
         task.cancel()

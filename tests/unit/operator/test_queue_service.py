@@ -73,9 +73,9 @@ def set_admission(cluster: FakeCluster, *conditions: str, **counts: int) -> None
     """Set conditions as Kueue does. `counts`: admitted pods by set."""
     body = find_workload(cluster)
     assert body is not None
-    told = [{"type": kind, "status": "True", "reason": "R", "message": "m"} for kind in conditions]
+    statuses = [{"type": kind, "status": "True", "reason": "R", "message": "m"} for kind in conditions]
     sets = [{"name": name, "count": count, "flavors": {"gpu": "h100"}} for name, count in counts.items()]
-    body["status"] = {"conditions": told, "admission": {"podSetAssignments": sets}}
+    body["status"] = {"conditions": statuses, "admission": {"podSetAssignments": sets}}
 
 
 class TestWorkload:
@@ -127,12 +127,14 @@ class TestWorkload:
         assert body is not None
         assert body["spec"]["podSets"][0]["count"] == 3
         set_admission(cluster, "QuotaReserved", "Admitted", workers=3, spares=1)
-        held = QueueDecision(admitted=False, message=queues.OTHER_PODS)
-        assert await service.sync_workload(operator, build_queued_job(), ADMITTED_HERE, TRAINING) == held
+        waiting = QueueDecision(admitted=False, message=queues.OTHER_PODS)
+        assert await service.sync_workload(operator, build_queued_job(), ADMITTED_HERE, TRAINING) == waiting
         assert find_workload(cluster) is not None, "its pods still use the quota"
-        assert await service.sync_workload(operator, build_queued_job(), held, GONE) == held
+        assert await service.sync_workload(operator, build_queued_job(), waiting, GONE) == waiting
         assert find_workload(cluster) is None
-        assert (await service.sync_workload(operator, build_queued_job(), held, GONE)).message == "waits in queue team"
+        assert (
+            await service.sync_workload(operator, build_queued_job(), waiting, GONE)
+        ).message == "waits in queue team"
 
     async def test_an_evicted_job_returns_its_quota(self, operator: Operator, cluster: FakeCluster) -> None:
         await service.sync_workload(operator, build_queued_job(), None, GONE)
@@ -154,8 +156,8 @@ class TestWorkload:
         assert find_workload(cluster) is None
         await service.sync_workload(operator, build_queued_job(), None, GONE)
         await service.sync_workload(operator, build_queued_job(), None, ended)
-        (told,) = (find_workload(cluster) or {})["status"]["conditions"]
-        assert (told["type"], told["status"], told["reason"]) == ("Finished", "True", "Succeeded")
+        (condition,) = (find_workload(cluster) or {})["status"]["conditions"]
+        assert (condition["type"], condition["status"], condition["reason"]) == ("Finished", "True", "Succeeded")
 
     async def test_without_kueue_the_job_waits_and_names_the_remedy(
         self, operator: Operator, cluster: FakeCluster
@@ -292,7 +294,7 @@ class TestOtherController:
         assert cluster.objects == before
 
     @pytest.mark.parametrize(
-        ("phase", "told"),
+        ("phase", "expected"),
         [
             ("Running", ("PodsReady", "True", "Started")),
             ("Complete", ("Finished", "True", "Succeeded")),
@@ -300,13 +302,13 @@ class TestOtherController:
         ],
     )
     async def test_the_workload_shows_the_phase_of_a_foreign_job(
-        self, operator: Operator, cluster: FakeCluster, phase: str, told: tuple[str, str, str]
+        self, operator: Operator, cluster: FakeCluster, phase: str, expected: tuple[str, str, str]
     ) -> None:
         await self.run_pass(operator)
         set_admission(cluster, "QuotaReserved", "Admitted", workers=4, spares=1)
         await self.run_pass(operator, phase)
         conditions = (find_workload(cluster) or {})["status"]["conditions"]
-        assert told in [(each["type"], each["status"], each["reason"]) for each in conditions]
+        assert expected in [(each["type"], each["status"], each["reason"]) for each in conditions]
 
 
 class TestPass:
@@ -364,8 +366,8 @@ class TestPass:
             assert context.cache.desired is not None
             assert context.cache.desired.plan.stop is Stop.NO
             assert len(context.cache.desired.state.placement.workers) == 5
-        kind, reason, words = self.read_conditions(cluster)["ActionBlocked"]
-        assert (kind, reason, queues.NOT_SERVED_NOW in words) == ("True", "ActionFailed", True)
+        kind, reason, message = self.read_conditions(cluster)["ActionBlocked"]
+        assert (kind, reason, queues.NOT_SERVED_NOW in message) == ("True", "ActionFailed", True)
         cluster.objects["kueue.x-k8s.io", "", ""] = group
         assert not (
             await service.sync_workload(operator, replace(context.job), context.cache.results.queue_decision, TRAINING)

@@ -586,10 +586,10 @@ class TestGates:
         put_out = replace(placing, job=waiting, now=NOW + 50)
         for observation in (new, put_out):
             result = evaluate_job(observation, build_policy())
-            held = replace(apply_result(result, observation), workers=(), now=NOW + 10_000)
-            result = evaluate_job(held, build_policy())
+            gated_result = replace(apply_result(result, observation), workers=(), now=NOW + 10_000)
+            result = evaluate_job(gated_result, build_policy())
             assert (list_created_pods(result), result.desired.state.placement.attempts) == ([], 0)
-            let_in = replace(apply_result(result, held), job=admitted)
+            let_in = replace(apply_result(result, gated_result), job=admitted)
             for _ in range(2):  # it is resumed, then placed
                 let_in = apply_result(evaluate_job(let_in, build_policy()), let_in)
             let_in = with_pods(let_in, placed=False)

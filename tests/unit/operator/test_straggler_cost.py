@@ -94,7 +94,7 @@ class SimulatedOutcome:
     lost: float = 0.0
     decided: float = math.inf
     exchanged: float = math.inf
-    draft: DesiredState | None = None
+    desired: DesiredState | None = None
 
 
 def build_initial_observation(job: Job) -> Observation:
@@ -156,7 +156,7 @@ def simulate_job(job: Job) -> SimulatedOutcome:
         step = min(PASS_SECONDS, job.lasts - now)
         found.lost += step * job.compute_loss_per_second(desired.plan.shares or job.equal_shares)
         now += step
-    found.draft = desired
+    found.desired = desired
     return found
 
 
@@ -187,27 +187,27 @@ def test_sufficient_shares_do_not_prevent_the_spare_indefinitely(factor: float, 
     found = simulate_job(Job(factor, 3000.0, 5.0, samples, restart=5.0, spares=1, steered=True))
     assert math.isfinite(found.exchanged)
     assert found.lost < 2 * 6.0 + 5.0 * (1 - 1 / factor) + 2.0
-    assert found.draft is not None
-    (restart,) = found.draft.state.budget.restarts
+    assert found.desired is not None
+    (restart,) = found.desired.state.budget.restarts
     assert restart == pytest.approx(NOW + found.exchanged), "one spare is enough"
 
 
 def test_without_a_spare_shares_stay_and_evidence_requests_end() -> None:
     job = Job(1.6, 900.0, 5.0, 8, restart=5.0, spares=0, steered=True)
     found = simulate_job(job)
-    assert found.draft is not None
-    assert found.draft.plan.shares is not None
-    assert found.draft.state.adaptation.investigation is None
-    assert found.draft.plan.evidence_request == ""
+    assert found.desired is not None
+    assert found.desired.plan.shares is not None
+    assert found.desired.state.adaptation.investigation is None
+    assert found.desired.plan.evidence_request == ""
 
 
 def simulate_with_shares(seconds: float = 30.0, factor: float = 1.6, spares: int = 1) -> tuple[Observation, Job]:
     """Return a job whose slow rank has new shares, this many seconds after the first sign."""
     job = Job(factor, seconds, 1.0, 8, restart=30.0, spares=spares, steered=True)
     found = simulate_job(job)
-    assert found.draft is not None
-    assert found.draft.plan.shares is not None
-    return observe_job(build_initial_observation(job), job, found.draft, seconds), job
+    assert found.desired is not None
+    assert found.desired.plan.shares is not None
+    return observe_job(build_initial_observation(job), job, found.desired, seconds), job
 
 
 def test_the_loss_is_stored_with_the_plan_and_removed_with_the_fault() -> None:
@@ -251,9 +251,9 @@ def test_no_worker_is_replaced_for_a_fault_that_is_over() -> None:
     """The answers are from before its end."""
     job = Job(1.6, 15.0, 1.0, 8, restart=9.0, spares=1, steered=False)
     found = simulate_job(job)
-    assert found.draft is not None
-    assert found.draft.plan.evidence_request
-    observation = observe_job(build_initial_observation(job), job, found.draft, 300.0)
+    assert found.desired is not None
+    assert found.desired.plan.evidence_request
+    observation = observe_job(build_initial_observation(job), job, found.desired, 300.0)
     over = replace(observation, metrics=replace(observation.metrics, relative_time=1.0))
     assert not evaluate_job(over, build_policy()).desired.state.incidents.open
     assert evaluate_job(observation, build_policy()).desired.state.incidents.open

@@ -107,22 +107,22 @@ def find_condition(quarantine: Quarantine, type_: QuarantineCondition) -> tuple[
 
 def build_after_probe(pod: ProbePod, *signs: NodeSuspicion, seconds: float = 5.0) -> Quarantine:
     """Build a quarantine that was suspected at START and probed, and whose pod is gone."""
-    begun, step = run_until_step(build_quarantine(*signs))
+    probing, step = run_until_step(build_quarantine(*signs))
     assert isinstance(step, StartProbe)
-    probed = decide_quarantine_step(begun, NODE, pod, QuarantineContext(), START + seconds)
+    probed = decide_quarantine_step(probing, NODE, pod, QuarantineContext(), START + seconds)
     assert isinstance(probed, WriteQuarantineStatus)
-    return replace(begun, status=probed.status)
+    return replace(probing, status=probed.status)
 
 
 class TestWitness:
     def test_a_jobs_suspicion_only_causes_a_probe(self) -> None:
-        begun, step = run_until_step(build_quarantine())
+        probing, step = run_until_step(build_quarantine())
         assert step == StartProbe("probe-q-node-1-1000000", share_gpus=True)
-        assert begun.status.phase is QuarantinePhase.SUSPECTED
-        assert find_condition(begun, QuarantineCondition.WITNESSED) == ("False", "NoWitness")
-        assert decide_quarantine_step(begun, NODE, ProbePod("Running"), QuarantineContext(), START + 2) == RequeueAfter(
-            1
-        )
+        assert probing.status.phase is QuarantinePhase.SUSPECTED
+        assert find_condition(probing, QuarantineCondition.WITNESSED) == ("False", "NoWitness")
+        assert decide_quarantine_step(
+            probing, NODE, ProbePod("Running"), QuarantineContext(), START + 2
+        ) == RequeueAfter(1)
 
     def test_a_probe_that_passes_clears_the_node_and_delays_the_next_probe(self) -> None:
         cleared = build_after_probe(PASSED)
@@ -161,8 +161,8 @@ class TestWitness:
             ProbePod("Succeeded", node=n, measurements=ProbeMetrics(0.001, cores=8, idle_cores=8)) for n in "ab"
         )
         figures = ProbeMetrics(0.002, cores=8, idle_cores=1)
-        looked = build_after_probe(ProbePod("Succeeded", node="node-1", measurements=figures, group_peers=others))
-        assert looked.status.phase is QuarantinePhase.CLEARED
+        probed = build_after_probe(ProbePod("Succeeded", node="node-1", measurements=figures, group_peers=others))
+        assert probed.status.phase is QuarantinePhase.CLEARED
 
     def test_a_probe_before_a_jobs_start_is_a_witness(self) -> None:
         found, step = run_until_step(
@@ -170,18 +170,18 @@ class TestWitness:
         )
         assert find_condition(found, QuarantineCondition.WITNESSED) == ("True", "Probe")
         assert step == ApproveQuarantine()
-        accusations = with_sign((build_suspicion(),), build_suspicion(START + 1, witness=Witness.PROBE))
-        assert [one.witness for one in accusations] == [Witness.PROBE], "the witness counts at once"
+        suspicions = with_sign((build_suspicion(),), build_suspicion(START + 1, witness=Witness.PROBE))
+        assert [one.witness for one in suspicions] == [Witness.PROBE], "the witness counts at once"
 
     def test_a_node_that_cannot_start_the_pod_in_time_is_confirmed(self) -> None:
-        begun, _ = run_until_step(build_quarantine())
-        late, step = run_until_step(begun, pod=ProbePod("Pending", group_peers=ELSEWHERE), now=START + 60)
+        probing, _ = run_until_step(build_quarantine())
+        late, step = run_until_step(probing, pod=ProbePod("Pending", group_peers=ELSEWHERE), now=START + 60)
         assert find_condition(late, QuarantineCondition.WITNESSED) == ("True", "Probe")
         assert step == EndProbe("probe-q-node-1-1000000")
 
     def test_the_nodes_own_condition_confirms_while_the_probe_still_waits(self) -> None:
-        begun, _ = run_until_step(build_quarantine())
-        probed, step = run_until_step(begun, DOWN, ProbePod("Pending"), now=START + 40)
+        probing, _ = run_until_step(build_quarantine())
+        probed, step = run_until_step(probing, DOWN, ProbePod("Pending"), now=START + 40)
         assert step == EndProbe("probe-q-node-1-1000000")
         assert probed.status.probes[-1].inconclusive is InconclusiveReason.SUPERSEDED
         approving, step = run_until_step(probed, DOWN, now=START + 40)
@@ -199,17 +199,17 @@ class TestWitness:
         later = with_sign(cleared.spec.suspicions, build_suspicion(START + 100, witness=Witness.GPU_SERIES))
         found, step = run_until_step(replace(cleared, spec=replace(cleared.spec, suspicions=later)), now=START + 110)
         assert step == ApproveQuarantine(), "the suspicion itself names the witness"
-        begun = decide_quarantine_step(
+        probing = decide_quarantine_step(
             replace(found, spec=replace(found.spec, approved=True)), HELD, None, QuarantineContext(), START + 111
         )
-        assert isinstance(begun, WriteQuarantineStatus)
-        accusations = replace(found, status=begun.status)
-        assert find_condition(accusations, QuarantineCondition.WITNESSED) == ("True", "GpuSeries")
+        assert isinstance(probing, WriteQuarantineStatus)
+        probed = replace(found, status=probing.status)
+        assert find_condition(probed, QuarantineCondition.WITNESSED) == ("True", "GpuSeries")
 
     def test_a_withdrawn_witness_leaves_the_decision_to_a_probe(self) -> None:
-        held, step = run_until_step(build_quarantine(), DOWN, now=START + 1)
+        blocked, step = run_until_step(build_quarantine(), DOWN, now=START + 1)
         assert isinstance(step, RequeueAfter)
-        _, step = run_until_step(held, NODE, now=START + 5)
+        _, step = run_until_step(blocked, NODE, now=START + 5)
         assert isinstance(step, StartProbe)
 
     def test_weak_suspicions_need_two_namespaces(self) -> None:
@@ -229,11 +229,11 @@ class TestWitness:
         assert (dropped.status.phase, step) == (QuarantinePhase.RELEASED, DeleteQuarantine())
 
     def test_a_probe_without_an_image_confirms_nothing_and_backs_off(self) -> None:
-        begun, _ = run_until_step(build_quarantine())
-        probed = decide_quarantine_step(begun, NODE, NO_IMAGE, QuarantineContext(), START + 60)
+        probing, _ = run_until_step(build_quarantine())
+        probed = decide_quarantine_step(probing, NODE, NO_IMAGE, QuarantineContext(), START + 60)
         assert isinstance(probed, WriteQuarantineStatus)
         assert probed.event == "ProbeInconclusive"
-        without_result = replace(begun, status=probed.status)
+        without_result = replace(probing, status=probed.status)
         waiting, step = run_until_step(without_result, now=START + 61)
         assert isinstance(step, RequeueAfter)
         assert find_condition(waiting, QuarantineCondition.WITNESSED) == ("Unknown", "ProbeInconclusive")
@@ -290,11 +290,11 @@ def build_approved(quarantine: Quarantine) -> Quarantine:
 
 class TestDelayedQuarantine:
     def test_a_quarantine_waits_in_case_many_nodes_fail(self) -> None:
-        held, step = run_until_step(build_confirmed("node-1"), now=START + 1)
+        blocked, step = run_until_step(build_confirmed("node-1"), now=START + 1)
         assert step == RequeueAfter(9)
         others = (build_confirmed("node-2", START + 4), build_confirmed("node-3", START + 8))
         tripped, _ = run_until_step(
-            held,
+            blocked,
             around=QuarantineContext(usage=QuarantineUsage.from_quarantines(others), node_count=100),
             now=START + 10,
         )
@@ -354,13 +354,13 @@ class TestDelayedQuarantine:
         assert not remaining
 
     def test_a_pause_delays_the_quarantine(self) -> None:
-        held, _ = run_until_step(
+        blocked, _ = run_until_step(
             build_confirmed("node-1"),
             around=QuarantineContext(node_count=100, pause_reason="maintenance"),
             now=START + 10,
         )
-        assert (held.status.phase, held.verdict) == (QuarantinePhase.BLOCKED, QuarantineVerdict.PAUSED)
-        assert run_until_step(held, now=START + 20)[1] == ApproveQuarantine()
+        assert (blocked.status.phase, blocked.verdict) == (QuarantinePhase.BLOCKED, QuarantineVerdict.PAUSED)
+        assert run_until_step(blocked, now=START + 20)[1] == ApproveQuarantine()
 
     def test_the_budget_counts_quarantined_nodes_only(self) -> None:
         rules = QuarantineRules(max_nodes=1)
@@ -374,27 +374,30 @@ class TestDelayedQuarantine:
             == ApproveQuarantine()
         )
         spent = QuarantineContext(rules, QuarantineUsage.from_quarantines([build_approved(others[0])]), 100)
-        held, _ = run_until_step(build_confirmed("node-1"), around=spent, now=START + 10)
-        assert held.verdict is QuarantineVerdict.BUDGET_SPENT
-        assert "1 of 100" in (held.status.message or "")
+        blocked, _ = run_until_step(build_confirmed("node-1"), around=spent, now=START + 10)
+        assert blocked.verdict is QuarantineVerdict.BUDGET_SPENT
+        assert "1 of 100" in (blocked.status.message or "")
 
     def test_recommend_mode_requests_few_approvals(self) -> None:
         rules = QuarantineRules(acts=False, max_nodes=1)
-        asked, step = run_until_step(
+        requested, step = run_until_step(
             build_confirmed("node-1"), around=QuarantineContext(rules, node_count=100), now=START + 10
         )
-        assert (asked.status.phase, asked.verdict) == (QuarantinePhase.PENDING, QuarantineVerdict.AWAITS_APPROVAL)
+        assert (requested.status.phase, requested.verdict) == (
+            QuarantinePhase.PENDING,
+            QuarantineVerdict.AWAITS_APPROVAL,
+        )
         assert isinstance(step, RequeueAfter)
         second, _ = run_until_step(
             build_confirmed("node-2"),
-            around=QuarantineContext(rules, QuarantineUsage.from_quarantines([asked]), 100),
+            around=QuarantineContext(rules, QuarantineUsage.from_quarantines([requested]), 100),
             now=START + 10,
         )
         assert second.verdict is QuarantineVerdict.BUDGET_SPENT
 
     def test_a_manual_quarantine_needs_no_witness(self) -> None:
-        held = replace(NODE, tainted=True, cordoned=True)
-        found, _ = run_until_step(build_approved(build_quarantine()), held)
+        blocked = replace(NODE, tainted=True, cordoned=True)
+        found, _ = run_until_step(build_approved(build_quarantine()), blocked)
         assert found.status.phase is QuarantinePhase.ACTIVE
         assert find_condition(found, QuarantineCondition.WITNESSED) == ("True", "Person")
 
@@ -414,18 +417,18 @@ def test_written_objects_match_the_definition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "path"),
+    ("values", "path"),
     [
         (QuarantinePhase, ("status", "phase")),
         (Witness, ("spec", "suspicions", "items", "witness")),
         (InconclusiveReason, ("status", "probes", "items", "inconclusive")),
     ],
 )
-def test_the_definition_has_the_same_values(words: Any, path: tuple[str, ...]) -> None:
+def test_the_definition_has_the_same_values(values: Any, path: tuple[str, ...]) -> None:
     found = read_schema("nodequarantines")
     for name in path:
         found = found["items"] if name == "items" else found.get("properties", found)[name]
-    assert found["enum"] == list(words)
+    assert found["enum"] == list(values)
 
 
 class QuarantineCluster(FakeCluster):
@@ -596,8 +599,8 @@ class TestService:
         self, cluster: QuarantineCluster, clock: Clock, check: str
     ) -> None:
         """A forged XID is enough to have a node probed."""
-        words = json.dumps({"unfit": "it does not work", "check": check, "gpus": 1})
-        state = {"terminated": {"exitCode": 1, "message": words}}
+        text = json.dumps({"unfit": "it does not work", "check": check, "gpus": 1})
+        state = {"terminated": {"exitCode": 1, "message": text}}
         for i in range(1, 7):
             cluster.node(f"node-{i}", gpus=8)
             status = [{"name": "probe", "state": state}]
@@ -625,12 +628,12 @@ class TestService:
         cluster.kubelet |= {f"node-{i}": {"phase": "Running", "podIP": "10.0.0.1"} for i in (1, 2, 3)}
         await raise_suspicion(NodeRegistry(cluster, clock, SETTINGS), build_accusation())
         await run_loop(cluster, clock, 15)
-        asked = {
+        requested = {
             pod["spec"]["nodeName"]: pod["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu")
             for pod in cluster.probes()
             if LABEL_PROBE_GROUP in pod["metadata"].get("labels", {})
         }
-        assert asked == {"node-1": "8", "node-2": "1", "node-3": None}
+        assert requested == {"node-1": "8", "node-2": "1", "node-3": None}
 
     async def test_power_lost_at_once_touches_no_node(self, cluster: QuarantineCluster, clock: Clock) -> None:
         for i in (1, 2, 3):
@@ -665,7 +668,7 @@ class TestService:
         for i, pause in ((1, 100), (2, 400), (3, 30)):
             self.come_back(cluster, f"node-{i}")
             for late in range(i + 1, 4):  # jobs repeat the suspicion: the fault is the same
-                accusations = ObjectRef(f"again-{i}-{late}", "team-a")
+                incident = ObjectRef(f"again-{i}-{late}", "team-a")
                 await raise_suspicion(
                     NodeRegistry(cluster, clock, SETTINGS),
                     build_accusation(f"node-{late}", incident=accusations, found_at=clock.now()),
@@ -724,7 +727,9 @@ class TestService:
             clock.time += pause / 4
         decisions = []
         for _ in range(300):
-            decisions = [await raise_suspicion(NodeRegistry(cluster, clock, SETTINGS), words) for words in accusations]
+            decisions = [
+                await raise_suspicion(NodeRegistry(cluster, clock, SETTINGS), accusation) for accusation in accusations
+            ]
             await run_loop(cluster, clock, 5)
             assert not cluster.list_quarantined_nodes()
         assert {decision.verdict for decision in decisions} == {QuarantineVerdict.CLEARED}
@@ -858,12 +863,12 @@ class TestService:
         await raise_suspicion(NodeRegistry(cluster, clock, SETTINGS), build_accusation(is_weak=True))
         await run_loop(cluster, clock, 5)
         assert not cluster.quarantine().status.probes  # type: ignore[union-attr]  # it is there
-        words = (
+        text = (
             await raise_suspicion(
                 NodeRegistry(cluster, clock, SETTINGS), build_accusation(namespace="team-b", is_weak=True)
             )
         ).message
-        assert "team-a" not in words
+        assert "team-a" not in text
         await run_loop(cluster, clock, 1)
         assert cluster.quarantine().status.probes  # type: ignore[union-attr]
 

@@ -68,9 +68,9 @@ def test_the_table_of_parts_is_consistent() -> None:
     assert sum(part.budget_seconds for part in PARTS) <= BUDGET_SECONDS
     assert len(select_parts([])) == len({part.name for part in PARTS})
     for part in PARTS:
-        for word in part.build_command():
-            if word.startswith("tests/"):
-                assert (ROOT / word).exists()
+        for name in part.build_command():
+            if name.startswith("tests/"):
+                assert (ROOT / name).exists()
 
 
 def test_contributing_lists_the_budget_of_each_target() -> None:
@@ -86,5 +86,5 @@ def test_contributing_lists_the_budget_of_each_target() -> None:
 
 def test_table_and_makefile_skip_the_same_tests_for_the_oldest_torch() -> None:
     (oldest,) = (part for part in PARTS if part.name == "oldest-torch")
-    ignored = " ".join(word for word in oldest.build_command() if word.startswith("--ignore"))
+    ignored = " ".join(name for name in oldest.build_command() if name.startswith("--ignore"))
     assert f"WITHOUT_OPERATOR := {ignored}\n" in (ROOT / "Makefile").read_text()

@@ -183,9 +183,9 @@ def test_requests_that_a_server_delayed_end_with_it(
     assert world.api.get("configmaps", "held", NAMESPACE) is None
 
 
-@pytest.mark.parametrize("how", ["silent", "cut"])
-def test_an_unanswered_request_times_out(world: ApiServerOnlyWorld, client: OperatorClient, how: str) -> None:
-    if how == "silent":
+@pytest.mark.parametrize("failure", ["silent", "cut"])
+def test_an_unanswered_request_times_out(world: ApiServerOnlyWorld, client: OperatorClient, failure: str) -> None:
+    if failure == "silent":
         world.api.faults.silent = True
     else:
         world.network.cut(PLACE, API_PLACE)

@@ -46,8 +46,10 @@ def test_the_estimate_at_half_time_is_right_within_a_fifth(
     outcome = run_schedule(Schedule(5, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR_SETTINGS), jobs, strokes))
     assert outcome.violations == ()
     assert outcome.restarts == len(crashes)
-    done = next(at for at, status in remaining if status.phase is JobPhase.COMPLETE)
-    begun = next(at for at, status in remaining if status.phase is JobPhase.RUNNING)
-    at, half = next((at, status) for at, status in remaining if at >= (begun + done) / 2 and status.remaining)
-    left, rounding = done - at, ROUNDING_STEPS[0][1] / 2
+    completed_at = next(at for at, status in remaining if status.phase is JobPhase.COMPLETE)
+    started_at = next(at for at, status in remaining if status.phase is JobPhase.RUNNING)
+    at, half = next(
+        (at, status) for at, status in remaining if at >= (started_at + completed_at) / 2 and status.remaining
+    )
+    left, rounding = completed_at - at, ROUNDING_STEPS[0][1] / 2
     assert abs(parse_duration(half.remaining or "") - left) <= 0.2 * left + rounding

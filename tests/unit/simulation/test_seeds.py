@@ -51,8 +51,8 @@ def test_a_lost_node_is_replaced_and_the_log_shows_how() -> None:
 
 def test_another_operator_takes_over_from_a_paused_one() -> None:
     """In a liveness run, permanent faults are not healed at the end."""
-    frozen = FaultInjection(AtTime(40.0), OperatorPaused(which=OperatorTarget.LEADER), None)
-    schedule = replace(CALM, aim=Aim.LIVENESS, world=replace(CALM.world, operators=2), injections=(frozen,))
+    paused = FaultInjection(AtTime(40.0), OperatorPaused(which=OperatorTarget.LEADER), None)
+    schedule = replace(CALM, aim=Aim.LIVENESS, world=replace(CALM.world, operators=2), injections=(paused,))
     outcome = run_schedule(schedule, keep_log=True)
     assert outcome.violations == ()
     assert not [line for line in outcome.log if "runs on" in line]

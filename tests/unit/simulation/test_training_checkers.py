@@ -235,15 +235,15 @@ def test_a_worker_that_ran_out_of_memory_may_be_moved_while_it_trains(harness: T
     assert harness.violated_rules == []
 
 
-@pytest.mark.parametrize("trouble", ["stands", "over", "cut off", "gone", "slow"])
-def test_a_lost_worker_may_be_given_up(harness: TrainingCheckerHarness, trouble: str) -> None:
+@pytest.mark.parametrize("fault", ["stands", "over", "cut off", "gone", "slow"])
+def test_a_lost_worker_may_be_given_up(harness: TrainingCheckerHarness, fault: str) -> None:
     run = harness.begin(1)
     harness.step(run)
-    write_worker(harness, run, is_gone=trouble == "gone")
-    run.is_stalled, run.over = trouble == "stands", trouble == "over"
-    if trouble == "cut off":
+    write_worker(harness, run, is_gone=fault == "gone")
+    run.is_stalled, run.over = fault == "stands", fault == "over"
+    if fault == "cut off":
         harness.world.network.isolate("node-0")
-    give_up_worker(harness, dead=trouble != "slow")  # a slow worker is replaced while it trains
+    give_up_worker(harness, dead=fault != "slow")  # a slow worker is replaced while it trains
     assert harness.violated_rules == []
 
 

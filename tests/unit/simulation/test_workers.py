@@ -283,14 +283,14 @@ def test_in_async_edit_no_rank_waits_for_a_slow_one_and_no_sample_is_lost() -> N
     team = SimulatedTeam(arguments=["--steps", "101"])
     team.world.nodes["node-1"].slow = 3.0
     team.start_and_train("a", "b", steps=25)
-    before, began = team.newest_round.step, team.world.now()
+    before, started_at = team.newest_round.step, team.world.now()
     team.wait_for_steps(10)
-    synchronous = (team.world.now() - began) / 10
+    synchronous = (team.world.now() - started_at) / 10
     team.change_plan(sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=12.0)
     team.wait_until(lambda: team.get_heartbeat("b").training.sync_mode == "AsyncEDiT")
-    before, began = team.newest_round.step, team.world.now()
+    before, started_at = team.newest_round.step, team.world.now()
     team.wait_for_steps(30)
-    assert (team.world.now() - began) / (team.newest_round.step - before) < 0.7 * synchronous
+    assert (team.world.now() - started_at) / (team.newest_round.step - before) < 0.7 * synchronous
     fast, slow = team.newest_round.assigned_ranks
     assert fast.samples > slow.samples
     window = fast.build_window()
