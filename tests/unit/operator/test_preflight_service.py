@@ -36,7 +36,7 @@ class Cluster(FakeCluster):
 
     def __init__(self, **statuses: list[Object]) -> None:
         super().__init__()
-        self.statuses = statuses
+        self.words = statuses
         self.made: list[str] = []  # nodes of all pods, in the order of creation
         self.specs: list[Object] = []  # of the same
         self.fail_next = 0  # the number of creations of pods that fail
@@ -56,7 +56,7 @@ class Cluster(FakeCluster):
             name = body["spec"]["nodeName"]
             self.made.append(name)
             self.specs.append(body["spec"])
-            statuses = self.statuses[name]
+            statuses = self.words[name]
             body = {**body, "status": statuses.pop(0) if len(statuses) > 1 else statuses[0]}
         return await super().create(kind, body, dry_run=dry_run)
 
@@ -83,7 +83,7 @@ class Place:
             settings, self.cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""), runtime
         )
 
-    async def run_checks(
+    async def look(
         self, *nodes: str, seconds: float = 190.0, since: float | None = None, gpus: bool = True
     ) -> dict[str, NodeCheck]:
         made = self.operator.runtime.now() if since is None else since
@@ -97,15 +97,15 @@ class Place:
 
 async def test_healthy_nodes_pass_and_are_not_probed_again() -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(USUAL)], d=[told(USUAL)])
-    found = await harness.run_checks("a", "b", "c")
+    found = await harness.look("a", "b", "c")
     assert [check.passed for check in found.values()] == [True] * 3
     assert harness.cluster.made == ["a", "b", "c"]
     assert all(
         harness.cluster.probes()[name]["metrics"] == {"coreSeconds": 0.001} | build_zero_metrics() for name in "abc"
     )
-    assert await harness.run_checks("a", "b", "c") == found
+    assert await harness.look("a", "b", "c") == found
     assert len(harness.cluster.made) == 3
-    assert (await harness.run_checks("a", "d"))["d"].passed, "healthy nodes are its companions"
+    assert (await harness.look("a", "d"))["d"].passed, "healthy nodes are its companions"
     assert sorted(harness.cluster.made[3:]) == ["a", "b", "d"]
 
 
@@ -116,7 +116,7 @@ def build_zero_metrics() -> Object:
 
 async def test_probe_pods_get_the_installations_pull_secrets() -> None:
     harness = Place(replace(SETTINGS, image_pull_secrets="registry,mirror"), a=[told(USUAL)], b=[told(USUAL)])
-    await harness.run_checks("a", "b")
+    await harness.look("a", "b")
     assert [spec["imagePullSecrets"] for spec in harness.cluster.specs] == [
         [{"name": "registry"}, {"name": "mirror"}]
     ] * 2
@@ -124,7 +124,7 @@ async def test_probe_pods_get_the_installations_pull_secrets() -> None:
 
 async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_moment_does_not() -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(SLOW)], d=[told(SLOW), told(USUAL)], e=[told(USUAL)])
-    found = await harness.run_checks("a", "b", "c", "d", "e")
+    found = await harness.look("a", "b", "c", "d", "e")
     assert {name: check.passed for name, check in found.items()} == {
         "a": True,
         "b": True,
@@ -148,7 +148,7 @@ async def test_a_node_that_is_slow_twice_fails_and_one_that_was_busy_for_a_momen
 )
 async def test_a_probe_pods_status_decides_the_check(status: Object, passed: bool | None, message: str) -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[status])
-    check = (await harness.run_checks("a", "b", "c"))["c"]
+    check = (await harness.look("a", "b", "c"))["c"]
     assert check.passed is passed
     assert message in check.message
     assert harness.cluster.probes()["c"].get("passed") is passed
@@ -158,33 +158,33 @@ async def test_a_probe_pods_status_decides_the_check(status: Object, passed: boo
 async def test_a_failure_on_every_node_is_no_nodes_fault(check: str) -> None:
     unfit = told({"unfit": "it does not work", "check": check, "gpus": 1}, "Failed")
     harness = Place(a=[unfit], b=[unfit], c=[unfit])
-    found = await harness.run_checks("a", "b", "c")
+    found = await harness.look("a", "b", "c")
     assert {check.passed for check in found.values()} == {None}
     assert "fails in the same way" in found["a"].message
     alone = Place(a=[told({"unfit": "no network", "check": "network"}, "Failed")])
-    assert (await alone.run_checks("a"))["a"].passed is None
+    assert (await alone.look("a"))["a"].passed is None
 
 
 async def test_if_most_pods_do_not_end_no_node_fails() -> None:
     harness = Place(a=[{"phase": "Running"}], b=[told(USUAL)], c=[{"phase": "Running"}])
-    found = await harness.run_checks("a", "b", "c")
+    found = await harness.look("a", "b", "c")
     assert {name: check.passed for name, check in found.items()} == {"a": None, "b": True, "c": None}
 
 
 async def test_a_pod_that_ends_at_the_last_poll_was_only_late() -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[{"phase": "Running"}, told(USUAL)])
-    assert (await harness.run_checks("a", "b", "c"))["c"].passed
+    assert (await harness.look("a", "b", "c"))["c"].passed
 
 
 async def test_a_hanging_image_pull_is_inconclusive() -> None:
     waiting = {"state": {"waiting": {"reason": "ErrImagePull"}}}
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[{"phase": "Pending", "containerStatuses": [waiting]}])
-    assert (await harness.run_checks("a", "b", "c"))["c"].passed is None
+    assert (await harness.look("a", "b", "c"))["c"].passed is None
 
 
 async def test_a_node_without_comparison_is_not_slow() -> None:
     harness = Place(a=[told(SLOW)])
-    check = (await harness.run_checks("a"))["a"]
+    check = (await harness.look("a"))["a"]
     assert check.passed
     assert "no other node of its kind" in check.message
 
@@ -192,7 +192,7 @@ async def test_a_node_without_comparison_is_not_slow() -> None:
 async def test_only_nodes_of_one_kind_are_compared() -> None:
     harness = Place(a=[told(SLOW)], b=[told(USUAL)], c=[told(USUAL)])
     harness.cluster.node("a", **{"node.kubernetes.io/instance-type": "small"})
-    assert all(check.passed for check in (await harness.run_checks("a", "b", "c")).values())
+    assert all(check.passed for check in (await harness.look("a", "b", "c")).values())
 
 
 async def test_probes_of_an_earlier_operator_are_deleted_and_invalid_results_ignored() -> None:
@@ -204,18 +204,18 @@ async def test_probes_of_an_earlier_operator_are_deleted_and_invalid_results_ign
     }
     harness.cluster._store(("pods", "system", left["name"]), {"metadata": left, "spec": {"nodeName": "a"}})
     harness.cluster._store(("nodeprobes", "", "a"), {"metadata": {"name": "a", "uid": "p"}, "spec": {"at": "long ago"}})
-    assert (await harness.run_checks("a"))["a"].passed
+    assert (await harness.look("a"))["a"].passed
 
 
 async def test_a_recreated_node_is_probed_again() -> None:
     harness = Place(a=[told(USUAL)])
-    await harness.run_checks("a")
+    await harness.look("a")
     harness.cluster.objects["nodes", "", "a"]["metadata"]["uid"] = "another"
     task = asyncio.ensure_future(check_nodes(harness.operator, {"a": "another"}, SPEC, harness.operator.runtime.now()))
     await harness.timeline.run(90)
     assert list(task.result()) == ["another"]
     assert harness.cluster.made == ["a", "a"]
-    assert await harness.run_checks("a") == {}, "the requested node is gone"
+    assert await harness.look("a") == {}, "the requested node is gone"
 
 
 def list_requested_gpus(harness: Place) -> list[str]:
@@ -227,16 +227,16 @@ async def test_a_job_without_gpus_does_not_probe_gpus() -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(USUAL)], d=[told(USUAL)])
     for name in "abcd":
         harness.cluster.objects["nodes", "", name]["status"]["allocatable"] = {"nvidia.com/gpu": "8"}
-    assert all(check.passed for check in (await harness.run_checks("a", "b", "c", gpus=False)).values())
+    assert all(check.passed for check in (await harness.look("a", "b", "c", gpus=False)).values())
     assert list_requested_gpus(harness) == ["0"] * 3
     assert harness.cluster.probes()["a"]["gpusSkipped"] is True
-    await harness.run_checks("a", "b", "c", gpus=False)
+    await harness.look("a", "b", "c", gpus=False)
     assert len(harness.cluster.made) == 3, "the result is cached"
-    await harness.run_checks("a", "b", "c")
+    await harness.look("a", "b", "c")
     assert list_requested_gpus(harness)[3:] == ["8"] * 3, "a job with GPUs needs more"
-    await harness.run_checks("a", "b", "c", gpus=False)
+    await harness.look("a", "b", "c", gpus=False)
     assert len(harness.cluster.made) == 6
-    await harness.run_checks("d")
+    await harness.look("d")
     beside = dict(zip(harness.cluster.made[6:], list_requested_gpus(harness)[6:], strict=True))
     assert beside.pop("d") == "8"
     assert set(beside.values()) == {"1"}, "one GPU of a companion shows that pods find the driver"
@@ -266,7 +266,7 @@ def finish_probes(harness: Place, answer: Object) -> None:
     """Set the status of all pods that run, and of all that are created later."""
     for body in harness.cluster.pods():
         body["status"] = answer
-    harness.cluster.statuses = {name: [answer] for name in harness.cluster.statuses}
+    harness.cluster.words = {name: [answer] for name in harness.cluster.words}
 
 
 async def test_jobs_on_different_nodes_do_not_wait_for_each_other() -> None:
@@ -347,7 +347,7 @@ async def test_free_gpus_of_few_nodes_are_held_at_a_time_and_the_next_job_probes
     left = {name for name, probe in harness.cluster.probes().items() if probe.get("gpusSkipped")}
     assert len(left) >= 24 - GPU_NODES_AT_ONCE
     made = len(harness.cluster.made)
-    await harness.run_checks(*names, seconds=10.0)
+    await harness.look(*names, seconds=10.0)
     after = {name for name, probe in harness.cluster.probes().items() if probe.get("gpusSkipped")}
     assert after < left
     assert len(harness.cluster.made) - made <= GPU_NODES_AT_ONCE, "not all of them once more"
@@ -387,8 +387,8 @@ async def test_a_failed_check_releases_its_nodes() -> None:
     harness = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(USUAL)])
     harness.cluster.fail_next = 1
     with pytest.raises(kopf.TemporaryError):
-        await harness.run_checks("a", "b", "c")
-    assert all(check.passed for check in (await harness.run_checks("a", "b", "c")).values())
+        await harness.look("a", "b", "c")
+    assert all(check.passed for check in (await harness.look("a", "b", "c")).values())
 
 
 async def test_failed_checks_release_gpus() -> None:
@@ -397,15 +397,15 @@ async def test_failed_checks_release_gpus() -> None:
     for _ in range(GPU_NODES_AT_ONCE):
         harness.cluster.fail_next = 1
         with pytest.raises(kopf.TemporaryError):
-            await harness.run_checks("a", "b", "c", seconds=5.0)
+            await harness.look("a", "b", "c", seconds=5.0)
         await harness.timeline.run(GPU_REST_SECONDS)
-    await harness.run_checks("a", "b", "c", seconds=10.0)
+    await harness.look("a", "b", "c", seconds=10.0)
     assert list_requested_gpus(harness) == ["8"] * 3
 
 
 async def test_a_probe_deleted_during_a_check_is_repeated_by_the_next_check() -> None:
     harness = Place(**{name: [told(USUAL)] for name in "abcdef"})
-    await harness.run_checks("a", "b", "c", seconds=10.0)
+    await harness.look("a", "b", "c", seconds=10.0)
     finish_probes(harness, UNFINISHED)
     under_way = start_check(harness, "a", "d", "e", "f")
     await harness.timeline.run(5)
@@ -413,4 +413,4 @@ async def test_a_probe_deleted_during_a_check_is_repeated_by_the_next_check() ->
     finish_probes(harness, told(USUAL))
     await harness.timeline.run(10)
     assert set(under_way.result()) == {"uid-d", "uid-e", "uid-f"}
-    assert (await harness.run_checks("a", seconds=10.0))["a"].passed
+    assert (await harness.look("a", seconds=10.0))["a"].passed

@@ -671,7 +671,7 @@ class TestService:
                 incident = ObjectRef(f"again-{i}-{late}", "team-a")
                 await raise_suspicion(
                     NodeRegistry(cluster, clock, SETTINGS),
-                    build_accusation(f"node-{late}", incident=accusations, found_at=clock.now()),
+                    build_accusation(f"node-{late}", incident=incident, found_at=clock.now()),
                 )
             await run_loop(cluster, clock, pause)
             assert not cluster.list_quarantined_nodes()
