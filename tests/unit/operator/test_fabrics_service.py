@@ -380,7 +380,7 @@ class TestRouteObservations:
         memory = harness.memory.get_or_create(
             replace(observation.job, namespace=namespace, name=name, uid=f"uid-{namespace}-{name}")
         )
-        now = tuple(replace(observation, at=harness.runtime.now()) for observation in observations)
+        now = tuple(replace(each, at=harness.runtime.now()) for each in observations)
         memory.update(desired=observation.desired.with_adaptation(route_observations=now), phase=JobPhase.RUNNING)
         return memory
 
