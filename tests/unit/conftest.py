@@ -1,4 +1,4 @@
-"""What holds for all unit tests."""
+"""Settings of all unit tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import gc
 
 
 def pytest_collection_finish() -> None:
-    """Keep what 8,000 tests have imported out of garbage collections: a full one costs a second otherwise."""
+    """Exclude all that the tests have imported from garbage collections: a full one costs a second otherwise."""
     gc.collect()
     gc.freeze()

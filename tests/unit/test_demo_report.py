@@ -1,4 +1,4 @@
-"""The demo's report says what happened, and passes only when all was healed."""
+"""The demo's report shows what happened, and passes only if all faults were healed."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ REPORT = DemoReport(
 )
 
 
-def test_passes_only_when_complete_and_all_healed() -> None:
+def test_the_demo_passes_only_if_complete_and_all_faults_are_healed() -> None:
     assert REPORT.passed
     assert not replace(REPORT, phase="Failed").passed
     assert not replace(REPORT, outcomes=(HEALED, replace(HEALED, healed=False))).passed
 
 
-def test_a_way_back_that_was_not_found_is_no_success() -> None:
+def test_an_unknown_restore_route_is_no_success() -> None:
     back = replace(HEALED, fault="link well again", remedy="Sync", detected_s=None, gain="AsyncEDiT → Sync")
     assert replace(REPORT, outcomes=(HEALED, back)).passed
     assert "AsyncEDiT → Sync" in build_page(replace(REPORT, outcomes=(HEALED, back)))
     assert not replace(REPORT, outcomes=(HEALED, replace(back, recovered_s=None, healed=False))).passed
 
 
-def test_json_has_the_documented_keys(tmp_path: Path) -> None:
+def test_the_json_report_has_the_documented_keys(tmp_path: Path) -> None:
     write_report(REPORT, tmp_path)
     incident = json.loads((tmp_path / "report.json").read_text())["incidents"][0]
     assert {"fault", "remedy", "detected_s", "recovered_s", "steps_lost", "healed"} <= set(incident)
 
 
-def test_page_is_self_contained_and_escapes() -> None:
+def test_the_page_is_self_contained_and_escaped() -> None:
     text = build_page(REPORT)
     assert "http" not in text
     assert "<script" not in text
@@ -82,24 +82,24 @@ def test_page_is_self_contained_and_escapes() -> None:
     assert "no data" in text
 
 
-def test_the_picture_of_the_throughput_stands_by_itself() -> None:
+def test_the_throughput_picture_is_self_contained() -> None:
     curves: dict[str, Curve] = {THROUGHPUT_TITLE: [(0.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}
     drawn = ElementTree.fromstring(draw_picture(replace(REPORT, curves=curves)))
     assert "1 rank crash" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert len(drawn.findall("{*}polyline")) == len(drawn.findall("{*}rect[@class='band']")) == 1
-    assert draw_picture(REPORT) == "", "nothing is known of it"
+    assert draw_picture(REPORT) == "", "it is unknown"
 
 
-def test_torchruns_line_is_drawn_beside_a_report_that_is_read_again(tmp_path: Path) -> None:
+def test_torchruns_line_is_drawn_next_to_a_report_that_is_read_again(tmp_path: Path) -> None:
     write_report(replace(REPORT, curves={THROUGHPUT_TITLE: [(3.0, 50.0), (12.0, 0.0), (14.0, 50.0)]}), tmp_path)
-    told = read_report(tmp_path)
-    assert (told.training_started_at, told.outcomes, told.seconds) == (3.0, REPORT.outcomes, REPORT.seconds)
-    drawn = ElementTree.fromstring(draw_picture(told, torchrun=[(3.0, 48.0), (12.0, 0.0), (120.0, 0.0)]))
+    text = read_report(tmp_path)
+    assert (text.training_started_at, text.outcomes, text.seconds) == (3.0, REPORT.outcomes, REPORT.seconds)
+    drawn = ElementTree.fromstring(draw_picture(text, torchrun=[(3.0, 48.0), (12.0, 0.0), (120.0, 0.0)]))
     assert [line.get("class") for line in drawn.findall("{*}polyline")] == ["reference", "curve"]
     assert "torchrun" in [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_torchruns_line_is_nothing_while_it_starts_again_and_when_it_has_stopped() -> None:
+def test_torchruns_line_is_zero_while_it_restarts_and_after_it_stopped() -> None:
     lines = [(100.0, 2), (101.0, 4), (113.0, 2), (114.0, 4)]
     assert torchrun.compute_throughput(lines, end=150.0) == [
         *[(100.0, 128.0), (101.0, 128.0)],
@@ -109,17 +109,17 @@ def test_torchruns_line_is_nothing_while_it_starts_again_and_when_it_has_stopped
     ]
 
 
-def links(load: int) -> FabricView:
+def build_links(load: int) -> FabricView:
     found = (FabricLink("l1", "s1", load, 0), FabricLink("l1", "s2", 0, 1))
     return FabricView("pods", 2, 1, 3, load, links=found, unit="Mbit/s")
 
 
-def test_a_story_about_traffic_shows_the_links_before_and_after(tmp_path: Path) -> None:
-    write_report(replace(REPORT, fabrics=(links(2), links(1))), tmp_path)
+def test_a_scenario_about_traffic_shows_the_links_before_and_after(tmp_path: Path) -> None:
+    write_report(replace(REPORT, fabrics=(build_links(2), build_links(1))), tmp_path)
     picture = (tmp_path / "fabric.svg").read_text()
     assert picture in (tmp_path / "report.html").read_text()
     assert picture.index("pods, before") < picture.index("2 up, 0 down") < picture.index("pods, after")
-    assert "fabric.svg" not in {path.name for path in written_without(tmp_path / "other")}
+    assert "fabric.svg" not in {path.name for path in write_without_fabric(tmp_path / "other")}
 
 
 @pytest.mark.parametrize(
@@ -127,50 +127,50 @@ def test_a_story_about_traffic_shows_the_links_before_and_after(tmp_path: Path) 
     [
         ([0.4] * 12, 0.0),
         ([0.4] * 3 + [1.5] * 6 + [0.4] * 12, 9.0),
-        ([0.4] * 3 + [1.5] * 6 + [0.4] * 8 + [0.6] * 4 + [0.4] * 4, 9.0),  # a processor is taken away for a moment
+        ([0.4] * 3 + [1.5] * 6 + [0.4] * 8 + [0.6] * 4 + [0.4] * 4, 9.0),  # a processor is missing for a moment
         ([0.4] * 3 + [1.5] * 6 + [0.4] * 4 + [0.6] * 12, math.inf),
         ([0.4] * 3 + [1.5] * 9, math.inf),
     ],
 )
-def test_steps_are_as_before_where_they_stay_so_on_the_whole(paces: list[float], after: float) -> None:
+def test_the_pace_has_recovered_where_it_stays_as_before_on_average(paces: list[float], after: float) -> None:
     assert traffic.compute_recovery_seconds(list(enumerate(paces)), 0.4) == after
 
 
-def test_a_leaf_sends_by_the_spines_that_carry_something() -> None:
-    assert fabric.find_busy_spines(links(9), "l1") == {"s1"}
-    assert fabric.find_busy_spines(links(0), "l1") == fabric.find_busy_spines(links(9), "l2") == set()
+def test_a_leaf_uses_the_spines_that_carry_traffic() -> None:
+    assert fabric.find_busy_spines(build_links(9), "l1") == {"s1"}
+    assert fabric.find_busy_spines(build_links(0), "l1") == fabric.find_busy_spines(build_links(9), "l2") == set()
 
 
-def written_without(folder: Path) -> list[Path]:
-    """Any fabric."""
+def write_without_fabric(folder: Path) -> list[Path]:
+    """Write a report without a fabric."""
     write_report(REPORT, folder)
     return list(folder.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("kept", "step", "behind"),
+    ("saved", "step", "is_behind"),
     [(20, 24, True), (20, 30, True), (20, 23, False), (20, 31, False), (0, 5, False), (-1, 4, False)],
 )
-def test_shards_are_lost_when_their_newest_snapshot_is_with_neighbours(kept: int, step: int, behind: bool) -> None:
-    assert shards.is_past_snapshot(kept, step) == behind
+def test_shards_are_lost_when_their_newest_snapshot_is_on_peers(saved: int, step: int, is_behind: bool) -> None:
+    assert shards.is_past_snapshot(saved, step) == is_behind
 
 
 @pytest.mark.parametrize(
     ("steps_lost", "origin", "healed"),
     [(20, "Peer", True), (3, "Memory", True), (21, "Peer", False), (3, "Checkpoint", False), (3, "", False)],
 )
-def test_shards_come_back_from_memory_and_cost_what_lies_between_two_snapshots(
+def test_shards_are_restored_from_memory_and_cost_the_steps_between_two_snapshots(
     steps_lost: int, origin: str, healed: bool
 ) -> None:
     assert shards.check_outcome(replace(HEALED, steps_lost=steps_lost), origin).healed == healed
 
 
-def test_the_job_of_the_story_of_shards_shares_one_model() -> None:
+def test_the_job_of_the_shards_scenario_shares_one_model() -> None:
     _, training = yaml.safe_load_all(shards.build_manifest())
     assert training["spec"]["template"]["spec"]["containers"][0]["command"][-1] == "--shard"
 
 
-def test_the_last_table_fits_80_columns_and_cuts_no_word() -> None:
+def test_the_last_table_fits_80_columns_without_cutting_words() -> None:
     """The longest names and gains that the demo can show."""
     unknown = replace(HEALED, detected_s=None, decided_s=None, recovered_s=None, steps_lost=None, gain="", healed=False)
     longest = replace(HEALED, detected_s=123.4, decided_s=123.4, recovered_s=123.4, steps_lost=1234)

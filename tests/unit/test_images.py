@@ -1,4 +1,4 @@
-"""What the operator's image is made of: locked versions that pyproject.toml allows, and a Dockerfile of no platform."""
+"""The operator's image: locked versions that pyproject.toml allows, and a Dockerfile for any platform."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WANTED = {
 PLATFORMS = [(python, machine) for python in ("3.11", "3.12", "3.13") for machine in ("x86_64", "aarch64")]
 
 
-def locked(name: str, python: str = "3.11", machine: str = "x86_64") -> dict[str, str]:
-    """Versions by canonical names, as pip takes them there."""
+def read_locked_versions(name: str, python: str = "3.11", machine: str = "x86_64") -> dict[str, str]:
+    """Return versions by canonical names, as pip selects them on that platform."""
     there = {"python_version": python, "python_full_version": f"{python}.9", "platform_machine": machine}
     environment = {**cast("dict[str, str]", default_environment()), **there}
     entries = re.findall(r"^(\S+==.+?) \\$", (ROOT / f"locks/{name}.txt").read_text(), re.MULTILINE)
@@ -37,15 +37,15 @@ def locked(name: str, python: str = "3.11", machine: str = "x86_64") -> dict[str
 @pytest.mark.parametrize(("python", "machine"), PLATFORMS)
 @pytest.mark.parametrize("name", WANTED)
 def test_a_lock_satisfies_the_project(name: str, python: str, machine: str) -> None:
-    versions = locked(name, python, machine)
+    versions = read_locked_versions(name, python, machine)
     for requirement in map(Requirement, WANTED[name]):
         assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_a_lock_is_whole(name: str) -> None:
-    """Of what is installed here in the locked version, all that it requires is locked, too."""
-    versions, checked = locked(name), 0
+def test_a_lock_is_complete(name: str) -> None:
+    """For each package that is installed here in the locked version, all its requirements are locked."""
+    versions, checked = read_locked_versions(name), 0
     for package, version in versions.items():
         try:
             found = metadata.distribution(package)
@@ -78,7 +78,7 @@ def test_the_dockerfile_names_no_platform_and_takes_any_base() -> None:
     assert {base for base, _ in stages} - set(names) == {"${BASE}", "scratch"}
 
 
-def test_what_the_dockerfile_copies_is_there_and_in_its_context() -> None:
+def test_files_that_the_dockerfile_copies_exist_in_its_context() -> None:
     sources = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     allowed = {
         line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")

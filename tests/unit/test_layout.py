@@ -1,4 +1,4 @@
-"""The layout that keeps imports sane."""
+"""Rules of the layout and of imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_source_roots_hold_packages_only(source_root: str) -> None:
 
 
 def test_launcher_sidecar_and_operator_start_without_torch() -> None:
-    """torch costs 300 MB and two seconds, which none of them has to give."""
+    """torch costs 300 MB and two seconds, which none of them can afford."""
     modules = "pacekeeper, pacekeeper.launcher.command, pacekeeper.sidecar.__main__, pacekeeper_analysis"
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd="/", check=False, timeout=600).returncode == 0
@@ -46,7 +46,7 @@ SEAM = {
 CHANCE = {"random", "secrets", "uuid"}
 
 
-def _calls_past_the_seam(path: Path) -> Iterator[str]:
+def _find_direct_calls(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if (node.value.id, node.attr) in SEAM:
@@ -57,18 +57,16 @@ def _calls_past_the_seam(path: Path) -> Iterator[str]:
             yield f"{path.name}:{node.lineno} from {node.module}"
 
 
-def test_time_chance_and_tasks_come_into_the_operator_through_one_seam() -> None:
-    """So that all of it runs under a simulated one."""
+def test_the_operator_gets_time_chance_and_tasks_through_one_module() -> None:
+    """The simulation replaces that module."""
     package = ROOT / "operator/pacekeeper_operator"
     exempt = {
         package / "async_runtime.py",
         package / "node_probe.py",
         package / "__main__.py",
-    }  # a pod's, and a process' own
-    exempt |= set((package / "cli").glob("*.py"))  # a person's command
-    found = [
-        call for path in sorted(package.rglob("*.py")) if path not in exempt for call in _calls_past_the_seam(path)
-    ]
+    }  # of a pod, and of a process
+    exempt |= set((package / "cli").glob("*.py"))  # a user's command
+    found = [call for path in sorted(package.rglob("*.py")) if path not in exempt for call in _find_direct_calls(path)]
     assert not found
 
 
@@ -79,11 +77,11 @@ FOREIGN = {
     ("launcher/ranks/rank.py", "_run_module_as_main"): "runpy's: what `python -m` calls",
     ("torch_internals.py", ""): "the one place for torch's",
 }
-"""(File of the trainer, name, or all): why it may use a private name of somebody else."""
+"""(File of the trainer, name, or all): why it may use a private name of another package."""
 
 
-def _private_names(path: Path) -> Iterator[tuple[int, str]]:
-    """Names with one leading underscore that a module imports, or takes from something else than `self`."""
+def _list_private_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield names with one leading underscore that a module imports, or reads from an object other than `self`."""
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -97,8 +95,8 @@ def _private_names(path: Path) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 0), name
 
 
-def _own_names(path: Path) -> Iterator[str]:
-    """That a module defines or assigns to."""
+def _list_own_names(path: Path) -> Iterator[str]:
+    """Yield names that a module defines or assigns to."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -112,25 +110,25 @@ def _is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def test_private_names_of_torch_stand_in_one_module() -> None:
+def test_private_names_of_torch_are_used_in_one_module() -> None:
     """Each has a test there, in tests/distributed/test_torch_internals.py, before a newer torch is allowed."""
     package = ROOT / "trainer/pacekeeper"
     paths = sorted(package.rglob("*.py"))
-    own = {name for path in paths for name in _own_names(path)} | {
+    own = {name for path in paths for name in _list_own_names(path)} | {
         "_exit",
         "_replace",
-    }  # of os and of named tuples: documented
+    }  # documented names of os and of named tuples
     found = []
     for path in paths:
         place = path.relative_to(package).as_posix()
-        for line, name in _private_names(path):
+        for line, name in _list_private_names(path):
             if name not in own and not {(place, name), (place, "")} & FOREIGN.keys():
                 found.append(f"{place}:{line} {name}")
     assert not found
 
 
-def _classes_of_the_trainer() -> Iterator[tuple[Path, ast.ClassDef]]:
-    """And of what it takes from the analysis package: all of that but the what-if engine."""
+def _list_trainer_classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    """Yield classes of the trainer and of the analysis package, except for its what-if engine."""
     trainer, analysis = ROOT / "trainer/pacekeeper", ROOT / "analysis/pacekeeper_analysis"
     for path in sorted({*trainer.rglob("*.py"), *analysis.rglob("*.py")} - {*(analysis / "whatif").rglob("*.py")}):
         for node in ast.parse(path.read_text()).body:
@@ -140,15 +138,15 @@ def _classes_of_the_trainer() -> Iterator[tuple[Path, ast.ClassDef]]:
 
 def test_one_name_has_one_meaning_in_the_trainer() -> None:
     places: dict[str, list[str]] = {}
-    for path, found in _classes_of_the_trainer():
+    for path, found in _list_trainer_classes():
         if not found.name.startswith("_"):
             places.setdefault(found.name, []).append(path.relative_to(ROOT).as_posix())
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
 def test_no_class_of_the_trainer_takes_twelve_arguments() -> None:
-    """What needs so many parts is more than one thing. (What is written down of something may have many fields.)"""
-    for path, found in _classes_of_the_trainer():
+    """A class that needs this many parts has more than one purpose. Records may have many fields."""
+    for path, found in _list_trainer_classes():
         for method in found.body:
             if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                 count = len(method.args.posonlyargs + method.args.args + method.args.kwonlyargs) - 1

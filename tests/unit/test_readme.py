@@ -1,4 +1,4 @@
-"""What README and docs show is what the repository holds."""
+"""README and docs match the repository."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ FOLDERS = (
 )
 CODE_PAGES = (*sorted((ROOT / "docs/architecture").glob("*.md")), ROOT / "CONTRIBUTING.md")
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "s": 1, "min": 60, "h": 3600, "days": 1}
-"""In seconds and bytes; lives of certificates are constants in days."""
+"""In seconds and bytes; lifetimes of certificates are constants in days."""
 
 
 def test_the_shortest_script_is_the_example() -> None:
     assert (ROOT / "examples/quickstart.py").read_text() in (ROOT / "docs/running-jobs.md").read_text()
 
 
-def test_the_readme_is_read_in_a_minute() -> None:
+def test_the_readme_can_be_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -37,8 +37,8 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize("page", CODE_PAGES, ids=[page.name for page in CODE_PAGES])
 def test_paths_and_symbols_that_docs_name_exist(page: Path) -> None:
-    """A file that moves, or a function that gets another name, takes the docs along."""
-    missing = [name for name in _names_of_code(page.read_text()) if not _exists(name)]
+    """Docs change with a moved file or a renamed function."""
+    missing = [name for name in _list_code_names(page.read_text()) if not _does_exist(name)]
     assert not missing
 
 
@@ -46,7 +46,7 @@ def test_a_path_or_symbol_that_is_gone_is_found() -> None:
     text = (
         "`decide/failures/hang.py`, `operator/none.py::check`, `tests/unit/test_readme.py::ROOT.none`, `trainer/none/`"
     )
-    assert [name for name in _names_of_code(text) if not _exists(name)] == re.findall(r"`(\S+)`", text)
+    assert [name for name in _list_code_names(text) if not _does_exist(name)] == re.findall(r"`(\S+)`", text)
 
 
 def test_tables_of_limits_hold_the_values_of_the_constants() -> None:
@@ -62,27 +62,27 @@ def test_tables_of_limits_hold_the_values_of_the_constants() -> None:
         assert float(number.replace(",", "")) * UNITS[unit] == pytest.approx(value), row
 
 
-def _names_of_code(text: str) -> Iterator[str]:
-    """Yield the paths, and `path::symbol`, that stand in backticks outside of fenced blocks."""
+def _list_code_names(text: str) -> Iterator[str]:
+    """Yield the paths, and `path::symbol`, in backticks outside of fenced blocks."""
     for name in re.findall(r"`([^`\s]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
         path = name.partition("::")[0]
         if path.endswith(".py") or ("/" in path and path.split("/")[0] in FOLDERS):
             yield name
 
 
-def _exists(name: str) -> bool:
+def _does_exist(name: str) -> bool:
     path, _, symbol = name.partition("::")
     if not (ROOT / path).exists():
         return False
-    return not symbol or _defines(ast.parse((ROOT / path).read_text()).body, symbol.split("."))
+    return not symbol or _defines_symbol(ast.parse((ROOT / path).read_text()).body, symbol.split("."))
 
 
-def _defines(body: Sequence[ast.stmt], symbol: Sequence[str]) -> bool:
+def _defines_symbol(body: Sequence[ast.stmt], symbol: Sequence[str]) -> bool:
     """Return whether the first name is defined in `body`, the second one in the body of that, and so on."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if node.name == symbol[0]:
-                return len(symbol) == 1 or _defines(node.body, symbol[1:])
+                return len(symbol) == 1 or _defines_symbol(node.body, symbol[1:])
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}

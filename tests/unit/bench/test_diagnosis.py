@@ -1,4 +1,4 @@
-"""What counts as right in the bench of diagnosis, and that its perturbed copies are what they are said to be."""
+"""What counts as right in the bench of diagnosis, and the properties of its perturbed copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINK, EGRESS, INGRESS = (
 STEPS = 40
 
 
-def found(culprit: str, fault: FaultClass = FaultClass.NETWORK) -> Finding:
+def build_finding(culprit: str, fault: FaultClass = FaultClass.NETWORK) -> Finding:
     return Finding(fault, culprit)
 
 
@@ -52,25 +52,25 @@ class TestTruth:
             (EGRESS, ["links of ranks 0, 2"], ["links of ranks 4, 6"]),
         ],
     )
-    def test_who_is_named(self, truth: Truth, right: list[str], wrong: list[str]) -> None:
-        assert [words for words in right if not truth.is_named(found(words))] == []
-        assert [words for words in wrong if truth.is_named(found(words))] == []
+    def test_a_truth_accepts_the_right_culprits_only(self, truth: Truth, right: list[str], wrong: list[str]) -> None:
+        assert [culprit for culprit in right if not truth.is_named(build_finding(culprit))] == []
+        assert [culprit for culprit in wrong if truth.is_named(build_finding(culprit))] == []
 
-    def test_rules_that_know_ranks_only(self) -> None:
+    def test_rules_that_name_only_ranks_are_compared_by_rank(self) -> None:
         assert Truth(CODE, (2, 3)).is_blamed(frozenset({2}))
         assert not Truth(CODE, (2, 3)).is_blamed(frozenset({2, 4}))
         assert Truth(CODE).is_blamed(frozenset(range(RANKS)))
         assert not LINK.is_blamed(frozenset({0}))
 
-    def test_every_fault_has_a_name_of_its_own_and_a_truth_at_each_place(self) -> None:
+    def test_every_fault_has_its_own_name_and_a_truth_at_each_place(self) -> None:
         faults = list_faults()
         assert len({fault.name for fault in faults}) == len(faults)
         assert all(fault.truths(place) for fault in faults for place in range(3))
 
 
-def recording(own: float = 0.05) -> Recording:
-    """One second a line, eight steps a second."""
-    told: list[dict[str, Any]] = []
+def build_recording(own: float = 0.05) -> Recording:
+    """Build a recording of one second per line and eight steps per second."""
+    reports: list[dict[str, Any]] = []
     for second in range(1, STEPS // 8 + 1):
         steps = list(range(8 * second))
         for host in range(RANKS // RANKS_A_HOST):
@@ -88,49 +88,51 @@ def recording(own: float = 0.05) -> Recording:
                 for rank in ranks
             ]
             evidence = {"windows": windows, "operations": [], "links": []}
-            told.append({"at": 1000.0 + second, "worker": f"host-{host}", "evidence": evidence})
+            reports.append({"at": 1000.0 + second, "worker": f"host-{host}", "evidence": evidence})
             fault = {"noticed_at": 1000.0 + second}
-            told.append({"at": 1000.0 + second, "worker": f"host-{host}", "fault": fault})
-    return Recording("slow", 0, 1000.0, 1010.0, told, {0: b"{}"}, 1005.0, 0.0)
+            reports.append({"at": 1000.0 + second, "worker": f"host-{host}", "fault": fault})
+    return Recording("slow", 0, 1000.0, 1010.0, reports, {0: b"{}"}, 1005.0, 0.0)
 
 
-def test_a_busy_machine_is_told_by_the_pace_of_its_steps() -> None:
-    assert measure_relative_time(recording().reports) == pytest.approx(1.2)
-    assert measure_relative_time([words for words in recording().reports if "evidence" not in words]) == math.inf
+def test_a_busy_machine_is_detected_by_the_pace_of_its_steps() -> None:
+    assert measure_relative_time(build_recording().reports) == pytest.approx(1.2)
+    assert (
+        measure_relative_time([report for report in build_recording().reports if "evidence" not in report]) == math.inf
+    )
 
 
-def test_recordings_of_a_busier_hour_are_brought_to_one_pace() -> None:
+def test_recordings_of_busy_hours_are_scaled_to_one_pace() -> None:
     slow = [Steps(np.full((4, RANKS), 0.2, np.float32), np.full((4, RANKS), 0.1, np.float32))]
     (same,) = scale_to_step_time(slow, 0.1)
     assert same.step[0, 0] == pytest.approx(0.1)
     assert same.own[0, 0] == pytest.approx(0.05)
 
 
-class TestPerturbed:
-    def test_a_seed_makes_the_same_copy_and_another_one_another(self) -> None:
-        assert perturb_recording(recording(), (), 1) == perturb_recording(recording(), (), 1)
-        assert perturb_recording(recording(), (), 1) != perturb_recording(recording(), (), 2)
+class TestPerturbedCopies:
+    def test_a_copy_is_a_function_of_its_seed(self) -> None:
+        assert perturb_recording(build_recording(), (), 1) == perturb_recording(build_recording(), (), 1)
+        assert perturb_recording(build_recording(), (), 1) != perturb_recording(build_recording(), (), 2)
 
-    def test_a_step_takes_the_same_in_all_answers_that_tell_of_it(self) -> None:
+    def test_a_step_takes_the_same_time_in_all_answers_that_contain_it(self) -> None:
         seen: dict[tuple[int, int], set[float]] = {}
-        for words in perturb_recording(recording(), (), 3).reports:
-            for window in words.get("evidence", {}).get("windows", ()):
+        for report in perturb_recording(build_recording(), (), 3).reports:
+            for window in report.get("evidence", {}).get("windows", ()):
                 for step, seconds in zip(window["steps"], window["compute_seconds"], strict=True):
                     seen.setdefault((window["rank"], step), set()).add(round(seconds, 12))
         assert all(len(values) == 1 for values in seen.values())
         assert len({value for values in seen.values() for value in values}) > 100
 
     def test_clocks_differ_by_minutes_and_stalls_keep_their_age(self) -> None:
-        copy = perturb_recording(recording(), (), 4)
-        clocks = {words["worker"]: words["clock"] for words in copy.reports}
+        copy = perturb_recording(build_recording(), (), 4)
+        clocks = {report["worker"]: report["clock"] for report in copy.reports}
         assert max(map(abs, clocks.values())) > 60
-        told = [words for words in copy.reports if "fault" in words]
-        late = [words["at"] + words["clock"] - words["fault"]["noticed_at"] for words in told]
+        reports = [report for report in copy.reports if "fault" in report]
+        late = [report["at"] + report["clock"] - report["fault"]["noticed_at"] for report in reports]
         assert all(0 <= seconds <= 1 for seconds in late)
 
 
 class TestRules:
-    def test_a_rank_at_half_speed_is_blamed_by_all_of_them(self) -> None:
+    def test_all_rules_blame_a_rank_at_half_speed(self) -> None:
         now, early = np.array([0.05] * 3 + [0.1] + [0.051] * 4), np.full(8, 0.05)
         assert {rule(now, early) for rule in rules.RULES.values()} == {frozenset({3})}
         assert rules.blame_far_from_median(early, early) == rules.blame_by_relative_score(early, early) == frozenset()
@@ -141,36 +143,41 @@ class TestRules:
         table = np.array([calm, slow, slow, calm, slow])
         assert rules.count_alarms(table, calm, rules.blame_by_relative_score) == 2
 
-    def test_who_is_blamed_first_in_a_recording(self) -> None:
-        assert rules.find_first_blamed(recording(), rules.blame_by_relative_score, after=2.0) == (2.0, frozenset({3}))
+    def test_the_first_blamed_rank_of_a_recording_counts(self) -> None:
+        assert rules.find_first_blamed(build_recording(), rules.blame_by_relative_score, after=2.0) == (
+            2.0,
+            frozenset({3}),
+        )
 
 
-def outcome(fault: str, right: bool, copy: int) -> Outcome:
+def build_outcome(fault: str, right: bool, copy: int) -> Outcome:
     verdict = ReplayVerdict(5.0, "rank 3", "Code", frozenset({"Times", "Waits"}), named=right, classed=right)
     return Outcome(fault, False, 0, copy, False, verdict, verdict, {})
 
 
 class TestConfidence:
-    def test_by_the_rule_of_succession(self) -> None:
-        shares = count_right_verdicts([outcome("a", True, 0), outcome("a", True, 1), outcome("a", False, 2)])
+    def test_confidence_follows_the_rule_of_succession(self) -> None:
+        shares = count_right_verdicts(
+            [build_outcome("a", True, 0), build_outcome("a", True, 1), build_outcome("a", False, 2)]
+        )
         assert shares == {("Code", frozenset({"Times", "Waits"})): (3, 2)}
         assert apply_succession_rule(3, 2) == pytest.approx(0.6)
 
-    def test_a_fault_is_judged_by_what_the_others_were_worth(self) -> None:
-        """Its own wrong verdicts must not make evidence like theirs look unsure."""
-        others = [outcome("a", True, copy) for copy in range(40)]
-        wrong = [outcome("b", False, copy) for copy in range(5)]
+    def test_confidence_for_a_fault_comes_from_the_other_faults(self) -> None:
+        """Its own wrong verdicts must not lower the confidence in similar evidence."""
+        others = [build_outcome("a", True, copy) for copy in range(40)]
+        wrong = [build_outcome("b", False, copy) for copy in range(5)]
         assert count_confident_and_wrong([*others, *wrong]) == 5
         assert count_confident_and_wrong(wrong) == 0
 
-    def test_quantiles_of_what_may_never_come(self) -> None:
+    def test_quantiles_of_delays_may_be_infinite(self) -> None:
         assert compute_quantile([1.0, float("inf"), 2.0], 0.5) == 2.0
         assert compute_quantile([], 0.5) == float("inf")
 
 
 class TestThresholds:
-    def test_the_one_that_is_best_for_the_others_judges_a_fault(self) -> None:
-        """Doubled it is made for the one fault that has been left out, and halved it is as good as it is."""
+    def test_the_threshold_for_a_fault_is_the_best_one_for_the_others(self) -> None:
+        """The doubled threshold fits only the fault that is left out; the halved one is as good as the current one."""
         half, twice = Threshold("m", "LIMIT", 0.5), Threshold("m", "LIMIT", 2.0)
         found = choose_thresholds(
             {
@@ -183,6 +190,6 @@ class TestThresholds:
         assert found.left_out == pytest.approx(2 / 6)
         assert found.chosen == {"as they are": 2, "LIMIT × 2": 1}
 
-    def test_each_is_there(self) -> None:
+    def test_each_tried_threshold_exists(self) -> None:
         for threshold in TRIED_THRESHOLDS[1:]:
             assert getattr(import_module(threshold.module), threshold.name) > 0

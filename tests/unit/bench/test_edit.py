@@ -1,4 +1,4 @@
-"""`bench edit`: the replicas' rules against those of torch, whose data is garbled when, and its goals."""
+"""`bench edit`: the replicas' rules against those of torch, which data is garbled when, and its goals."""
 
 from __future__ import annotations
 
@@ -23,57 +23,57 @@ RUN = Run(replicas=4, steps=400, warmup=16, learning_rate=1e-3, seed=3, clean_pe
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in the bench: more are slower on so small a model."""
+    """Use one thread, as in the bench: more are slower with a model of this size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def moved(fleet: ReplicaSet, scale: float, replica: int, seed: int) -> None:
-    """Something that the replica has learnt."""
+def move_replica(replica_set: ReplicaSet, scale: float, replica: int, seed: int) -> None:
+    """Change the replica's parameters as training does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in fleet._models[replica].parameters():
+        for parameter in replica_set._models[replica].parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
 
 
-def fleet_of(settings: OuterSGD, replicas: int = 3) -> tuple[GPT, ReplicaSet]:
+def build_replicas(settings: OuterSGD, replicas: int = 3) -> tuple[GPT, ReplicaSet]:
     torch.manual_seed(1)
     model = GPT()
     return model, ReplicaSet(model, make_optimizer(model, 1e-3), settings, replicas)
 
 
 def test_diloco_is_torchs_sgd_with_nesterov_momentum_on_the_plain_mean() -> None:
-    """Which is what torchft's DiLoCo does with its outer optimizer."""
+    """torchft's DiLoCo does the same with its outer optimizer."""
     settings = edit.SIDES["diloco"]
     assert settings is not None
-    model, fleet = fleet_of(settings)
+    model, replica_set = build_replicas(settings)
     theirs = copy.deepcopy(model)
     outer = torch.optim.SGD(theirs.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     for number in range(3):
         for replica in range(3):
-            moved(fleet, 0.01, replica, 10 * number + replica)
-        replicas = [list(its.parameters()) for its in fleet._models]
+            move_replica(replica_set, 0.01, replica, 10 * number + replica)
+        replicas = [list(its.parameters()) for its in replica_set._models]
         for index, parameter in enumerate(theirs.parameters()):
             parameter.grad = torch.stack([parameter.detach() - its[index].detach() for its in replicas]).mean(dim=0)
         outer.step()
-        fleet.synchronize()
+        replica_set.synchronize()
         for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for its in fleet._models:
+    for its in replica_set._models:
         for one, other in zip(its.parameters(), model.parameters(), strict=True):
             assert torch.equal(one, other)
 
 
 def test_a_replica_gone_bad_does_not_move_the_common_model() -> None:
-    model, fleet = fleet_of(OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty()))
+    model, replica_set = build_replicas(OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty()))
     with torch.no_grad():
         for replica in (1, 2):
-            next(iter(fleet._models[replica].parameters())).fill_(torch.nan)
-    moved(fleet, 0.001, 0, 1)
-    expected = [its.detach().clone() for its in fleet._models[0].parameters()]
-    fleet.synchronize()
+            next(iter(replica_set._models[replica].parameters())).fill_(torch.nan)
+    move_replica(replica_set, 0.001, 0, 1)
+    expected = [its.detach().clone() for its in replica_set._models[0].parameters()]
+    replica_set.synchronize()
     for one, other in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(one.detach(), other)
 
@@ -85,7 +85,7 @@ def test_a_mean_above_the_clip_is_scaled_down_to_it() -> None:
     assert torch.equal(training.clip_mean(mean, Penalty(clip=1.0, enabled=False)), mean)
 
 
-def test_what_is_garbled_lasts_from_one_synchronisation_to_the_next() -> None:
+def test_garbled_data_lasts_from_one_synchronization_to_the_next() -> None:
     first = RUN.warmup + RUN.clean_periods * SYNC_EVERY
     assert not any(RUN.draw_garbled_replicas(step) for step in range(first))
     periods = [
@@ -107,13 +107,13 @@ def test_a_run_is_a_function_of_its_seed_and_learns() -> None:
     assert training.train_side(run, edit.SIDES["penalty"], 2) == curve
 
 
-def losses(**of_sides: float) -> dict[str, list[float]]:
+def build_losses(**last_losses: float) -> dict[str, list[float]]:
     usual = dict.fromkeys(edit.SIDES, 2.0)
-    return {side: [its, 2 * its] for side, its in (usual | of_sides).items()}
+    return {side: [its, 2 * its] for side, its in (usual | last_losses).items()}
 
 
-def test_goals_at_their_edges() -> None:
-    assert all(edit.check_goals(losses(penalty=2.02), losses(penalty=1.99)).values())
+def test_all_goals_are_reached_at_their_limits() -> None:
+    assert all(edit.check_goals(build_losses(penalty=2.02), build_losses(penalty=1.99)).values())
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_goals_at_their_edges() -> None:
         ("dirty_no_worse_than_published", {}, {"published": 1.8}),
     ],
 )
-def test_a_goal_that_is_missed_is_the_only_one(missed: str, clean: dict[str, float], dirty: dict[str, float]) -> None:
-    held = edit.check_goals(losses(**clean), losses(**({"penalty": 1.9} | dirty)))
-    assert [name for name, its in held.items() if not its] == [missed]
+def test_each_goal_can_be_missed_alone(missed: str, clean: dict[str, float], dirty: dict[str, float]) -> None:
+    goals = edit.check_goals(build_losses(**clean), build_losses(**({"penalty": 1.9} | dirty)))
+    assert [name for name, its in goals.items() if not its] == [missed]
 
 
-def test_numbers_are_short_and_all_the_rest_as_it_was() -> None:
+def test_only_numbers_are_shortened() -> None:
     assert edit.round_numbers({"a": [1.23456, (2, True)], "b": "x"}) == {"a": [1.2346, [2, True]], "b": "x"}
 
 
@@ -153,7 +153,7 @@ def test_curves_are_drawn_within_their_panels() -> None:
 
 
 @pytest.mark.parametrize("path", ["", "nowhere/curves.svg"])
-def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_trained(
+def test_an_unwritable_picture_is_refused_before_the_training(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CURVES", str(tmp_path / path))

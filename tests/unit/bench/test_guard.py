@@ -1,4 +1,4 @@
-"""What a bench has started is gone at its end: of the guard, with real processes."""
+"""The guard ends all processes that a bench has started; with real processes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
 STAYS, ENDS = "time.sleep(600)", "sys.stdin.readline()"
 
 
-def family(last: str, seconds: float) -> str:
-    """A program that has the guard run a command with two generations below it."""
+def build_family_program(last: str, seconds: float) -> str:
+    """Return a program in which the guard runs a command with two generations of children."""
     command = [sys.executable, "-c", FAMILY + last]
     return f"""
 import signal, sys
@@ -41,12 +41,12 @@ sys.exit(run_guarded({command!r}, {seconds}, lambda line: print(line, end="", fl
 """
 
 
-class Waiting:
-    """Somebody who waits for a command below the guard."""
+class WaitingProcess:
+    """A process that waits for a command below the guard."""
 
     def __init__(self, last: str, seconds: float = 600.0) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", family(last, seconds)],
+            [sys.executable, "-c", build_family_program(last, seconds)],
             cwd=PROJECT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -55,26 +55,26 @@ class Waiting:
         assert self.process.stdout is not None
         self.pids = [int(pid) for pid in self.process.stdout.readline().split()]
         assert len(self.pids) == 2
-        assert all(map(runs, self.pids))
+        assert all(map(is_running, self.pids))
 
-    def __enter__(self) -> Waiting:
+    def __enter__(self) -> WaitingProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
-        for pid in filter(runs, self.pids):
+        for pid in filter(is_running, self.pids):
             os.kill(pid, signal.SIGKILL)
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def until(condition: Callable[[], bool], seconds: float = 300.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -82,29 +82,29 @@ def until(condition: Callable[[], bool], seconds: float = 300.0) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_whoever_waits_is_ended_and_nothing_is_left(number: signal.Signals) -> None:
-    with Waiting(STAYS) as waiting:
+def test_a_signal_to_the_waiting_process_ends_all_processes(number: signal.Signals) -> None:
+    with WaitingProcess(STAYS) as waiting:
         waiting.process.send_signal(number)
-        assert until(lambda: not any(map(runs, waiting.pids)))
+        assert wait_until(lambda: not any(map(is_running, waiting.pids)))
         assert waiting.process.wait(timeout=300) != 0
 
 
-def test_what_a_command_leaves_behind_is_ended_with_it() -> None:
-    with Waiting(ENDS) as waiting:
+def test_processes_that_a_command_leaves_behind_are_ended() -> None:
+    with WaitingProcess(ENDS) as waiting:
         assert waiting.process.stdin is not None
         waiting.process.stdin.write("\n")
         waiting.process.stdin.flush()
         assert waiting.process.wait(timeout=300) == 0
-        assert not any(map(runs, waiting.pids))
+        assert not any(map(is_running, waiting.pids))
 
 
 def test_a_command_that_takes_too_long_is_ended() -> None:
-    with Waiting(STAYS, seconds=2.0) as waiting:
+    with WaitingProcess(STAYS, seconds=2.0) as waiting:
         assert waiting.process.wait(timeout=300) == guard.TIMED_OUT
-        assert not any(map(runs, waiting.pids))
+        assert not any(map(is_running, waiting.pids))
 
 
-def test_an_interrupted_command_puts_away_what_it_made(tmp_path: Path) -> None:
+def test_an_interrupted_command_removes_its_files(tmp_path: Path) -> None:
     made = tmp_path / "made"
     command = f"""
 import time
@@ -120,7 +120,7 @@ finally:
         f"run_guarded([sys.executable, '-c', {command!r}], 60, print)"
     )
     waiting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT, stderr=subprocess.DEVNULL)
-    assert until(made.exists)
+    assert wait_until(made.exists)
     waiting.terminate()
     assert waiting.wait(timeout=300) != 0
     assert not made.exists()

@@ -1,4 +1,4 @@
-"""What becomes of a bench: by its exit status and its last line."""
+"""The verdict on a bench comes from its exit status and its last line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_goal_that_is_not_reached_is_a_failure(holds: object, failure: str) ->
     assert build_verdict(0, json.dumps({"bench": "b", "holds": holds})) == Verdict(failure=failure)
 
 
-def test_a_result_without_goals_is_none() -> None:
+def test_a_result_without_goals_is_no_failure() -> None:
     assert build_verdict(0, json.dumps({"bench": "b"})) == Verdict()
 
 
@@ -33,7 +33,7 @@ def test_no_result_is_a_failure(line: str) -> None:
     assert build_verdict(0, line).failure == "no result"
 
 
-def test_exit_status_counts_as_well() -> None:
+def test_a_failing_exit_status_is_a_failure() -> None:
     assert build_verdict(1, json.dumps({"holds": True})).failure == build_verdict(1, "").failure == "exit status 1"
     assert build_verdict(TIMED_OUT, "").failure == "not done in time"
     assert build_verdict(NOT_RUN, "") == Verdict(ran=False)
@@ -49,11 +49,13 @@ def test_exit_status_counts_as_well() -> None:
         ((Verdict(failure="f"), Verdict(ran=False)), 1),
     ],
 )
-def test_status_of_all(verdicts: tuple[Verdict, ...], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_status_covers_all_benches(
+    verdicts: tuple[Verdict, ...], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["causes", "overlap", "whatif"][: len(verdicts)]
     monkeypatch.setattr(benches, "run_bench", dict(zip(names, verdicts, strict=True)).get)
     assert benches.main(names) == status
 
 
-def test_unknown_bench() -> None:
+def test_an_unknown_bench_is_refused() -> None:
     assert benches.main(["no-such"]) == 2

@@ -1,4 +1,4 @@
-"""`bench soak`: what counts as growth, and what is seen where something that must be true is not."""
+"""`bench soak`: what counts as growth, and what is reported if an invariant does not hold."""
 
 from __future__ import annotations
 
@@ -14,59 +14,61 @@ from pacekeeper_operator.api.names import TAINT_QUARANTINE
 MINUTE = 60.0
 
 
-def series(an_hour: float, noise: float, minutes: int = 120, level: float = 100.0) -> list[tuple[float, float]]:
-    dice = random.Random(7)
-    return [(n * MINUTE, level + an_hour * n / 60 + dice.gauss(0, noise)) for n in range(minutes)]
+def build_series(an_hour: float, noise: float, minutes: int = 120, level: float = 100.0) -> list[tuple[float, float]]:
+    generator = random.Random(7)
+    return [(n * MINUTE, level + an_hour * n / 60 + generator.gauss(0, noise)) for n in range(minutes)]
 
 
 class TestGrowth:
-    def test_its_slope_is_found(self) -> None:
-        found = estimate_growth(series(an_hour=6.0, noise=0.5))
+    def test_the_slope_of_growth_is_found(self) -> None:
+        found = estimate_growth(build_series(an_hour=6.0, noise=0.5))
         assert found is not None
         assert found.slope == pytest.approx(6.0, abs=0.5)
         assert found.hours == pytest.approx(1.5, abs=0.02)
         assert found.grows
 
     @pytest.mark.parametrize(("an_hour", "noise"), [(0.0, 0.0), (0.0, 10.0), (-5.0, 1.0), (1.0, 0.1)])
-    def test_noise_and_what_is_little_is_none(self, an_hour: float, noise: float) -> None:
-        found = estimate_growth(series(an_hour, noise))
+    def test_noise_and_slight_growth_do_not_count(self, an_hour: float, noise: float) -> None:
+        found = estimate_growth(build_series(an_hour, noise))
         assert found is not None
         assert not found.grows
 
-    def test_what_fills_at_the_beginning_is_none(self) -> None:
+    def test_filling_at_the_beginning_does_not_count(self) -> None:
         filling = [(at, 100.0 + min(at, 20 * MINUTE) / 60) for at in (n * MINUTE for n in range(120))]
         found = estimate_growth(filling)
         assert found is not None
         assert not found.grows
 
-    def test_too_few_tell_nothing(self) -> None:
+    def test_too_few_samples_have_no_slope(self) -> None:
         assert estimate_growth([]) is None
-        assert estimate_growth(series(50.0, 0.0, minutes=30)) is None, "all of it may be what settles"
-        assert estimate_growth(series(50.0, 0.0)[::20]) is None
+        assert estimate_growth(build_series(50.0, 0.0, minutes=30)) is None, "all of it may be the settling phase"
+        assert estimate_growth(build_series(50.0, 0.0)[::20]) is None
         assert estimate_growth([(3.0, 1.0)] * 2 * MIN_SAMPLES) is None
 
 
-def pod(name: str, going: bool = False) -> dict[str, Any]:
-    return {"metadata": {"name": name, **({"deletionTimestamp": "now"} if going else {})}}
+def build_pod(name: str, leaving: bool = False) -> dict[str, Any]:
+    return {"metadata": {"name": name, **({"deletionTimestamp": "now"} if leaving else {})}}
 
 
-def member(worker: str, *ranks: int) -> dict[str, Any]:
+def build_member(worker: str, *ranks: int) -> dict[str, Any]:
     return {"worker": worker, "ranks": list(ranks)}
 
 
 @pytest.mark.parametrize(
     ("members", "wrong"),
     [
-        ([member("a", 0), member("b", 1)], ""),
-        ([member("a", 0), member("b", 0)], "rank 0 is held 2 times"),
-        ([member("a", 0), member("c", 1)], "c holds ranks, and there is no such pod"),
-        ([member("a", 0), member("going", 1)], "going holds ranks"),
-        ([member("a", 0)], "1 workers hold ranks, not 2"),
-        ([member("a", 0), member("b", 2)], r"leave one out"),
+        ([build_member("a", 0), build_member("b", 1)], ""),
+        ([build_member("a", 0), build_member("b", 0)], "rank 0 is held 2 times"),
+        ([build_member("a", 0), build_member("c", 1)], "c holds ranks, and there is no such pod"),
+        ([build_member("a", 0), build_member("going", 1)], "going holds ranks"),
+        ([build_member("a", 0)], "1 workers hold ranks, not 2"),
+        ([build_member("a", 0), build_member("b", 2)], r"leave one out"),
     ],
 )
-def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None:
-    found = invariants.check_plan({"members": members}, 2, [pod("a"), pod("b"), pod("going", going=True)])
+def test_a_plan_that_contradicts_its_pods_is_reported(members: list[dict[str, Any]], wrong: str) -> None:
+    found = invariants.check_plan(
+        {"members": members}, 2, [build_pod("a"), build_pod("b"), build_pod("going", leaving=True)]
+    )
     assert wrong in (found[0] if found else "")
     assert bool(found) == bool(wrong)
 
@@ -81,7 +83,7 @@ def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None
         (False, "", ""),
     ],
 )
-def test_nodes_fit_their_quarantines(tainted: bool, phase: str, wrong: str) -> None:
+def test_a_taint_that_contradicts_its_quarantine_is_reported(tainted: bool, phase: str, wrong: str) -> None:
     node = {"metadata": {"name": "n"}, "spec": {"taints": [{"key": TAINT_QUARANTINE}] if tainted else []}}
     quarantines = [{"metadata": {"name": "n"}, "status": {"phase": phase}}] if phase else []
     found = invariants.check_nodes([node], quarantines)
@@ -89,6 +91,6 @@ def test_nodes_fit_their_quarantines(tainted: bool, phase: str, wrong: str) -> N
     assert bool(found) == bool(wrong)
 
 
-def test_samples_that_are_left_out_or_there_again_are_seen() -> None:
+def test_missing_and_repeated_samples_are_reported() -> None:
     assert invariants.check_samples([[2, 0, 1], [1, 2, 0]], 3) == []
     assert invariants.check_samples([[2, 0, 1], [1, 1, 0]], 3) == ["epoch 2: 1 samples are left out, 1 are there again"]

@@ -1,4 +1,4 @@
-"""Each rule of `make lint` finds a violation that is planted, and nothing in what is right."""
+"""Each rule of `make lint` finds a planted violation, and accepts correct code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import pytest
 import lint.__main__ as lint_main
 from lint.layout import MAX_FILES, check_hidden_imports, check_layout
 from lint.names import check_names
-from lint.prose import MAX_WORDS, check_module, check_page
+from lint.prose import BANNED, MAX_WORDS, check_module, check_page
 from lint.violation import Violation
 
 ROOT = Path(__file__).parents[3]
 MAX_ARGUMENTS: int = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["pylint"]["max-args"]
+BANNED_WORD, BANNED_PHRASE = "nobody", " ".join(("in", "vain"))
+"""The phrase is joined here: this module is checked, too."""
 
 
-def names(**sources: str) -> list[str]:
+def check_source_names(**sources: str) -> list[str]:
     """Return what the check of names finds in modules `a.py`, `b.py`, …"""
     return [found.message for found in check_names({f"{name}.py": ast.parse(text) for name, text in sources.items()})]
 
@@ -40,16 +42,16 @@ class TestNames:
             ("async def _slow(): ...", "is one word"),
         ],
     )
-    def test_a_function_that_is_no_verb_phrase_is_found(self, source: str, message: str) -> None:
-        (found,) = names(a=source)
+    def test_a_function_name_without_a_verb_phrase_is_found(self, source: str, message: str) -> None:
+        (found,) = check_source_names(a=source)
         assert message in found
 
     @pytest.mark.parametrize("source", ["class A: ...", "LOOK_SECONDS = 1", "LOOK_SECONDS: float = 1"])
     def test_a_name_with_two_meanings_is_found(self, source: str) -> None:
-        (found,) = names(a=source, b=source)
+        (found,) = check_source_names(a=source, b=source)
         assert "is also defined at a.py:1" in found
 
-    def test_what_follows_the_rules_is_not_found(self) -> None:
+    def test_names_that_follow_the_rules_are_accepted(self) -> None:
         source = """
             class Store:
                 def read(self): ...
@@ -60,13 +62,13 @@ class TestNames:
             def _estimate_slowdown(): ...
             X = Y = 1
         """
-        assert not names(a=_dedent(source), b="def estimate_slowdown(): ...\nX = 2")
+        assert not check_source_names(a=_dedent(source), b="def estimate_slowdown(): ...\nX = 2")
 
 
 class TestRuff:
-    """Planted in a file of that name: which rules hold depends on the folder."""
+    """Violations are planted in a file of that name: which rules hold depends on the folder."""
 
-    def rules(self, path: str, source: str) -> set[str]:
+    def find_ruff_rules(self, path: str, source: str) -> set[str]:
         command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=json", "-"]
         found = subprocess.run(
             [*command, "--stdin-filename", path], input=source, capture_output=True, check=False, cwd=ROOT, text=True
@@ -79,18 +81,20 @@ class TestRuff:
         sources = [
             f"def count_all({', '.join(some)}):\n    return [{', '.join(some)}]\n" for some in (names, names[1:])
         ]
-        assert [self.rules(f"{folder}/planted.py", source) for source in sources] == [{"PLR0913"}, set()]
+        assert [self.find_ruff_rules(f"{folder}/planted.py", source) for source in sources] == [{"PLR0913"}, set()]
 
     @pytest.mark.parametrize("folder", ["analysis/pacekeeper_analysis", "operator/pacekeeper_operator/decide"])
     def test_a_number_without_a_name_in_a_decision_is_found(self, folder: str) -> None:
-        assert self.rules(f"{folder}/planted.py", "def is_slow(ratio):\n    return ratio > 1.3\n") == {"PLR2004"}
-        assert not self.rules(
+        assert self.find_ruff_rules(f"{folder}/planted.py", "def is_slow(ratio):\n    return ratio > 1.3\n") == {
+            "PLR2004"
+        }
+        assert not self.find_ruff_rules(
             f"{folder}/planted.py", "MAX_RATIO = 1.3\n\n\ndef is_slow(ratio):\n    return ratio > MAX_RATIO\n"
         )
 
     @pytest.mark.parametrize("folder", ["trainer/pacekeeper", "simulation", "tests/unit", "bench"])
-    def test_elsewhere_numbers_need_no_name(self, folder: str) -> None:
-        assert not self.rules(f"{folder}/planted.py", "def is_slow(ratio):\n    return ratio > 1.3\n")
+    def test_numbers_elsewhere_need_no_name(self, folder: str) -> None:
+        assert not self.find_ruff_rules(f"{folder}/planted.py", "def is_slow(ratio):\n    return ratio > 1.3\n")
 
 
 class TestLayout:
@@ -102,7 +106,7 @@ class TestLayout:
         assert (found.path, found.message.split(",")[0]) == ("a", f"{MAX_FILES + 1} modules")
         assert not list(check_layout(sources, {"a": "a reason"}))
 
-    def test_a_folder_at_the_limit_is_not_found_and_needs_no_exception(self) -> None:
+    def test_a_folder_at_the_limit_is_accepted_and_needs_no_exception(self) -> None:
         sources = {f"a/m{number}.py": ast.parse("") for number in range(MAX_FILES)} | {"a/__init__.py": ast.parse("")}
         assert not list(check_layout(sources, {}))
         (found,) = check_layout(sources, {"a": "a reason"})
@@ -135,7 +139,7 @@ class TestHiddenImports:
             "if sys.platform:\n    from .world import World",
         ],
     )
-    def test_other_imports_are_not_found_and_need_no_exception(self, source: str) -> None:
+    def test_other_imports_are_accepted_and_need_no_exception(self, source: str) -> None:
         sources = {"a/b.py": ast.parse(source)}
         assert not list(check_hidden_imports(sources, {"simulation"}, {}))
         (found,) = check_hidden_imports(sources, {"simulation"}, {"a/b.py": "a reason"})
@@ -144,20 +148,25 @@ class TestHiddenImports:
 
 class TestProse:
     def test_a_banned_word_is_found_in_its_line(self) -> None:
-        (found,) = check_page("a.md", "A line.\n\nThe job begins anew.")
-        assert (found.line, found.message) == (3, '"anew": write again')
+        (found,) = check_page("a.md", f"A line.\n\n{BANNED_WORD.capitalize()} starts the job.")
+        assert (found.line, found.message) == (3, f'"{BANNED_WORD.capitalize()}": write {BANNED[BANNED_WORD]}')
 
     def test_a_long_sentence_is_found(self) -> None:
         (found,) = check_page("a.md", f"Short.\nIt {'very ' * MAX_WORDS}long.")
         assert found.line == 2
         assert found.message.startswith(f"{MAX_WORDS + 2} words")
 
-    def test_names_code_and_tables_are_no_prose(self) -> None:
-        page = f"`anew` is a name.\n```\nnobody\n```\n| {'word ' * 2 * MAX_WORDS}|\n[text](behavior.md)"
+    def test_names_code_and_tables_are_not_prose(self) -> None:
+        page = f"`{BANNED_WORD}` is a name.\n```\n{BANNED_WORD}\n```\n| {'word ' * 2 * MAX_WORDS}|\n[text](behavior.md)"
         assert not list(check_page("a.md", page))
 
     @pytest.mark.parametrize(
-        "source", ['"""Nobody knows."""', "x = 1  # whatever it is", 'log.info("tries it in vain %s", x)']
+        "source",
+        [
+            f'"""{BANNED_WORD.capitalize()} starts."""',
+            f"x = 1  # {BANNED_WORD} starts",
+            f'log.info("it tries {BANNED_PHRASE} %s", x)',
+        ],
     )
     def test_a_banned_word_is_found_in_docstring_comment_and_message(self, source: str) -> None:
         assert len(check_text("a.py", source)) == 1
@@ -174,7 +183,7 @@ class TestProse:
         self, path: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text("# nobody\n")
+        (tmp_path / path).write_text(f"# {BANNED_WORD}\n")
         monkeypatch.setattr(lint_main, "ROOT", tmp_path)
         assert [found.path for found in lint_main.check_files([path])].count(path) == count
 
@@ -191,8 +200,8 @@ class TestProse:
         ]
         assert subprocess.run(command, capture_output=True, check=False, cwd=tmp_path).returncode == status
 
-    def test_names_in_strings_are_no_prose(self) -> None:
-        assert not check_text("a.py", 'kind = "nobody"\n"""Return `anew`."""')
+    def test_names_in_strings_are_not_prose(self) -> None:
+        assert not check_text("a.py", f'kind = "{BANNED_WORD}"\n"""Return `{BANNED_WORD}`."""')
 
 
 def _dedent(text: str) -> str:

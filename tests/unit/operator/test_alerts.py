@@ -1,4 +1,4 @@
-"""The chart's alerts speak of what there is: series, values of labels, runbooks. When they fire is tests/cluster's."""
+"""The chart's alerts name only what exists: series, values of labels, runbooks. tests/cluster covers when they fire."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ VALUES = {
     "reason": {*Reason, *QuarantineVerdict},
     "condition": {*JobCondition},
 }
-"""Of labels that a rule may ask for."""
+"""Values of the labels that a rule may select."""
 
 each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 
 
 @each_rule
-def test_its_series_exist(rule: dict[str, Any]) -> None:
-    asked = set(re.findall(r"\b(?:pacekeeper_|DCGM_)\w+", rule["expr"]))
+def test_the_series_of_a_rule_exist(rule: dict[str, Any]) -> None:
+    queried_values = set(re.findall(r"\b(?:pacekeeper_|DCGM_)\w+", rule["expr"]))
     known = (
         metric_names.list_operator_metrics() | metric_names.list_sidecar_metrics() | metric_names.list_dcgm_metrics()
     )
-    assert asked
-    assert asked <= known
+    assert queried_values
+    assert queried_values <= known
 
 
 @each_rule
-def test_its_labels_have_such_values(rule: dict[str, Any]) -> None:
+def test_label_values_in_a_rule_exist(rule: dict[str, Any]) -> None:
     for label, values in re.findall(r'\b(phase|reason|condition)(?:=|!=|=~|!~)"([^"]*)"', rule["expr"]):
         assert set(values.split("|")) <= VALUES[label]
 
 
 @each_rule
-def test_it_says_what_to_do(rule: dict[str, Any]) -> None:
+def test_a_rule_has_a_runbook(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
@@ -52,22 +52,22 @@ def test_it_says_what_to_do(rule: dict[str, Any]) -> None:
     assert anchor == rule["alert"].lower(), "GitHub's anchor of the section with its name"
     section = re.search(rf"^### {rule['alert']}\n(.+?)(?=^##|\Z)", ON_CALL, re.MULTILINE | re.DOTALL)
     assert section
-    assert re.search(r"^kubectl ", section[1], re.MULTILINE), "what to look at"
+    assert re.search(r"^kubectl ", section[1], re.MULTILINE), "the runbook begins with what to check"
 
 
-def test_each_has_its_cases_and_no_other_has_any() -> None:
+def test_each_rule_has_test_cases() -> None:
     cases = {path.stem for path in (REPOSITORY / "tests/cluster/alerts").glob("*.yaml")}
     assert cases == {rule["alert"] for rule in RULES}
     assert len(RULES) == len(cases)
 
 
-def test_people_can_read_which_there_are() -> None:
+def test_the_docs_list_all_alerts() -> None:
     page = (REPOSITORY / "docs/monitoring.md").read_text()
-    listed = set(re.findall(r"^\| `(Pacekeeper\w+)` \| (\w+) \|", page, re.MULTILINE))
-    assert listed == {(rule["alert"], rule["labels"]["severity"]) for rule in RULES}
+    in_table = set(re.findall(r"^\| `(Pacekeeper\w+)` \| (\w+) \|", page, re.MULTILINE))
+    assert in_table == {(rule["alert"], rule["labels"]["severity"]) for rule in RULES}
 
 
-def test_the_chart_carries_them_with_the_platforms_own_page() -> None:
+def test_the_chart_installs_the_rules_with_the_platforms_runbook_url() -> None:
     page = "https://git.example/pacekeeper/docs/on-call.md"
     values = ("--set", f"prometheusRule.enabled=true,prometheusRule.runbookUrl={page}")
     (found,) = [item for item in render_chart(*values) if item["kind"] == "PrometheusRule"]

@@ -30,7 +30,7 @@ WATCHED = {
     "": {"nodequarantines", "fabrics", "nodes", "namespaces", "customresourcedefinitions"},
     "-jobs": {"trainingjobs", "trainingjobstates", "incidents", "pods", "networkpolicies"},
 }
-"""By the role's name, behind the release's."""
+"""What each namespaced role may watch, by the role's name without the release's."""
 
 
 @pytest.fixture(scope="module", params=SCENARIOS, ids=lambda path: path.name)
@@ -38,37 +38,37 @@ def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return render_chart("--values", str(request.param))
 
 
-def one(objects: list[dict[str, Any]], kind: str, name: str = RELEASE) -> dict[str, Any]:
+def find_object(objects: list[dict[str, Any]], kind: str, name: str = RELEASE) -> dict[str, Any]:
     (found,) = [found for found in objects if found["kind"] == kind and found["metadata"]["name"] == name]
     return found
 
 
-def pod_specs(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def list_pod_specs(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found["spec"]["template"]["spec"] for found in objects if found["kind"] in ("Deployment", "Job")]
 
 
-def environment(objects: list[dict[str, Any]]) -> dict[str, str]:
-    (operator,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+def read_environment(objects: list[dict[str, Any]]) -> dict[str, str]:
+    (operator,) = find_object(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
     downward = {"PACEKEEPER_NAMESPACE": SYSTEM, "POD_NAME": "pacekeeper-0"}
     return {item["name"]: item.get("value", downward.get(item["name"], "")) for item in operator["env"]}
 
 
-def test_the_readmes_door_installs_an_operator_that_looks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_command_installs_an_operator_that_only_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     program, install, *arguments = shlex.split(read_commands("Install it")[0])
     assert (program, install) == ("helm", "install")
     monkeypatch.chdir(REPOSITORY)
     rendered = list(yaml.safe_load_all(run_helm("template", *arguments)))
-    settings = Settings.from_environment(environment([found for found in rendered if found]))
+    settings = Settings.from_environment(read_environment([found for found in rendered if found]))
     assert settings.mode == "Recommend"
     assert settings.image.startswith("registry.example/pacekeeper/operator:")
 
 
-def test_there_are_scenarios() -> None:
+def test_each_supported_kubernetes_scenario_has_values() -> None:
     assert {path.name for path in SCENARIOS} >= {"dev-values.yaml", "minimal-values.yaml", "production-values.yaml"}
 
 
 @pytest.mark.parametrize("values", SCENARIOS, ids=lambda path: path.name)
-def test_lint(values: Path) -> None:
+def test_helm_lint_passes(values: Path) -> None:
     run_helm("lint", "--strict", str(CHART), "--values", str(values))
 
 
@@ -97,9 +97,11 @@ def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> No
         assert found["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_definitions_can_be_left_out_or_go_with_the_release() -> None:
+def test_definitions_can_be_left_out_or_deleted_with_the_release() -> None:
     assert all(found["kind"] != "CustomResourceDefinition" for found in render_chart("--set", "crds.enabled=false"))
-    unkept = one(render_chart("--set", "crds.keep=false"), "CustomResourceDefinition", "incidents.pacekeeper.dev")
+    unkept = find_object(
+        render_chart("--set", "crds.keep=false"), "CustomResourceDefinition", "incidents.pacekeeper.dev"
+    )
     assert "helm.sh/resource-policy" not in unkept["metadata"]["annotations"]
 
 
@@ -111,14 +113,14 @@ def test_the_packed_chart_is_the_same(tmp_path: Path) -> None:
 
 
 def test_settings_are_what_the_operator_reads(objects: list[dict[str, Any]]) -> None:
-    """Each variable is a setting and holds a value that it takes."""
-    given = environment(objects)
+    """Each variable is a setting and holds a valid value."""
+    given = read_environment(objects)
     known = {f"PACEKEEPER_{item.name.upper()}" for item in fields(Settings)}
     assert {name for name in given if name.startswith("PACEKEEPER_")} <= known
     settings = Settings.from_environment(given)
     assert settings.namespace == SYSTEM
     assert settings.identity == "pacekeeper-0"
-    assert settings.service_name == one(objects, "Service")["metadata"]["name"]
+    assert settings.service_name == find_object(objects, "Service")["metadata"]["name"]
 
 
 def test_policy_reaches_the_operator() -> None:
@@ -146,7 +148,7 @@ def test_policy_reaches_the_operator() -> None:
         "service.port": "9443",
     }
     rendered = render_chart("--set", ",".join(f"{name}={value}" for name, value in changes.items()))
-    settings = Settings.from_environment(environment(rendered))
+    settings = Settings.from_environment(read_environment(rendered))
     assert (settings.mode, settings.paused, settings.quarantine_mode) == ("Recommend", True, "Act")
     assert (settings.quarantine_max_nodes, settings.quarantine_max_share, settings.breaker_nodes) == (7, 0.25, 4)
     assert (settings.quarantine_expires_after, settings.incident_retention) == (5400, 86400)
@@ -159,12 +161,12 @@ def test_policy_reaches_the_operator() -> None:
     assert settings.sidecar_image == "sidecar:v2"
     assert settings.log_level == "DEBUG"
     assert settings.endpoint == "https://10.96.0.50:9443"
-    assert one(rendered, "Service")["spec"]["clusterIP"] == "10.96.0.50"
+    assert find_object(rendered, "Service")["spec"]["clusterIP"] == "10.96.0.50"
 
 
 def test_ports_are_those_of_the_settings(objects: list[dict[str, Any]]) -> None:
-    settings = Settings.from_environment(environment(objects))
-    (operator,) = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    settings = Settings.from_environment(read_environment(objects))
+    (operator,) = find_object(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in operator["ports"]}
     assert ports == {
         "sidecars": settings.port,
@@ -175,7 +177,7 @@ def test_ports_are_those_of_the_settings(objects: list[dict[str, Any]]) -> None:
 
 
 def test_pods_pass_restricted_pod_security(objects: list[dict[str, Any]]) -> None:
-    specs = pod_specs(objects)
+    specs = list_pod_specs(objects)
     assert len(specs) == 2, "the operator, and the hook that releases nodes"
     for spec in specs:
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -192,21 +194,23 @@ def test_pods_pass_restricted_pod_security(objects: list[dict[str, Any]]) -> Non
 
 def test_the_services_own_variables_do_not_reach_the_settings(objects: list[dict[str, Any]]) -> None:
     """A Service called pacekeeper would set PACEKEEPER_PORT=tcp://…"""
-    assert all(spec["enableServiceLinks"] is False for spec in pod_specs(objects))
+    assert all(spec["enableServiceLinks"] is False for spec in list_pod_specs(objects))
 
 
-def rules(objects: list[dict[str, Any]], kind: str, name: str = RELEASE) -> dict[tuple[str, str, str], set[str]]:
+def collect_rules(
+    objects: list[dict[str, Any]], kind: str, name: str = RELEASE
+) -> dict[tuple[str, str, str], set[str]]:
     """(group, resource, name) → verbs"""
     return {
         (group, resource, name): set(rule["verbs"])
-        for rule in one(objects, kind, name)["rules"]
+        for rule in find_object(objects, kind, name)["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for name in rule.get("resourceNames", [""])
     }
 
 
-def test_rights_name_everything(objects: list[dict[str, Any]]) -> None:
+def test_rights_contain_no_wildcard(objects: list[dict[str, Any]]) -> None:
     for found in objects:
         if "rules" in found and found["kind"] in ("Role", "ClusterRole"):
             assert "*" not in yaml.safe_dump(found)
@@ -214,27 +218,27 @@ def test_rights_name_everything(objects: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("role", WATCHED)
 def test_rights_of_the_operator(objects: list[dict[str, Any]], role: str) -> None:
-    given = rules(objects, "ClusterRole", RELEASE + role)
+    given = collect_rules(objects, "ClusterRole", RELEASE + role)
     resources = {resource for _, resource, _ in given}
     assert not resources & {"secrets", "leases", "services", "roles", "clusterroles", "pods/exec", "deployments"}
     assert {resource for (_, resource, _), verbs in given.items() if "watch" in verbs} == WATCHED[role]
 
 
-def test_rights_that_reach_far_are_few() -> None:
+def test_far_reaching_rights_are_few() -> None:
     objects = render_chart()
-    assert rules(objects, "ClusterRole")["", "nodes", ""] == {"get", "list", "watch", "patch"}
-    jobs = rules(objects, "ClusterRole", f"{RELEASE}-jobs")
+    assert collect_rules(objects, "ClusterRole")["", "nodes", ""] == {"get", "list", "watch", "patch"}
+    jobs = collect_rules(objects, "ClusterRole", f"{RELEASE}-jobs")
     assert "patch" not in jobs["", "pods", ""]
     assert ("", "configmaps", "") not in jobs
     assert "create" not in jobs["pacekeeper.dev", "trainingjobs", ""]
-    everywhere = rules(objects, "ClusterRole")
-    assert everywhere["pacekeeper.dev", "fabrics", ""] == READ, "what the network is, the platform team says"
+    everywhere = collect_rules(objects, "ClusterRole")
+    assert everywhere["pacekeeper.dev", "fabrics", ""] == READ, "only the platform team defines the network"
     assert everywhere["pacekeeper.dev", "fabrics/status", ""] == {"patch"}
 
 
 def test_rights_in_its_own_namespace(objects: list[dict[str, Any]]) -> None:
-    given = rules(objects, "Role")
-    assert one(objects, "Role")["metadata"]["namespace"] == SYSTEM
+    given = collect_rules(objects, "Role")
+    assert find_object(objects, "Role")["metadata"]["namespace"] == SYSTEM
     assert given["coordination.k8s.io", "leases", LEASE_NAME] == {"get", "update"}
     assert given["coordination.k8s.io", "leases", ""] == {"create"}
     assert given["", "configmaps", PAUSE_CONFIG_MAP] == {"get"}
@@ -242,48 +246,50 @@ def test_rights_in_its_own_namespace(objects: list[dict[str, Any]]) -> None:
 
 
 def test_rights_on_secrets_are_those_on_the_certificates() -> None:
-    given = rules(render_chart(), "Role")
+    given = collect_rules(render_chart(), "Role")
     assert given["", "secrets", AUTHORITY_SECRET_NAME] == {"get", "update"}
     assert given["", "secrets", ""] == {"create"}
-    given = rules(render_chart("--set", "tls.existingSecret=mine"), "Role")
+    given = collect_rules(render_chart("--set", "tls.existingSecret=mine"), "Role")
     assert {key: verbs for key, verbs in given.items() if "secrets" in key} == {("", "secrets", "mine"): {"get"}}
 
 
 @pytest.mark.parametrize("kind", ["Role", "ClusterRole"])
-def test_rights_go_to_the_operators_account(objects: list[dict[str, Any]], kind: str) -> None:
-    binding = one(objects, f"{kind}Binding")
-    assert binding["roleRef"]["name"] == one(objects, kind)["metadata"]["name"]
+def test_rights_are_bound_to_the_operators_account(objects: list[dict[str, Any]], kind: str) -> None:
+    binding = find_object(objects, f"{kind}Binding")
+    assert binding["roleRef"]["name"] == find_object(objects, kind)["metadata"]["name"]
     assert binding["subjects"] == SUBJECTS
-    assert all(spec["serviceAccountName"] == RELEASE for spec in pod_specs(objects))
+    assert all(spec["serviceAccountName"] == RELEASE for spec in list_pod_specs(objects))
 
 
-def bindings(objects: list[dict[str, Any]], role: str) -> list[tuple[str, str]]:
-    """(kind, namespace) of those that hand `role` to the operator."""
+def list_bindings(objects: list[dict[str, Any]], role: str) -> list[tuple[str, str]]:
+    """Return (kind, namespace) of the bindings that grant `role` to the operator."""
     found = [item for item in objects if item["kind"].endswith("RoleBinding") and item["roleRef"]["name"] == role]
     assert all(binding["subjects"] == SUBJECTS for binding in found)
     return [(binding["kind"], binding["metadata"].get("namespace", "")) for binding in found]
 
 
-def test_without_named_namespaces_it_keeps_jobs_in_all() -> None:
+def test_without_named_namespaces_the_operator_serves_all() -> None:
     rendered = render_chart()
-    assert bindings(rendered, f"{RELEASE}-jobs") == [("ClusterRoleBinding", "")]
-    assert Settings.from_environment(environment(rendered)).watch_namespaces == ()
+    assert list_bindings(rendered, f"{RELEASE}-jobs") == [("ClusterRoleBinding", "")]
+    assert Settings.from_environment(read_environment(rendered)).watch_namespaces == ()
 
 
-def test_with_named_namespaces_it_has_no_rights_in_others() -> None:
+def test_with_named_namespaces_the_operator_has_no_rights_in_others() -> None:
     rendered = render_chart("--set", "watchNamespaces={team-a,team-b}")
-    assert bindings(rendered, f"{RELEASE}-jobs") == [("RoleBinding", "team-a"), ("RoleBinding", "team-b")]
-    assert bindings(rendered, f"{RELEASE}-events") == [("RoleBinding", "default")], "events about nodes are kept there"
-    assert {frozenset(verbs) for verbs in rules(rendered, "Role", f"{RELEASE}-events").values()} == {
+    assert list_bindings(rendered, f"{RELEASE}-jobs") == [("RoleBinding", "team-a"), ("RoleBinding", "team-b")]
+    assert list_bindings(rendered, f"{RELEASE}-events") == [("RoleBinding", "default")], (
+        "events about nodes are kept there"
+    )
+    assert {frozenset(verbs) for verbs in collect_rules(rendered, "Role", f"{RELEASE}-events").values()} == {
         frozenset({"create"})
     }
-    assert Settings.from_environment(environment(rendered)).watch_namespaces == ("team-a", "team-b")
-    callers = one(rendered, "NetworkPolicy")["spec"]["ingress"][0]["from"]
+    assert Settings.from_environment(read_environment(rendered)).watch_namespaces == ("team-a", "team-b")
+    callers = find_object(rendered, "NetworkPolicy")["spec"]["ingress"][0]["from"]
     names = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["team-a", "team-b"]}
     assert callers[0]["namespaceSelector"] == {"matchExpressions": [names]}
 
 
-def test_names_of_namespaces_are_read_as_people_write_them() -> None:
+def test_namespace_lists_may_contain_spaces() -> None:
     assert Settings.from_environment({"PACEKEEPER_WATCH_NAMESPACES": " team-a, team-b,"}).watch_namespaces == (
         "team-a",
         "team-b",
@@ -293,9 +299,9 @@ def test_names_of_namespaces_are_read_as_people_write_them() -> None:
 READ = {"get", "list", "watch"}
 
 
-def test_roles_that_reach_every_tenant() -> None:
+def test_roles_aggregate_into_the_roles_of_every_tenant() -> None:
     rendered = render_chart()
-    view, edit = (one(rendered, "ClusterRole", f"{RELEASE}-{name}") for name in ("view", "edit"))
+    view, edit = (find_object(rendered, "ClusterRole", f"{RELEASE}-{name}") for name in ("view", "edit"))
     aggregated = {
         found["metadata"]["name"]: {
             label.rsplit("-", 1)[1] for label in found["metadata"]["labels"] if label.startswith(AGGREGATE)
@@ -308,70 +314,70 @@ def test_roles_that_reach_every_tenant() -> None:
         edit["metadata"]["name"]: {"edit", "admin"},
     }
     for found in (view, edit):
-        given = rules(rendered, "ClusterRole", found["metadata"]["name"])
+        given = collect_rules(rendered, "ClusterRole", found["metadata"]["name"])
         assert not [
             resource for _, resource, _ in given if resource in ("nodequarantines", "fabrics", "nodes", "configmaps")
         ]
         written = {resource for (_, resource, _), verbs in given.items() if verbs - READ}
         assert written <= {"trainingjobs", "trainingjobs/scale", "incidents"}
         assert given["pacekeeper.dev", "incidents", ""] <= READ | {"delete"}
-    assert rules(rendered, "ClusterRole", f"{RELEASE}-edit")["pacekeeper.dev", "trainingjobstates", ""] == READ
+    assert collect_rules(rendered, "ClusterRole", f"{RELEASE}-edit")["pacekeeper.dev", "trainingjobstates", ""] == READ
 
 
-def test_who_may_only_look_sees_no_plan() -> None:
-    """A secret of the job's workers stands in it."""
-    given = rules(render_chart(), "ClusterRole", f"{RELEASE}-view")
+def test_viewers_cannot_read_plans() -> None:
+    """It contains a secret of the job's workers."""
+    given = collect_rules(render_chart(), "ClusterRole", f"{RELEASE}-view")
     assert set().union(*given.values()) == READ
     assert "trainingjobstates" not in {resource for _, resource, _ in given}
 
 
 def test_the_platforms_role_approves_quarantines_and_pauses() -> None:
     rendered = render_chart()
-    cluster = rules(rendered, "ClusterRole", f"{RELEASE}-platform")
+    cluster = collect_rules(rendered, "ClusterRole", f"{RELEASE}-platform")
     assert {"create", "update", "patch", "delete"} < cluster["pacekeeper.dev", "nodequarantines", ""]
     assert {"create", "update", "patch", "delete"} < cluster["pacekeeper.dev", "fabrics", ""]
     assert cluster["", "nodes", ""] == READ, "nodes are touched through NodeQuarantines"
-    own = rules(rendered, "Role", f"{RELEASE}-platform")
+    own = collect_rules(rendered, "Role", f"{RELEASE}-platform")
     assert {resource for _, resource, _ in own} == {"configmaps"}
     assert own["", "configmaps", PAUSE_CONFIG_MAP] == {"get", "update", "patch", "delete"}
 
 
-def policies(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The admission policies' specs by their names behind the release's."""
+def index_policies(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the specs of the admission policies by their names without the release's."""
     found = [item for item in objects if item["kind"] == "ValidatingAdmissionPolicy"]
     return {item["metadata"]["name"].removeprefix(f"{RELEASE}-"): item["spec"] for item in found}
 
 
 def test_policies_bind_and_deny(objects: list[dict[str, Any]]) -> None:
-    found = policies(objects)
+    found = index_policies(objects)
     assert set(found) >= {"owned", "pods", "nodes", "jobs", "secrets", "states"}
     for name, spec in found.items():
-        binding = one(objects, "ValidatingAdmissionPolicyBinding", f"{RELEASE}-{name}")["spec"]
+        binding = find_object(objects, "ValidatingAdmissionPolicyBinding", f"{RELEASE}-{name}")["spec"]
         assert binding == {"policyName": f"{RELEASE}-{name}", "validationActions": ["Deny"]}, "in all namespaces"
         assert spec["failurePolicy"] == "Fail"
 
 
-def test_policies_bind_the_operators_account_and_nobody_else(objects: list[dict[str, Any]]) -> None:
+def test_policies_bind_only_the_operators_account(objects: list[dict[str, Any]]) -> None:
     account = f"'system:serviceaccount:{SYSTEM}:{RELEASE}'"
-    for name, spec in policies(objects).items():
+    for name, spec in index_policies(objects).items():
         (condition,) = spec["matchConditions"]
-        if name == "states":  # binds everybody else
+        if name == "states":  # binds all other accounts
             assert condition["expression"].startswith(f"request.userInfo.username != {account}")
         else:
             assert condition["expression"] == f"request.userInfo.username == {account}"
 
 
 def test_every_kind_that_the_operator_writes_has_a_policy() -> None:
-    """Rights that let it write what others may own go with a policy that says what of it."""
+    """A right to write objects that others may own comes with a policy that limits it."""
     rendered = render_chart()
     bound = {
         resource
-        for name, spec in policies(rendered).items()
+        for name, spec in index_policies(rendered).items()
         for rule in spec["matchConstraints"]["resourceRules"]
         for resource in rule["resources"]
         if name != "states"
     }
-    everywhere = rules(rendered, "ClusterRole") | rules(rendered, "ClusterRole", f"{RELEASE}-jobs")
+    everywhere = collect_rules(rendered, "ClusterRole") | collect_rules(rendered, "ClusterRole", f"{RELEASE}-jobs")
     written = {resource for (_, resource, _), verbs in everywhere.items() if verbs - READ and "/" not in resource}
     harmless = {
         "events",
@@ -385,75 +391,75 @@ def test_every_kind_that_the_operator_writes_has_a_policy() -> None:
     assert written - harmless <= bound
 
 
-def test_the_status_of_nodes_is_written_only_where_repairs_are_to_hear_of_a_quarantine() -> None:
+def test_the_operator_may_write_node_status_only_if_a_repair_condition_is_set() -> None:
     usual = render_chart()
-    assert ("", "nodes/status", "") not in rules(usual, "ClusterRole")
-    assert policies(usual)["nodes"]["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes"]
-    assert Settings.from_environment(environment(usual)).repair_condition == ""
+    assert ("", "nodes/status", "") not in collect_rules(usual, "ClusterRole")
+    assert index_policies(usual)["nodes"]["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes"]
+    assert Settings.from_environment(read_environment(usual)).repair_condition == ""
 
     flagging = render_chart("--set", "policy.quarantine.condition=PacekeeperFaulty")
-    assert rules(flagging, "ClusterRole")["", "nodes/status", ""] == {"patch"}
-    policy = policies(flagging)["nodes"]
+    assert collect_rules(flagging, "ClusterRole")["", "nodes/status", ""] == {"patch"}
+    policy = index_policies(flagging)["nodes"]
     assert policy["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes", "nodes/status"]
-    assert len(policy["validations"]) == len(policies(usual)["nodes"]["validations"]) + 2
+    assert len(policy["validations"]) == len(index_policies(usual)["nodes"]["validations"]) + 2
     assert "condition.type == 'PacekeeperFaulty'" in policy["validations"][-1]["expression"]
-    assert Settings.from_environment(environment(flagging)).repair_condition == "PacekeeperFaulty"
-    (release,) = one(flagging, "Job", f"{RELEASE}-release-nodes")["spec"]["template"]["spec"]["containers"]
+    assert Settings.from_environment(read_environment(flagging)).repair_condition == "PacekeeperFaulty"
+    (release,) = find_object(flagging, "Job", f"{RELEASE}-release-nodes")["spec"]["template"]["spec"]["containers"]
     assert {"name": "PACEKEEPER_REPAIR_CONDITION", "value": "PacekeeperFaulty"} in release["env"]
 
 
 def test_policies_follow_the_values() -> None:
     changes = "admissionPolicy.protectedNamespaces={kube-system,vault},admissionPolicy.stateWriters.groups={restorers}"
-    found = policies(render_chart("--set", changes))
+    found = index_policies(render_chart("--set", changes))
     assert "['kube-system','vault']" in found["owned"]["validations"][0]["expression"]
     assert "group in ['restorers']" in found["states"]["matchConditions"][0]["expression"]
-    assert len(policies(render_chart())["pods"]["validations"]) == 2
-    hosts = policies(render_chart("--set", "admissionPolicy.hostAccess=true"))["pods"]["validations"]
+    assert len(index_policies(render_chart())["pods"]["validations"]) == 2
+    hosts = index_policies(render_chart("--set", "admissionPolicy.hostAccess=true"))["pods"]["validations"]
     assert [rule["message"] for rule in hosts] == ["a probe needs nothing of its node, and no service account"]
-    network = policies(render_chart("--set", "admissionPolicy.hostNetwork=false"))["pods"]["validations"]
+    network = index_policies(render_chart("--set", "admissionPolicy.hostNetwork=false"))["pods"]["validations"]
     assert [rule["expression"] for rule in network if "admissionPolicy.hostNetwork" in rule["message"]] == [
         "!object.spec.?hostNetwork.orValue(false)"
     ]
-    assert policies(render_chart("--set", "admissionPolicy.enabled=false")) == {}
+    assert index_policies(render_chart("--set", "admissionPolicy.enabled=false")) == {}
 
 
-def test_an_older_cluster_gets_no_policies_that_it_does_not_know() -> None:
-    assert policies(render_chart("--kube-version", "1.29.4")) == {}
-    assert policies(render_chart("--kube-version", "1.30.0")), "v1 since then"
-    assert policies(render_chart("--kube-version", "v1.31.2-gke.100"))
+def test_an_older_cluster_gets_no_policies_that_it_does_not_serve() -> None:
+    assert index_policies(render_chart("--kube-version", "1.29.4")) == {}
+    assert index_policies(render_chart("--kube-version", "1.30.0")), "v1 since then"
+    assert index_policies(render_chart("--kube-version", "v1.31.2-gke.100"))
 
 
-def network(*changes: str) -> dict[str, Any]:
+def render_network_policy(*changes: str) -> dict[str, Any]:
     arguments = [argument for change in changes for argument in ("--set-json", change)]
-    spec: dict[str, Any] = one(render_chart(*arguments), "NetworkPolicy")["spec"]
+    spec: dict[str, Any] = find_object(render_chart(*arguments), "NetworkPolicy")["spec"]
     return spec
 
 
-def ports(rules: list[dict[str, Any]]) -> set[int | str]:
+def list_ports(rules: list[dict[str, Any]]) -> set[int | str]:
     return {port["port"] for rule in rules for port in rule.get("ports", [{"port": "all"}])}
 
 
 def test_only_workers_call_the_operator() -> None:
-    spec = network()
+    spec = render_network_policy()
     assert spec["policyTypes"] == ["Ingress", "Egress"]
-    assert ports(spec["ingress"]) == {"sidecars", "pk-metrics", "liveness"}
+    assert list_ports(spec["ingress"]) == {"sidecars", "pk-metrics", "liveness"}
     (sidecars,) = [rule for rule in spec["ingress"] if rule["ports"] == [{"port": "sidecars"}]]
     workers = {"matchExpressions": [{"key": LABEL_JOB, "operator": "Exists"}]}
     assert sidecars["from"] == [{"podSelector": workers, "namespaceSelector": {}}]
 
 
-def test_metrics_may_be_kept_to_those_who_scrape() -> None:
+def test_metrics_can_be_limited_to_scrapers() -> None:
     peer = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
     (metrics,) = [
         rule
-        for rule in network(f"networkPolicy.metricsFrom={json.dumps([peer])}")["ingress"]
+        for rule in render_network_policy(f"networkPolicy.metricsFrom={json.dumps([peer])}")["ingress"]
         if rule["ports"] == [{"port": "pk-metrics"}]
     ]
     assert metrics["from"] == [peer]
 
 
-def test_workers_with_the_nodes_address_are_let_in_by_it() -> None:
-    spec = network('networkPolicy.nodeCIDRs=["10.0.0.0/16"]')
+def test_workers_on_the_host_network_are_admitted_by_address() -> None:
+    spec = render_network_policy('networkPolicy.nodeCIDRs=["10.0.0.0/16"]')
     block = {"ipBlock": {"cidr": "10.0.0.0/16"}}
     assert block in spec["ingress"][0]["from"]
     assert {"to": [block]} in spec["egress"], "their sidecars' ports are free ones"
@@ -469,17 +475,17 @@ def test_workers_with_the_nodes_address_are_let_in_by_it() -> None:
         ("http://[fd00::1]:9091", 9091),
     ],
 )
-def test_the_operator_calls_whom_it_needs(url: str, port: int) -> None:
-    spec = network(f'prometheus.url="{url}"', "networkPolicy.egress.apiServerPorts=[6443]")
-    assert ports(spec["egress"]) == {53, 6443, port, METRICS_PORT, KUBELET_PORT}
+def test_egress_covers_all_services_that_the_operator_calls(url: str, port: int) -> None:
+    spec = render_network_policy(f'prometheus.url="{url}"', "networkPolicy.egress.apiServerPorts=[6443]")
+    assert list_ports(spec["egress"]) == {53, 6443, port, METRICS_PORT, KUBELET_PORT}
 
 
-def test_calls_may_be_free_or_narrower() -> None:
-    assert "egress" not in network("networkPolicy.egress.enabled=false")
-    assert network("networkPolicy.egress.enabled=false")["policyTypes"] == ["Ingress"]
+def test_egress_can_be_open_or_narrower() -> None:
+    assert "egress" not in render_network_policy("networkPolicy.egress.enabled=false")
+    assert render_network_policy("networkPolicy.egress.enabled=false")["policyTypes"] == ["Ingress"]
     changes = ("networkPolicy.egress.prometheusPorts=[10902]", 'prometheus.url="http://prometheus:80"')
-    narrow = network('networkPolicy.egress.apiServerCIDRs=["10.0.0.1/32"]', *changes)["egress"]
-    assert {port for port in ports(narrow) if port in (80, 10902)} == {10902}
+    narrow = render_network_policy('networkPolicy.egress.apiServerCIDRs=["10.0.0.1/32"]', *changes)["egress"]
+    assert {port for port in list_ports(narrow) if port in (80, 10902)} == {10902}
     (api_server,) = [rule for rule in narrow if {"port": 6443} in rule["ports"]]
     assert api_server["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
 
@@ -487,37 +493,37 @@ def test_calls_may_be_free_or_narrower() -> None:
 def test_network_policies_can_be_left_out() -> None:
     rendered = render_chart("--set", "networkPolicy.enabled=false,networkPolicy.jobs=false")
     assert all(found["kind"] != "NetworkPolicy" for found in rendered)
-    assert environment(rendered)["PACEKEEPER_NETWORK_POLICIES"] == "false"
+    assert read_environment(rendered)["PACEKEEPER_NETWORK_POLICIES"] == "false"
 
 
 def test_cert_manager_makes_the_certificate_that_the_operator_reads() -> None:
     changes = "tls.certManager.enabled=true,tls.certManager.issuerRef.name=ours,service.clusterIP=10.96.0.50"
     rendered = render_chart("--set", changes)
-    spec = one(rendered, "Certificate")["spec"]
-    given = environment(rendered)
+    spec = find_object(rendered, "Certificate")["spec"]
+    given = read_environment(rendered)
     assert spec["secretName"] == given["PACEKEEPER_TLS_SECRET"]
-    assert rules(rendered, "Role")["", "secrets", spec["secretName"]] == {"get"}
+    assert collect_rules(rendered, "Role")["", "secrets", spec["secretName"]] == {"get"}
     assert spec["issuerRef"] == {"name": "ours", "kind": "Issuer", "group": "cert-manager.io"}
     names = {*spec["dnsNames"], *spec["ipAddresses"]}
     assert names >= set(Settings.from_environment(given).hosts) - {"localhost", "127.0.0.1"}
 
 
-def test_two_sources_of_certificates_are_one_too_many() -> None:
+def test_two_sources_of_certificates_are_refused() -> None:
     changes = "tls.certManager.enabled=true,tls.certManager.issuerRef.name=ours,tls.existingSecret=mine"
     with pytest.raises(subprocess.CalledProcessError, match="returned non-zero") as refused:
         render_chart("--set", changes)
     assert "tls.existingSecret and tls.certManager.enabled exclude one another" in refused.value.stderr
 
 
-def test_what_else_reaches_the_operator() -> None:
+def test_other_values_reach_the_operator() -> None:
     changes = "imagePullSecrets[0].name=a,imagePullSecrets[1].name=b,dcgm.namespace=gpu,image.pullPolicy=Always"
-    given = environment(render_chart("--set", changes))
+    given = read_environment(render_chart("--set", changes))
     assert given["PACEKEEPER_IMAGE_PULL_SECRETS"] == "a,b"
     assert given["PACEKEEPER_IMAGE_PULL_POLICY"] == "Always"
     assert given["PACEKEEPER_DCGM_NAMESPACE"] == "gpu"
     assert "PACEKEEPER_TLS_SECRET" not in given
     peers = '[{"ipBlock":{"cidr":"10.0.0.1/32"}}]'
-    given = environment(render_chart("--set-json", f"networkPolicy.metricsFrom={peers}"))
+    given = read_environment(render_chart("--set-json", f"networkPolicy.metricsFrom={peers}"))
     assert json.loads(given["PACEKEEPER_METRICS_FROM"]) == json.loads(peers)
 
 
@@ -532,9 +538,7 @@ def test_what_else_reaches_the_operator() -> None:
         ("http://[fd00::1]:9090", False),
     ],
 )
-def test_a_prometheus_of_which_nobody_knows_who_scrapes_is_refused_before_it_is_installed(
-    url: str, refused: bool
-) -> None:
+def test_a_prometheus_without_known_scrapers_is_refused_before_installation(url: str, refused: bool) -> None:
     if refused:
         with pytest.raises(subprocess.CalledProcessError) as failed:
             render_chart("--set", f"prometheus.url={url}")
@@ -542,16 +546,16 @@ def test_a_prometheus_of_which_nobody_knows_who_scrapes_is_refused_before_it_is_
         render_chart("--set", f"prometheus.url={url},networkPolicy.jobs=false")
         render_chart("--set", f"prometheus.url={url},networkPolicy.metricsFrom[0].ipBlock.cidr=10.0.0.1/32")
     else:
-        Settings.from_environment(environment(render_chart("--set", f"prometheus.url={url}")))
+        Settings.from_environment(read_environment(render_chart("--set", f"prometheus.url={url}")))
 
 
-def test_values_of_an_older_chart_that_are_used_again_have_no_resources_for_the_sidecar() -> None:
-    given = environment(render_chart("--set", "sidecarResources=null"))
+def test_reused_values_of_an_older_chart_have_no_sidecar_resources() -> None:
+    given = read_environment(render_chart("--set", "sidecarResources=null"))
     assert "PACEKEEPER_SIDECAR_RESOURCES" not in given
     assert Settings.from_environment(given).sidecar_resources == Settings().sidecar_resources
 
 
-def test_how_prometheus_is_reached() -> None:
+def test_prometheus_settings_reach_the_operator() -> None:
     rendered = render_chart(
         "--set",
         "prometheus.secretName=access",
@@ -559,10 +563,10 @@ def test_how_prometheus_is_reached() -> None:
         r"""prometheus={"headers": {"X-Scope-OrgID": "a, b"},
         "matchers": ["cluster=\"a\"", "region=~\"eu|us\\\\.\""]}""",
     )
-    settings = Settings.from_environment(environment(rendered))
+    settings = Settings.from_environment(read_environment(rendered))
     assert settings.prometheus_headers == (("X-Scope-OrgID", "a, b"),)
     assert settings.prometheus_matchers == ('cluster="a"', r'region=~"eu|us\\."')
-    (pod,) = [spec for spec in pod_specs(rendered) if len(spec["volumes"]) > 1]
+    (pod,) = [spec for spec in list_pod_specs(rendered) if len(spec["volumes"]) > 1]
     mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
     (secret,) = [volume for volume in pod["volumes"] if "secret" in volume]
     assert mounts[secret["name"]] == {
@@ -571,23 +575,23 @@ def test_how_prometheus_is_reached() -> None:
         "readOnly": True,
     }
     assert secret["secret"] == {"secretName": "access", "optional": True, "defaultMode": 0o440}
-    unset = environment(render_chart())
+    unset = read_environment(render_chart())
     assert not [name for name in unset if name.startswith("PACEKEEPER_PROMETHEUS_") and not name.endswith("_URL")]
 
 
-def test_where_incidents_are_posted_to() -> None:
+def test_webhook_settings_reach_the_operator() -> None:
     rendered = render_chart("--set", "policy.incidentWebhook.secretName=hook")
-    settings = Settings.from_environment(environment(rendered))
-    (pod,) = [spec for spec in pod_specs(rendered) if len(spec["volumes"]) > 1]
+    settings = Settings.from_environment(read_environment(rendered))
+    (pod,) = [spec for spec in list_pod_specs(rendered) if len(spec["volumes"]) > 1]
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     (volume,) = [volume for volume in pod["volumes"] if "secret" in volume]
     assert mounts[volume["name"]] == settings.incident_webhook
     assert volume["secret"] == {"secretName": "hook", "optional": True, "defaultMode": 0o440}
-    assert Settings.from_environment(environment(render_chart())).incident_webhook == ""
+    assert Settings.from_environment(read_environment(render_chart())).incident_webhook == ""
 
 
 def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -> None:
-    job = one(objects, "Job", f"{RELEASE}-release-nodes")
+    job = find_object(objects, "Job", f"{RELEASE}-release-nodes")
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "pacekeeper_operator", "release-all"]
@@ -622,7 +626,7 @@ def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -
         ("serviceMonitor.enable=true", "enable"),
     ],
 )
-def test_misspelt_values_are_refused_by_name(change: str, message: str) -> None:
+def test_misspelled_values_are_refused_by_name(change: str, message: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         render_chart("--set", change)
     assert re.search(re.escape(message).replace(r"\.", r"[./]"), refused.value.stderr)
@@ -632,16 +636,16 @@ def test_every_value_has_a_schema_and_every_schema_a_value() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = yaml.safe_load((CHART / "values.schema.json").read_text())
     del schema["properties"]["global"]
-    assert differences(values, schema, "") == []
+    assert find_differences(values, schema, "") == []
 
 
-def differences(value: Any, schema: dict[str, Any], path: str) -> list[str]:
-    """Where a default or its schema is missing, or the schema lets a misspelt name pass."""
+def find_differences(value: Any, schema: dict[str, Any], path: str) -> list[str]:
+    """Return where a default or its schema is missing, or the schema accepts a misspelled name."""
     if "properties" not in schema:
         return []
     faults = [f"{path}.{name}" for name in set(value) ^ set(schema["properties"])]
     faults += [] if schema.get("additionalProperties") is False else [f"{path} is not strict"]
     known = set(value) & set(schema["properties"])
     return faults + [
-        d for name in known for d in differences(value[name], schema["properties"][name], f"{path}.{name}")
+        d for name in known for d in find_differences(value[name], schema["properties"][name], f"{path}.{name}")
     ]

@@ -30,23 +30,23 @@ POLICIES = ("owned", "pods", "nodes", "jobs", "secrets", "states")
 
 @dataclass(frozen=True)
 class Change:
-    """`value`, beside `given`, changes just `expected`, which is by object and path; None: it is gone."""
+    """`value`, in addition to `given`, changes only `expected`: by object and path; None: it is removed."""
 
     value: Any
     expected: Mapping[str, Any]
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-def in_both(path: str, value: Any) -> dict[str, Any]:
-    """In the operator's pod and in the one that releases nodes."""
+def expect_in_both_pods(path: str, value: Any) -> dict[str, Any]:
+    """Expect `value` in the operator's pod and in the pod that releases nodes."""
     return {DEPLOYMENT + path: value, HOOK + path: value}
 
 
-def setting(name: str, value: str, **more: Any) -> dict[str, Any]:
+def expect_setting(name: str, value: str, **more: Any) -> dict[str, Any]:
     return {f"{ENV}PACEKEEPER_{name}": value, **more}
 
 
-def policy(name: str, path: str, value: Any) -> dict[str, Any]:
+def expect_policy_change(name: str, path: str, value: Any) -> dict[str, Any]:
     return {f"ValidatingAdmissionPolicy-{name} spec.{path}": value}
 
 
@@ -58,52 +58,56 @@ PEER = {"ipBlock": {"cidr": "10.0.0.1/32"}}
 CHANGES: dict[str, Change] = {
     "replicas": Change(3, {f"{DEPLOYMENT[: -len('spec.template.')]}spec.replicas": 3}),
     "image.repository": Change(
-        "mine/it", setting("IMAGE", "mine/it:0.1.0") | in_both(f"{CONTAINER}image", "mine/it:0.1.0")
+        "mine/it", expect_setting("IMAGE", "mine/it:0.1.0") | expect_in_both_pods(f"{CONTAINER}image", "mine/it:0.1.0")
     ),
-    "image.tag": Change("v2", setting("IMAGE", f"{IMAGE}:v2") | in_both(f"{CONTAINER}image", f"{IMAGE}:v2")),
+    "image.tag": Change(
+        "v2", expect_setting("IMAGE", f"{IMAGE}:v2") | expect_in_both_pods(f"{CONTAINER}image", f"{IMAGE}:v2")
+    ),
     "image.digest": Change(
         DIGEST,
-        setting("IMAGE", f"{IMAGE}@{DIGEST}") | in_both(f"{CONTAINER}image", f"{IMAGE}@{DIGEST}"),
+        expect_setting("IMAGE", f"{IMAGE}@{DIGEST}") | expect_in_both_pods(f"{CONTAINER}image", f"{IMAGE}@{DIGEST}"),
         given={"image.tag": "v2"},
     ),
     "image.pullPolicy": Change(
-        "Always", setting("IMAGE_PULL_POLICY", "Always") | in_both(f"{CONTAINER}imagePullPolicy", "Always")
+        "Always",
+        expect_setting("IMAGE_PULL_POLICY", "Always") | expect_in_both_pods(f"{CONTAINER}imagePullPolicy", "Always"),
     ),
     "imagePullSecrets": Change(
-        [{"name": "a"}], in_both("spec.imagePullSecrets.0.name", "a") | setting("IMAGE_PULL_SECRETS", "a")
+        [{"name": "a"}],
+        expect_in_both_pods("spec.imagePullSecrets.0.name", "a") | expect_setting("IMAGE_PULL_SECRETS", "a"),
     ),
     "sidecarImage.repository": Change(
-        "sidecar", setting("SIDECAR_IMAGE", SIDECAR) | setting("SIDECAR_PULL_POLICY", "IfNotPresent")
+        "sidecar", expect_setting("SIDECAR_IMAGE", SIDECAR) | expect_setting("SIDECAR_PULL_POLICY", "IfNotPresent")
     ),
     "sidecarImage.tag": Change(
-        "v2", setting("SIDECAR_IMAGE", "sidecar:v2"), given={"sidecarImage.repository": "sidecar"}
+        "v2", expect_setting("SIDECAR_IMAGE", "sidecar:v2"), given={"sidecarImage.repository": "sidecar"}
     ),
     "sidecarImage.digest": Change(
         DIGEST,
-        setting("SIDECAR_IMAGE", f"sidecar@{DIGEST}"),
+        expect_setting("SIDECAR_IMAGE", f"sidecar@{DIGEST}"),
         given={"sidecarImage.repository": "sidecar", "sidecarImage.tag": "v2"},
     ),
     "sidecarImage.pullPolicy": Change(
-        "Never", setting("SIDECAR_PULL_POLICY", "Never"), given={"sidecarImage.repository": "sidecar"}
+        "Never", expect_setting("SIDECAR_PULL_POLICY", "Never"), given={"sidecarImage.repository": "sidecar"}
     ),
     "sidecarResources.requests": Change(
         {"cpu": 1},
-        setting("SIDECAR_RESOURCES", '{"limits":{"memory":"256Mi"},"requests":{"cpu":1,"memory":"64Mi"}}'),
+        expect_setting("SIDECAR_RESOURCES", '{"limits":{"memory":"256Mi"},"requests":{"cpu":1,"memory":"64Mi"}}'),
     ),
     "sidecarResources.limits": Change(
         {"cpu": "100m"},
-        setting(
+        expect_setting(
             "SIDECAR_RESOURCES",
             '{"limits":{"cpu":"100m","memory":"256Mi"},"requests":{"cpu":"20m","memory":"64Mi"}}',
         ),
     ),
     "prometheus.url": Change(
         "http://prometheus:9095",
-        setting("PROMETHEUS_URL", "http://prometheus:9095") | {"NetworkPolicy spec.egress.2.ports.0.port": 9095},
+        expect_setting("PROMETHEUS_URL", "http://prometheus:9095") | {"NetworkPolicy spec.egress.2.ports.0.port": 9095},
         given={"prometheus.url": "http://prometheus:9090"},
     ),
-    "prometheus.dcgmNodeLabel": Change("node", setting("DCGM_NODE_LABEL", "node")),
-    "dcgm.namespace": Change("gpu", setting("DCGM_NAMESPACE", "gpu")),
+    "prometheus.dcgmNodeLabel": Change("node", expect_setting("DCGM_NODE_LABEL", "node")),
+    "dcgm.namespace": Change("gpu", expect_setting("DCGM_NAMESPACE", "gpu")),
     "dcgm.podMonitor.matchLabels": Change(
         {"app.kubernetes.io/name": "other"},
         {"PodMonitor-dcgm spec.selector.matchLabels.app.kubernetes.io/name": "other"},
@@ -114,36 +118,37 @@ CHANGES: dict[str, Change] = {
         "9s", {"PodMonitor-dcgm spec.podMetricsEndpoints.0.interval": "9s"}, given=EXPORTER
     ),
     "dcgm.podMonitor.labels": Change({"a": "b"}, {"PodMonitor-dcgm metadata.labels.a": "b"}, given=EXPORTER),
-    "policy.mode": Change("Recommend", setting("MODE", "Recommend")),
-    "policy.pause": Change(True, setting("PAUSED", "true")),
-    "policy.quarantine.mode": Change("Act", setting("QUARANTINE_MODE", "Act")),
-    "policy.quarantine.maxNodes": Change(7, setting("QUARANTINE_MAX_NODES", "7")),
-    "policy.quarantine.maxShare": Change(0.25, setting("QUARANTINE_MAX_SHARE", "0.25")),
-    "policy.quarantine.breakerNodes": Change(4, setting("BREAKER_NODES", "4")),
+    "policy.mode": Change("Recommend", expect_setting("MODE", "Recommend")),
+    "policy.pause": Change(True, expect_setting("PAUSED", "true")),
+    "policy.quarantine.mode": Change("Act", expect_setting("QUARANTINE_MODE", "Act")),
+    "policy.quarantine.maxNodes": Change(7, expect_setting("QUARANTINE_MAX_NODES", "7")),
+    "policy.quarantine.maxShare": Change(0.25, expect_setting("QUARANTINE_MAX_SHARE", "0.25")),
+    "policy.quarantine.breakerNodes": Change(4, expect_setting("BREAKER_NODES", "4")),
     "policy.quarantine.conditions": Change(
-        ["GpuFault", "Gpu=False"], setting("QUARANTINE_CONDITIONS", "GpuFault,Gpu=False")
+        ["GpuFault", "Gpu=False"], expect_setting("QUARANTINE_CONDITIONS", "GpuFault,Gpu=False")
     ),
-    "policy.quarantine.expiresAfter": Change("90m", setting("QUARANTINE_EXPIRES_AFTER", "90m")),
-    "policy.quarantine.releaseProbes": Change(1, setting("RELEASE_PROBES", "1")),
-    "policy.nodeHealth.cordons": Change(False, setting("LEAVE_CORDONED", "false")),
-    "policy.nodeHealth.taints": Change(["a", "b=c:NoExecute"], setting("LEAVE_TAINTS", "a,b=c:NoExecute")),
-    "policy.nodeHealth.conditions": Change([], setting("LEAVE_CONDITIONS", "")),
-    "policy.diagnosis.linkProbesPerHour": Change(5, setting("LINK_PROBES_PER_HOUR", "5")),
-    "policy.diagnosis.profilesPerHour": Change(0, setting("PROFILES_PER_HOUR", "0")),
-    "policy.traffic.planning": Change(False, setting("TRAFFIC_PLANNING", "false")),
-    "policy.incidentRetention": Change("24h", setting("INCIDENT_RETENTION", "24h")),
-    "probe.runtimeClassName": Change("nvidia", setting("PROBE_RUNTIME_CLASS", "nvidia")),
+    "policy.quarantine.expiresAfter": Change("90m", expect_setting("QUARANTINE_EXPIRES_AFTER", "90m")),
+    "policy.quarantine.releaseProbes": Change(1, expect_setting("RELEASE_PROBES", "1")),
+    "policy.nodeHealth.cordons": Change(False, expect_setting("LEAVE_CORDONED", "false")),
+    "policy.nodeHealth.taints": Change(["a", "b=c:NoExecute"], expect_setting("LEAVE_TAINTS", "a,b=c:NoExecute")),
+    "policy.nodeHealth.conditions": Change([], expect_setting("LEAVE_CONDITIONS", "")),
+    "policy.diagnosis.linkProbesPerHour": Change(5, expect_setting("LINK_PROBES_PER_HOUR", "5")),
+    "policy.diagnosis.profilesPerHour": Change(0, expect_setting("PROFILES_PER_HOUR", "0")),
+    "policy.traffic.planning": Change(False, expect_setting("TRAFFIC_PLANNING", "false")),
+    "policy.incidentRetention": Change("24h", expect_setting("INCIDENT_RETENTION", "24h")),
+    "probe.runtimeClassName": Change("nvidia", expect_setting("PROBE_RUNTIME_CLASS", "nvidia")),
     "probe.tolerations": Change(
-        [TOLERATION], setting("PROBE_TOLERATIONS", json.dumps([TOLERATION], separators=(",", ":"), sort_keys=True))
+        [TOLERATION],
+        expect_setting("PROBE_TOLERATIONS", json.dumps([TOLERATION], separators=(",", ":"), sort_keys=True)),
     ),
-    "logLevel": Change("debug", setting("LOG_LEVEL", "DEBUG")),
+    "logLevel": Change("debug", expect_setting("LOG_LEVEL", "DEBUG")),
     "service.clusterIP": Change(
-        "fd00::50", {"Service spec.clusterIP": "fd00::50"} | setting("ADDRESS", "[fd00::50]:8443")
+        "fd00::50", {"Service spec.clusterIP": "fd00::50"} | expect_setting("ADDRESS", "[fd00::50]:8443")
     ),
     "service.port": Change(
         9443,
         {"Service spec.ports.0.port": 9443, f"{DEPLOYMENT}{CONTAINER}ports.0.containerPort": 9443}
-        | setting("PORT", "9443"),
+        | expect_setting("PORT", "9443"),
     ),
     "serviceAccount.annotations": Change({"a": "b"}, {"ServiceAccount metadata.annotations.a": "b"}),
     "tls.certManager.issuerRef.name": Change("other", {"Certificate spec.issuerRef.name": "other"}, given=ISSUER),
@@ -154,14 +159,14 @@ CHANGES: dict[str, Change] = {
     "tls.certManager.duration": Change("1h", {"Certificate spec.duration": "1h"}, given=ISSUER),
     "tls.certManager.renewBefore": Change("1h", {"Certificate spec.renewBefore": "1h"}, given=ISSUER),
     "admissionPolicy.protectedNamespaces": Change(
-        ["vault"], policy("owned", "validations.0.expression", "!(request.namespace in ['vault'])")
+        ["vault"], expect_policy_change("owned", "validations.0.expression", "!(request.namespace in ['vault'])")
     ),
-    "resources.requests": Change({"cpu": "1"}, in_both(f"{CONTAINER}resources.requests.cpu", "1")),
-    "resources.limits": Change({"memory": "1Gi"}, in_both(f"{CONTAINER}resources.limits.memory", "1Gi")),
+    "resources.requests": Change({"cpu": "1"}, expect_in_both_pods(f"{CONTAINER}resources.requests.cpu", "1")),
+    "resources.limits": Change({"memory": "1Gi"}, expect_in_both_pods(f"{CONTAINER}resources.limits.memory", "1Gi")),
     "extraEnv": Change(
-        [{"name": "HTTPS_PROXY", "value": "http://p"}], in_both(f"{CONTAINER}env.HTTPS_PROXY", "http://p")
+        [{"name": "HTTPS_PROXY", "value": "http://p"}], expect_in_both_pods(f"{CONTAINER}env.HTTPS_PROXY", "http://p")
     ),
-    "nodeSelector": Change({"pool": "infra"}, in_both("spec.nodeSelector.pool", "infra")),
+    "nodeSelector": Change({"pool": "infra"}, expect_in_both_pods("spec.nodeSelector.pool", "infra")),
     "tolerations": Change(
         [TOLERATION],
         {f"{DEPLOYMENT}spec.tolerations.2.{name}": value for name, value in TOLERATION.items()}
@@ -169,7 +174,9 @@ CHANGES: dict[str, Change] = {
     ),
     "affinity": Change(
         {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "zone"}]}},
-        in_both("spec.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution.0.topologyKey", "zone"),
+        expect_in_both_pods(
+            "spec.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution.0.topologyKey", "zone"
+        ),
     ),
     "topologySpreadConstraints": Change(
         [SPREAD],
@@ -179,14 +186,14 @@ CHANGES: dict[str, Change] = {
         },
         given={"topologySpreadConstraints": []},
     ),
-    "priorityClassName": Change("high", in_both("spec.priorityClassName", "high")),
-    "podAnnotations": Change({"a": "b"}, in_both("metadata.annotations.a", "b")),
-    "podLabels": Change({"a": "b"}, in_both("metadata.labels.a", "b")),
+    "priorityClassName": Change("high", expect_in_both_pods("spec.priorityClassName", "high")),
+    "podAnnotations": Change({"a": "b"}, expect_in_both_pods("metadata.annotations.a", "b")),
+    "podLabels": Change({"a": "b"}, expect_in_both_pods("metadata.labels.a", "b")),
     "podDisruptionBudget.maxUnavailable": Change(
         0, {"PodDisruptionBudget spec.maxUnavailable": 0}, given={"podDisruptionBudget.enabled": True}
     ),
     "release.timeoutSeconds": Change(30, {"Job-release-nodes spec.activeDeadlineSeconds": 30}),
-    "networkPolicy.jobs": Change(False, setting("NETWORK_POLICIES", "false")),
+    "networkPolicy.jobs": Change(False, expect_setting("NETWORK_POLICIES", "false")),
     "networkPolicy.jobNamespaceSelector": Change(
         {"matchLabels": {"a": "b"}},
         {
@@ -198,7 +205,7 @@ CHANGES: dict[str, Change] = {
     "networkPolicy.metricsFrom": Change(
         [PEER],
         {"NetworkPolicy spec.ingress.1.from.0.ipBlock.cidr": "10.0.0.1/32"}
-        | setting("METRICS_FROM", json.dumps([PEER], separators=(",", ":"))),
+        | expect_setting("METRICS_FROM", json.dumps([PEER], separators=(",", ":"))),
     ),
     "networkPolicy.nodeCIDRs": Change(
         ["10.0.0.0/16"],
@@ -252,38 +259,38 @@ CHANGES: dict[str, Change] = {
 
 @dataclass(frozen=True)
 class Switch:
-    """What is there with it and not without it, where the chart has `given`; and what else it touches."""
+    """The objects that exist only with it, where the chart has `given`, and what else it changes."""
 
     objects: frozenset[str]
     touches: frozenset[str] = frozenset()
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-def switch(*objects: str, touches: tuple[str, ...] = (), given: Mapping[str, Any] | None = None) -> Switch:
+def define_switch(*objects: str, touches: tuple[str, ...] = (), given: Mapping[str, Any] | None = None) -> Switch:
     return Switch(frozenset(objects), frozenset(touches), given or {})
 
 
-def admission(*names: str) -> tuple[str, ...]:
+def name_policies(*names: str) -> tuple[str, ...]:
     return tuple(f"ValidatingAdmissionPolicy{part}-{name}" for name in names for part in ("", "Binding"))
 
 
 SWITCHES: dict[str, Switch] = {
-    "admissionPolicy.enabled": switch(*admission(*POLICIES)),
-    "crds.enabled": switch(
+    "admissionPolicy.enabled": define_switch(*name_policies(*POLICIES)),
+    "crds.enabled": define_switch(
         *(
             f"CustomResourceDefinition {yaml.safe_load(path.read_text())['metadata']['name']}"
             for path in REPOSITORY.glob("crds/*.yaml")
         )
     ),
-    "dcgm.podMonitor.enabled": switch("PodMonitor-dcgm", given={"dcgm.namespace": "gpu"}),
-    "monitoring.dashboards": switch("ConfigMap-dashboard-job", "ConfigMap-dashboard-platform"),
-    "networkPolicy.enabled": switch("NetworkPolicy", "NetworkPolicy-probes"),
-    "podDisruptionBudget.enabled": switch("PodDisruptionBudget"),
-    "podMonitor.enabled": switch("PodMonitor", "PodMonitor-workers"),
-    "prometheusRule.enabled": switch("PrometheusRule"),
-    "serviceAccount.create": switch("ServiceAccount mine", given={"serviceAccount.name": "mine"}),
-    "serviceMonitor.enabled": switch("ServiceMonitor"),
-    "tls.certManager.enabled": switch(
+    "dcgm.podMonitor.enabled": define_switch("PodMonitor-dcgm", given={"dcgm.namespace": "gpu"}),
+    "monitoring.dashboards": define_switch("ConfigMap-dashboard-job", "ConfigMap-dashboard-platform"),
+    "networkPolicy.enabled": define_switch("NetworkPolicy", "NetworkPolicy-probes"),
+    "podDisruptionBudget.enabled": define_switch("PodDisruptionBudget"),
+    "podMonitor.enabled": define_switch("PodMonitor", "PodMonitor-workers"),
+    "prometheusRule.enabled": define_switch("PrometheusRule"),
+    "serviceAccount.create": define_switch("ServiceAccount mine", given={"serviceAccount.name": "mine"}),
+    "serviceMonitor.enabled": define_switch("ServiceMonitor"),
+    "tls.certManager.enabled": define_switch(
         "Certificate", touches=("Deployment", "Role"), given={"tls.certManager.issuerRef.name": "ours"}
     ),
 }
@@ -309,11 +316,11 @@ ELSEWHERE = {
     "prometheus.matchers": "test_chart.py",
     "prometheusRule.runbookUrl": "test_alerts.py",
 }
-"""Values that reach too far for a line: where they are tested."""
+"""Values with too many effects for one line, and where they are tested."""
 
 
-def rendered(values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
-    """Without the resource definitions, unless they are asked for."""
+def render_with_values(values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
+    """Render the chart without the resource definitions, unless `values` include them."""
     return render_chart(*set_json({"crds.enabled": False, **values}), *arguments)
 
 
@@ -322,18 +329,18 @@ def set_json(values: Mapping[str, Any]) -> list[str]:
 
 
 @functools.cache
-def flat_with(given: str) -> dict[str, Any]:
-    """`given`: values in JSON."""
-    return dict(flat(rendered(json.loads(given))))
+def flatten_rendered(given: str) -> dict[str, Any]:
+    """Render with values in JSON, and return the leaves of all objects."""
+    return dict(list_leaves(render_with_values(json.loads(given))))
 
 
-def flat(objects: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Each leaf of the objects by their kind, their name behind the chart's, and its path; variables by their names."""
+def list_leaves(objects: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf by its object's kind, its object's name without the chart's, and its path."""
     for found in objects:
-        yield from _leaves(found, f"{label(found)} ")
+        yield from _leaves(found, f"{name_object(found)} ")
 
 
-def label(found: dict[str, Any]) -> str:
+def name_object(found: dict[str, Any]) -> str:
     kind, name = found["kind"], found["metadata"]["name"]
     return f"{kind}{name.removeprefix(RELEASE)}" if name.startswith(RELEASE) else f"{kind} {name}"
 
@@ -350,15 +357,15 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path.rstrip("."), value
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def find_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     return {path: after.get(path) for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
 
 
 @pytest.mark.parametrize("path", CHANGES)
-def test_a_value_changes_what_it_says_and_nothing_else(path: str) -> None:
+def test_a_value_changes_only_what_it_describes(path: str) -> None:
     change = CHANGES[path]
-    before = flat_with(json.dumps(change.given))
-    found = differences(before, dict(flat(rendered({**change.given, path: change.value}))))
+    before = flatten_rendered(json.dumps(change.given))
+    found = find_differences(before, dict(list_leaves(render_with_values({**change.given, path: change.value}))))
     gone = {name for name, value in change.expected.items() if value is None}
     under = {name for name in found if any(name.startswith(parent) for parent in gone) and found[name] is None}
     assert {name: value for name, value in found.items() if name not in under} == {
@@ -370,7 +377,10 @@ def test_a_value_changes_what_it_says_and_nothing_else(path: str) -> None:
 @pytest.mark.parametrize("path", SWITCHES)
 def test_a_switch_that_is_off_leaves_nothing_behind(path: str) -> None:
     one = SWITCHES[path]
-    on, off = ({label(found): found for found in rendered({**one.given, path: value})} for value in (True, False))
+    on, off = (
+        {name_object(found): found for found in render_with_values({**one.given, path: value})}
+        for value in (True, False)
+    )
     assert on.keys() - off.keys() == one.objects
     assert off.keys() - on.keys() == set()
     assert {name for name in off if on[name] != off[name]} == one.touches
@@ -393,14 +403,14 @@ def test_every_value_is_tested() -> None:
         ("a" * 53, {}, "a" * 48),
     ],
 )
-def test_names_can_be_chosen(release: str, values: dict[str, Any], name: str) -> None:
-    """Of all objects at once, and of what they say of each other."""
+def test_release_and_chart_names_can_be_overridden(release: str, values: dict[str, Any], name: str) -> None:
+    """All objects and all references between them use the chosen name."""
     values = {"crds.enabled": False, "podMonitor.enabled": True, **ISSUER, **values}
     text = run_helm("template", release, str(CHART), "--namespace", "pacekeeper-system", *set_json(values))
     objects = [found for found in yaml.safe_load_all(text) if found]
     names = {found["metadata"]["name"] for found in objects}
     assert {found for found in names if found != name and not found.startswith(f"{name}-")} == {"pacekeeper-pause"}
-    assert max(len(found) for found in names) <= 63, "of a Job it is a label, too"
+    assert max(len(found) for found in names) <= 63, "a Job has it as a label, too"
     for found in objects:
         assert found.get("roleRef", {"name": name})["name"] in names
         assert [subject["name"] for subject in found.get("subjects", ())] in ([], [name])
@@ -423,8 +433,8 @@ def test_names_can_be_chosen(release: str, values: dict[str, Any], name: str) ->
     assert deployment["spec"]["template"]["metadata"]["labels"] == selector
 
 
-def test_common_labels_are_everywhere() -> None:
-    """And give way to an object's own."""
+def test_common_labels_are_on_all_objects() -> None:
+    """An object's own labels take precedence."""
     on = {
         "podMonitor.enabled": True,
         "serviceMonitor.enabled": True,
@@ -436,21 +446,21 @@ def test_common_labels_are_everywhere() -> None:
         "podMonitor.labels": {"team": "metrics"},
         "podLabels": {"team": "pods"},
     }
-    objects = rendered({**on, **ISSUER, **EXPORTER, "podDisruptionBudget.enabled": True, **values})
+    objects = render_with_values({**on, **ISSUER, **EXPORTER, "podDisruptionBudget.enabled": True, **values})
     own = {f"{RELEASE}-workers": "metrics"}
     for found in objects:
-        assert found["metadata"]["labels"]["team"] == own.get(found["metadata"]["name"], "platform"), label(found)
+        assert found["metadata"]["labels"]["team"] == own.get(found["metadata"]["name"], "platform"), name_object(found)
         if found["kind"] in ("Deployment", "Job"):
             assert found["spec"]["template"]["metadata"]["labels"]["team"] == "pods"
     (deployment,) = [
-        found for found in rendered({"commonLabels": {"team": "platform"}}) if found["kind"] == "Deployment"
+        found for found in render_with_values({"commonLabels": {"team": "platform"}}) if found["kind"] == "Deployment"
     ]
     assert deployment["spec"]["template"]["metadata"]["labels"]["team"] == "platform"
     assert "team" not in deployment["spec"]["selector"]["matchLabels"], "a selector never changes"
 
 
-def test_another_account_gets_all_that_the_operators_would() -> None:
-    before, after = (json.dumps(rendered(values)) for values in ({}, {"serviceAccount.name": "mine"}))
+def test_another_account_gets_all_rights_of_the_operators() -> None:
+    before, after = (json.dumps(render_with_values(values)) for values in ({}, {"serviceAccount.name": "mine"}))
     assert json.loads(
         before.replace('"serviceAccountName": "pacekeeper"', '"serviceAccountName": "mine"')
         .replace('"kind": "ServiceAccount", "name": "pacekeeper"', '"kind": "ServiceAccount", "name": "mine"')
@@ -463,23 +473,28 @@ def test_another_account_gets_all_that_the_operators_would() -> None:
     assert before.count("system:serviceaccount:pacekeeper-system:pacekeeper'") == len(POLICIES)
 
 
-@pytest.mark.parametrize("who", ["users", "groups"])
-def test_state_writers_are_exempt(who: str) -> None:
-    found = differences(flat_with("{}"), dict(flat(rendered({f"admissionPolicy.stateWriters.{who}": ["restorer"]}))))
+@pytest.mark.parametrize("account", ["users", "groups"])
+def test_state_writers_are_exempt(account: str) -> None:
+    found = find_differences(
+        flatten_rendered("{}"),
+        dict(list_leaves(render_with_values({f"admissionPolicy.stateWriters.{account}": ["restorer"]}))),
+    )
     ((path, expression),) = found.items()
     assert path == "ValidatingAdmissionPolicy-states spec.matchConditions.0.expression"
-    assert f"{'username' if who == 'users' else 'group'} in ['restorer']" in expression
+    assert f"{'username' if account == 'users' else 'group'} in ['restorer']" in expression
 
 
-def test_the_service_monitor_scrapes_the_operator_in_the_pod_monitors_place() -> None:
-    both = {label(found) for found in rendered({"podMonitor.enabled": True, "serviceMonitor.enabled": True})}
+def test_the_service_monitor_replaces_the_pod_monitor() -> None:
+    both = {
+        name_object(found) for found in render_with_values({"podMonitor.enabled": True, "serviceMonitor.enabled": True})
+    }
     assert {name for name in both if "Monitor" in name} == {"ServiceMonitor", "PodMonitor-workers"}
 
 
 def test_a_spread_by_other_labels_is_left_alone() -> None:
     other = SPREAD | {"labelSelector": {"matchLabels": {"a": "b"}}}
-    none = dict(flat(rendered({"topologySpreadConstraints": []})))
-    found = differences(none, dict(flat(rendered({"topologySpreadConstraints": [other]}))))
+    none = dict(list_leaves(render_with_values({"topologySpreadConstraints": []})))
+    found = find_differences(none, dict(list_leaves(render_with_values({"topologySpreadConstraints": [other]}))))
     assert {path for path in found if "labelSelector" in path} == {f"{SPREAD_PATH}labelSelector.matchLabels.a"}
 
 
@@ -490,9 +505,7 @@ def test_objects_pass_the_api_servers_own_schemas(values: Path) -> None:
         fault for found in objects if api_schema.is_known(found) for fault in api_schema.find_schema_errors(found)
     ] == []
     foreign = {found["apiVersion"] for found in objects if not api_schema.is_known(found)}
-    assert foreign <= {"monitoring.coreos.com/v1", "cert-manager.io/v1"}, (
-        "operators of others: no schema of them is here"
-    )
+    assert foreign <= {"monitoring.coreos.com/v1", "cert-manager.io/v1"}, "kinds of other operators have no schema here"
 
 
 @pytest.mark.parametrize(
@@ -505,37 +518,37 @@ def test_objects_pass_the_api_servers_own_schemas(values: Path) -> None:
         (lambda spec: spec["selector"].update(matchLabels={"a": 1}), "spec.selector.matchLabels.a"),
     ],
 )
-def test_the_schemas_refuse_what_the_api_server_would(change: Callable[[Any], None], fault: str) -> None:
-    (deployment,) = [found for found in rendered({}) if found["kind"] == "Deployment"]
+def test_the_schemas_refuse_what_the_api_server_refuses(change: Callable[[Any], None], fault: str) -> None:
+    (deployment,) = [found for found in render_with_values({}) if found["kind"] == "Deployment"]
     change(deployment["spec"])
     (found,) = api_schema.find_schema_errors(deployment)
     assert found.startswith(f"{fault}: ")
 
 
-def refusal(*arguments: str) -> str:
-    """What Helm says; paths as 3 writes them: with points, where 4 has slashes."""
+def read_helm_error(*arguments: str) -> str:
+    """Return the error of Helm; paths as Helm 3 writes them: with dots, where Helm 4 has slashes."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         render_chart(*arguments)
     return str(refused.value.stderr).replace("/", ".")
 
 
-def test_a_value_of_a_wrong_kind_is_refused_by_name(tmp_path: Path) -> None:
-    """All at once: Helm names each."""
+def test_a_value_of_a_wrong_type_is_refused_by_name(tmp_path: Path) -> None:
+    """Helm names all of them at once."""
     schema = json.loads(describe.SCHEMA.read_text())
     paths = [path for path, _ in describe.iterate_leaves(schema) if path != ("global",)]
-    words = refusal("--values", str(values_file(tmp_path, {path: {"no such thing!": [1]} for path in paths})))
-    assert [".".join(path) for path in paths if ".".join(path) not in words] == []
+    text = read_helm_error("--values", str(write_values(tmp_path, {path: {"no such thing!": [1]} for path in paths})))
+    assert [".".join(path) for path in paths if ".".join(path) not in text] == []
 
 
-def test_a_name_that_is_no_value_is_refused(tmp_path: Path) -> None:
-    """In each group; Helm names all of them."""
+def test_an_unknown_value_is_refused(tmp_path: Path) -> None:
+    """One stands in each group, and Helm names all of them."""
     schema = json.loads(describe.SCHEMA.read_text())
     groups = {path[:-1] for path, _ in describe.iterate_leaves(schema)}
-    words = refusal("--values", str(values_file(tmp_path, {(*path, "unheardOf"): 1 for path in groups})))
-    assert words.count("unheardOf") == len(groups)
+    text = read_helm_error("--values", str(write_values(tmp_path, {(*path, "unheardOf"): 1 for path in groups})))
+    assert text.count("unheardOf") == len(groups)
 
 
-def values_file(folder: Path, values: Mapping[tuple[str, ...], Any]) -> Path:
+def write_values(folder: Path, values: Mapping[tuple[str, ...], Any]) -> Path:
     tree: dict[str, Any] = {}
     for path, value in values.items():
         place = tree
@@ -577,12 +590,12 @@ def values_file(folder: Path, values: Mapping[tuple[str, ...], Any]) -> Path:
     ],
 )
 def test_bad_values_are_refused_by_name(change: str, name: str) -> None:
-    assert name in refusal("--set-json", change)
+    assert name in read_helm_error("--set-json", change)
 
 
 def test_the_schema_is_strict_at_every_level() -> None:
     schema = json.loads(describe.SCHEMA.read_text())
-    del schema["properties"]["global"]  # a chart around this one says what is in it
+    del schema["properties"]["global"]  # defined by an enclosing chart
     assert list(_lenient(schema, "")) == []
 
 
@@ -604,7 +617,7 @@ def test_every_value_is_described() -> None:
     ] == []
 
 
-def test_the_schema_and_the_readme_say_what_stands_in_the_values() -> None:
+def test_schema_and_readme_match_the_values_file() -> None:
     """`python charts/describe.py` brings them up to date."""
     text, schema = describe.VALUES.read_text(), json.loads(describe.SCHEMA.read_text())
     comments = describe.comments_of(text)
@@ -613,7 +626,7 @@ def test_the_schema_and_the_readme_say_what_stands_in_the_values() -> None:
     assert describe.render_readme(written, yaml.safe_load(text), schema, comments) == written
 
 
-def test_a_value_without_words_stops_the_description(
+def test_a_value_without_a_comment_stops_the_description(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(describe, "comments_of", lambda _text: {})
@@ -629,16 +642,16 @@ def test_versions_are_the_packages_own() -> None:
     assert chart["version"] == chart["appVersion"] == package
 
 
-def test_artifact_hub_is_told_what_is_in_the_chart() -> None:
+def test_artifact_hub_annotations_list_what_the_chart_contains() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    told = {name.removeprefix("artifacthub.io/"): value for name, value in chart["annotations"].items()}
+    listed_images = {name.removeprefix("artifacthub.io/"): value for name, value in chart["annotations"].items()}
     canonical = [yaml.safe_load(path.read_text()) for path in REPOSITORY.glob("crds/*.yaml")]
-    assert {(one["name"], one["kind"], one["version"]) for one in yaml.safe_load(told["crds"])} == {
+    assert {(one["name"], one["kind"], one["version"]) for one in yaml.safe_load(listed_images["crds"])} == {
         (found["metadata"]["name"], found["spec"]["names"]["kind"], found["spec"]["versions"][0]["name"])
         for found in canonical
     }
-    (operator,) = [found for found in rendered({}) if found["kind"] == "Deployment"]
+    (operator,) = [found for found in render_with_values({}) if found["kind"] == "Deployment"]
     images = [container["image"] for container in operator["spec"]["template"]["spec"]["containers"]]
-    assert [one["image"] for one in yaml.safe_load(told["images"])] == images
-    (example,) = yaml.safe_load(told["crdsExamples"])
+    assert [one["image"] for one in yaml.safe_load(listed_images["images"])] == images
+    (example,) = yaml.safe_load(listed_images["crdsExamples"])
     assert example["kind"] == "TrainingJob"

@@ -1,4 +1,4 @@
-"""Grafana's dashboards in the chart: they ask for what there is, in words that Prometheus understands."""
+"""Grafana's dashboards in the chart: they query series that exist, in valid PromQL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testing.kubernetes.dashboards import DASHBOARDS, list_panels, list_queries
 from testing.operators import metric_names
 from testing.operators.prometheus import run_prometheus
 
-each = pytest.mark.parametrize("name", DASHBOARDS)
+each_dashboard = pytest.mark.parametrize("name", DASHBOARDS)
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield found
 
 
-@each
-def test_every_query_is_one_of_prometheus(name: str, url: str) -> None:
+@each_dashboard
+def test_prometheus_accepts_every_query(name: str, url: str) -> None:
     for query in list_queries(name, namespace="team-a", trainingjob="gpt"):
         answer = requests.get(f"{url}/api/v1/query", params={"query": query}, timeout=60)
         assert answer.ok, f"{query}: {answer.text}"
 
 
-@each
+@each_dashboard
 def test_every_series_exists(name: str) -> None:
     known = (
         metric_names.list_operator_metrics() | metric_names.list_sidecar_metrics() | metric_names.list_dcgm_metrics()
@@ -44,8 +44,8 @@ def test_every_series_exists(name: str) -> None:
     assert {value for values in conditions for value in values.split("|")} <= {*JobCondition}
 
 
-@each
-def test_panels_stand_beside_one_another(name: str) -> None:
+@each_dashboard
+def test_panels_do_not_overlap(name: str) -> None:
     cells: set[tuple[int, int]] = set()
     for panel in list_panels(name):
         at = panel["gridPos"]
@@ -56,8 +56,8 @@ def test_panels_stand_beside_one_another(name: str) -> None:
     assert len({panel["id"] for panel in list_panels(name)}) == len(list_panels(name))
 
 
-@each
-def test_every_panel_asks_the_prometheus_that_its_reader_chooses(name: str) -> None:
+@each_dashboard
+def test_every_panel_queries_the_selected_prometheus(name: str) -> None:
     source = {"type": "prometheus", "uid": "${datasource}"}
     for panel in list_panels(name):
         if panel["type"] != "row":
@@ -66,14 +66,14 @@ def test_every_panel_asks_the_prometheus_that_its_reader_chooses(name: str) -> N
     assert DASHBOARDS[name]["templating"]["list"][0]["type"] == "datasource"
 
 
-def test_they_link_to_each_other() -> None:
+def test_dashboards_link_to_each_other() -> None:
     uids = {board["uid"] for board in DASHBOARDS.values()}
     assert {link["url"] for board in DASHBOARDS.values() for link in board["links"]} == {f"/d/{uid}" for uid in uids}
 
 
-def test_the_chart_carries_them_as_they_are() -> None:
-    assert config_maps() == []
-    found = config_maps("--set", "monitoring.dashboards=true,monitoring.dashboardLabels.team=platform")
+def test_the_chart_installs_the_dashboards_unchanged() -> None:
+    assert list_config_maps() == []
+    found = list_config_maps("--set", "monitoring.dashboards=true,monitoring.dashboardLabels.team=platform")
     assert {item["metadata"]["name"] for item in found} == {f"{RELEASE}-dashboard-{name}" for name in DASHBOARDS}
     for item in found:
         labels = item["metadata"]["labels"]
@@ -82,6 +82,6 @@ def test_the_chart_carries_them_as_they_are() -> None:
         assert json.loads(text) == DASHBOARDS[file.removeprefix("pacekeeper-").removesuffix(".json")]
 
 
-def config_maps(*arguments: str) -> list[dict[str, Any]]:
+def list_config_maps(*arguments: str) -> list[dict[str, Any]]:
     found = [item for item in render_chart(*arguments) if item["kind"] == "ConfigMap"]
     return [item for item in found if "-dashboard-" in item["metadata"]["name"]]

@@ -1,5 +1,5 @@
-"""An object that a tenant has nested as deeply as the API server takes it: an operator that cannot read it ends, and so
-would each one that follows."""
+"""A tenant may nest an object as deeply as the API server allows. An operator that cannot read it ends, and so
+does each successor."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ print(found + 1)
 
 
 @pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="the depth of its JSON parser cannot be changed")
-def test_it_is_read_by_kopfs_parser_and_by_ours() -> None:
+def test_kopfs_parser_and_ours_read_a_deep_object() -> None:
     done = subprocess.run(
         [sys.executable, "-c", READS, str(LEVELS)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.stdout.strip() == str(LEVELS), done.stderr
 
 
-def test_what_is_no_json_at_all_is_the_message() -> None:
+def test_a_body_that_is_not_json_becomes_the_message() -> None:
     assert parse_response(b"upstream [[[ gone") == {"message": "upstream [[[ gone"}

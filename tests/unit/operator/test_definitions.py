@@ -1,4 +1,4 @@
-"""An upgrade loses nothing and refuses nothing that is stored; after a rollback only what is new is gone."""
+"""An upgrade loses and refuses nothing that is stored; a rollback removes only new fields."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_an_upgrade_narrows_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_a_rollback_drops_only_what_is_new(name: str) -> None:
-    """A value that the older version does not know is let through as long as it stays (Kubernetes' ratcheting)."""
+def test_a_rollback_removes_only_new_fields(name: str) -> None:
+    """A value that the older version does not define passes as long as it is unchanged (Kubernetes' ratcheting)."""
     old, new = read_served_schemas(OLD[name]), read_served_schemas(NEW[name])
     found = [fault for version in old for fault in find_narrowed(new[version], old[version])]
     assert [fault for fault in found if not fault.endswith((": is gone", ": takes fewer values"))] == []
 
 
-def test_no_kind_goes_away() -> None:
+def test_no_kind_is_removed() -> None:
     assert OLD.keys() <= NEW.keys()
 
 
@@ -68,20 +68,20 @@ SCHEMA: dict[str, Any] = {
         (lambda new: new.update({"x-kubernetes-validations": [{"rule": "self.a > 1"}]}), ": has a new rule"),
     ],
 )
-def test_what_narrows_is_seen(change: Callable[[Any], None], fault: str) -> None:
+def test_a_narrower_schema_is_found(change: Callable[[Any], None], fault: str) -> None:
     new = copy.deepcopy(SCHEMA)
     change(new)
     assert list(find_narrowed(SCHEMA, new)) == [fault]
 
 
-def test_a_rule_that_lets_more_through_narrows_the_way_back_alone() -> None:
+def test_a_wider_rule_narrows_only_the_rollback() -> None:
     for pair in WIDER.items():
         old, new = ({**SCHEMA, "x-kubernetes-validations": [{"rule": rule}]} for rule in pair)
         assert list(find_narrowed(old, new)) == []
         assert list(find_narrowed(new, old)) == [": takes fewer values"]
 
 
-def test_what_widens_is_not() -> None:
+def test_a_wider_schema_is_not_reported() -> None:
     new = copy.deepcopy(SCHEMA)
     new["properties"] |= {"d": {"type": "string", "default": "z"}, "e": {"type": "object"}}
     new["properties"]["a"] |= {"minimum": 0, "maximum": 9}

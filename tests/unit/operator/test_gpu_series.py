@@ -1,4 +1,4 @@
-"""The signs of GPUs as a real Prometheus finds them in ten minutes of an exporter's series, real and scripted."""
+"""Signs of faulty GPUs that a real Prometheus finds in ten minutes of an exporter's series, real and scripted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from testing.operators.prometheus import run_prometheus
 from testing.training.launchers import wait_until_true
 
 Value = Callable[[float], float | None]
-"""Of a series, by the seconds since ten minutes and a half ago; None: the exporter did not say."""
+"""Of a series, by the seconds since ten minutes and a half ago; None: the exporter did not report it."""
 SPAN, EVERY = 630.0, 15.0
 REPLAYS, REASONS = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS"
 ECC = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
@@ -36,8 +36,8 @@ class Series:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def during(seconds: float) -> Value:
-    """Heat slows the clock down for so long, and power that software caps all the time."""
+def slow_down_during(seconds: float) -> Value:
+    """Return clock reasons: heat for this duration, and a software power cap all the time."""
     return lambda at: 0x44 if at > SPAN - seconds else 0x4
 
 
@@ -55,8 +55,8 @@ SERIES = [
     Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "link", lambda at: 0.05 * at),
     Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", "link-that-recovers", lambda at: 0.05 * at),
     Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", "sound-link", lambda at: 0.01 * at),
-    Series(REASONS, "hot", during(460)),
-    Series(REASONS, "hot-for-a-while", during(240)),
+    Series(REASONS, "hot", slow_down_during(460)),
+    Series(REASONS, "hot-for-a-while", slow_down_during(240)),
     Series(REASONS, "slowed-down", lambda _: 0x8),
     Series(REASONS, "capped", lambda _: 0x4 | 0x1 | 0x20),
     *(Series(CLOCK, f"peer-{n}", lambda _: 1800) for n in range(3)),
@@ -81,11 +81,11 @@ SERIES = [
     Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "foreign", lambda _: 1, {"namespace": "tenant"}),
     Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "liar", lambda _: 1, {"node": "", "Hostname": "node-9"}),
 ]
-"""Each GPU but the last on node-1 by the word of service discovery."""
+"""Service discovery places each GPU but the last on node-1."""
 
 
-def exposition(now: float) -> str:
-    """All that was to be scraped in these minutes, at once: the text format lets samples have times."""
+def build_exposition(now: float) -> str:
+    """Return all samples of these minutes at once: the text format allows timestamps."""
     lines = []
     for series in SERIES:
         labels = {"namespace": "gpus", "node": "node-1", "gpu": series.gpu, "UUID": f"GPU-{series.gpu}"}
@@ -114,9 +114,9 @@ class Exporter(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a Prometheus that has scraped it all."""
+    """The address of a Prometheus that has scraped all series."""
     Exporter.moment = time.time()
-    Exporter.text = exposition(Exporter.moment)
+    Exporter.text = build_exposition(Exporter.moment)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Exporter)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     folder: Path = tmp_path_factory.mktemp("prometheus")
@@ -135,11 +135,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def signs(url: str, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuValue, ...]:
-    """As of the moment at which the ten minutes ended, however long ago that is."""
-    ask = PrometheusConnect.custom_query
+    """The values as of the end of the ten minutes."""
+    answer_query = PrometheusConnect.custom_query
 
     def ask_as_of_then(self: PrometheusConnect, query: str, limit: dict[str, str], **more: Any) -> Any:
-        return ask(self, query, limit | {"time": f"{Exporter.moment + 1}"}, **more)
+        return answer_query(self, query, limit | {"time": f"{Exporter.moment + 1}"}, **more)
 
     monkeypatch.setattr(PrometheusConnect, "custom_query", ask_as_of_then)
     sample = await PrometheusClient(url, "gpus", "Hostname").sample(time.time())
@@ -147,7 +147,7 @@ async def signs(url: str, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuValue, ..
     return sample.get_metrics("ns", "j").gpu_signs
 
 
-def shown(signs: tuple[GpuValue, ...], metric: GpuSign) -> set[str]:
+def list_gpus_with(signs: tuple[GpuValue, ...], metric: GpuSign) -> set[str]:
     return {sign.gpu for sign in signs if sign.metric == metric}
 
 
@@ -165,12 +165,12 @@ def shown(signs: tuple[GpuValue, ...], metric: GpuSign) -> set[str]:
 async def test_each_sign_is_found_on_these_gpus_and_no_others(
     signs: tuple[GpuValue, ...], sign: GpuSign, gpus: set[str]
 ) -> None:
-    assert shown(signs, sign) == gpus
+    assert list_gpus_with(signs, sign) == gpus
     assert len([one for one in signs if one.metric == sign]) == len(gpus), "each once"
 
 
 @pytest.mark.usefixtures("signs")
-async def test_an_error_comes_with_what_its_series_was_before(url: str) -> None:
+async def test_an_error_includes_the_earlier_value_of_its_series(url: str) -> None:
     found = await PrometheusClient(url, "gpus", "Hostname").read_gpu_errors()
     assert found is not None
     assert {value.gpu: (value.value, value.previous_value) for value in found if value.metric == ECC} == {
@@ -181,42 +181,42 @@ async def test_an_error_comes_with_what_its_series_was_before(url: str) -> None:
     }
 
 
-async def test_only_service_discoverys_word_on_the_node_is_vouched_for(signs: tuple[GpuValue, ...]) -> None:
+async def test_only_nodes_from_service_discovery_are_trusted(signs: tuple[GpuValue, ...]) -> None:
     by_gpu = {sign.gpu: sign for sign in signs}
     assert by_gpu["pending"] == GpuValue("node-1", "pending", "RowsPending", 1.0, trusted=True, uuid="GPU-pending")
     assert by_gpu["liar"] == GpuValue("node-9", "liar", "RowsPending", 1.0, trusted=False, uuid="GPU-liar")
 
 
-async def test_the_figures_are_those_of_ten_minutes(signs: tuple[GpuValue, ...]) -> None:
+async def test_values_cover_ten_minutes(signs: tuple[GpuValue, ...]) -> None:
     figures = {sign.gpu: sign.value for sign in signs}
     assert figures["rising"] == pytest.approx(120, abs=2)
     assert figures["hot"] in (7, 8)
     assert figures["slow"] == 1400
 
 
-async def test_they_are_asked_for_now_and_then_only(url: str) -> None:
-    asked: list[str] = []
+async def test_gpu_values_are_queried_rarely(url: str) -> None:
+    queries: list[str] = []
 
-    async def ask(query: str, _seconds: float) -> list[Any]:
-        asked.append(query)
+    async def answer_query(query: str, _seconds: float) -> list[Any]:
+        queries.append(query)
         return []
 
-    watched = PrometheusClient(url, "gpus", "Hostname", ask)
+    watched = PrometheusClient(url, "gpus", "Hostname", answer_query)
     for now in (0.0, 5.0, 29.0, 31.0, 7.0):
         await watched.sample(now)
-    assert ["PCIE" in query for query in asked] == [*(False, True, False, False, False, True, False, True)], (
+    assert ["PCIE" in query for query in queries] == [*(False, True, False, False, False, True, False, True)], (
         "every 30 seconds, and when the clock was set back"
     )
-    await PrometheusClient(url, "", "Hostname", ask).sample(0.0)
-    assert "DCGM" not in asked[-1]
+    await PrometheusClient(url, "", "Hostname", answer_query).sample(0.0)
+    assert "DCGM" not in queries[-1]
 
 
-async def test_that_they_cannot_be_had_costs_nothing_else(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def ask(query: str, _seconds: float) -> list[Any]:
+async def test_a_failed_query_affects_nothing_else(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def answer_query(query: str, _seconds: float) -> list[Any]:
         if "PCIE" in query:
             raise requests.ConnectionError("found duplicate series")
         return []
 
-    sample = await PrometheusClient(url, "gpus", "Hostname", ask).sample(0.0)
+    sample = await PrometheusClient(url, "gpus", "Hostname", answer_query).sample(0.0)
     assert (sample.error, sample.gpu_signs) == ("", ())
     assert "cannot be queried for signs of GPUs: found duplicate series" in caplog.text

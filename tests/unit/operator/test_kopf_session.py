@@ -1,4 +1,4 @@
-"""kopf's own client over the operator's session: it is given trimmed jobs, by list, watch and answer."""
+"""kopf's own client over the operator's session: it receives trimmed jobs, by list, watch, and response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pacekeeper_operator.pods.trimming import MAX_SPEC_BYTES
 RESOURCE = Resource(GROUP, VERSION, "trainingjobs", namespaced=True)
 
 
-def job(number: int, size: int) -> dict[str, Any]:
+def build_body(number: int, size: int) -> dict[str, Any]:
     metadata = {"name": f"j{number}", "namespace": "ns", "uid": f"u{number}", "managedFields": ["x" * 1000]}
     spec = {"template": {"spec": {"containers": [{"name": "trainer", "args": ["x" * size]}]}}}
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": "TrainingJob", "metadata": metadata, "spec": spec}
@@ -31,7 +31,7 @@ def job(number: int, size: int) -> dict[str, Any]:
 
 class Server:
     def __init__(self) -> None:
-        self.jobs = [job(number, 1_000_000 if number % 2 else 100) for number in range(20)]
+        self.jobs = [build_body(number, 1_000_000 if number % 2 else 100) for number in range(20)]
         self.pages: list[int] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -54,7 +54,7 @@ class Server:
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    """With kopf logged in to it."""
+    """A server that kopf is logged in to."""
     found = Server()
     app = web.Application()
     app.router.add_get(f"/apis/{GROUP}/{VERSION}/trainingjobs", found.answer)
@@ -81,7 +81,7 @@ async def settings() -> kopf.OperatorSettings:
     return found
 
 
-def sizes(found: list[Any]) -> list[int]:
+def list_padding_sizes(found: list[Any]) -> list[int]:
     return [len(json.dumps(body)) for body in found]
 
 
@@ -90,13 +90,13 @@ async def test_lists_come_in_pages_of_bounded_bytes_and_are_trimmed(server: Serv
     pages = fetching.fetch_objs(settings=await settings(), resource=RESOURCE, namespace=None, logger=logger)
     found = [body async for page, _ in pages for body in page]
     assert [body["metadata"]["name"] for body in found] == [body["metadata"]["name"] for body in server.jobs]
-    assert max(sizes(found)) < 1_000 < MAX_SPEC_BYTES
+    assert max(list_padding_sizes(found)) < 1_000 < MAX_SPEC_BYTES
     assert [DROPPED_TEMPLATE_KEY in body["spec"]["template"] for body in found] == [False, True] * 10
     assert all("managedFields" not in body["metadata"] for body in found)
     assert server.pages[-1] * 500_000 <= response_limits.PAGE_BYTES
 
 
-async def test_watches_are_trimmed_and_their_errors_are_told(server: Server) -> None:
+async def test_watches_are_trimmed_and_their_errors_are_reported(server: Server) -> None:
     events = watching.watch_objs(
         settings=await settings(),
         resource=RESOURCE,
@@ -108,4 +108,4 @@ async def test_watches_are_trimmed_and_their_errors_are_told(server: Server) -> 
     assert found[-1]["object"]["code"] == 410
     bodies = [event["object"] for event in found[:-1]]
     assert len(bodies) == len(server.jobs)
-    assert max(sizes(bodies)) < 1_000
+    assert max(list_padding_sizes(bodies)) < 1_000

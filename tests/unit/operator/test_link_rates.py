@@ -1,4 +1,4 @@
-"""What a Fabric's query tells of its links, which anybody who exports metrics may have a say in."""
+"""What a Fabric's query reports of its links; any exporter of metrics may influence it."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from pacekeeper_operator.observe.prometheus import (
 QUERY = "min by (leaf, spine) (link_bits)"
 
 
-def row(leaf: object = "l1", spine: object = "s1", value: object = "4e11") -> dict[str, Any]:
+def build_row(leaf: object = "l1", spine: object = "s1", value: object = "4e11") -> dict[str, Any]:
     return {"metric": {"leaf": leaf, "spine": spine}, "value": [0, value]}
 
 
-async def told(rows: Any) -> LinkRatesResult:
-    asked: list[str] = []
+async def read_rates(rows: Any) -> LinkRatesResult:
+    queries: list[str] = []
 
     async def ask(text: str, _seconds: float) -> Sequence[Mapping[str, Any]]:
-        asked.append(text)
+        queries.append(text)
         if isinstance(rows, Exception):
             raise rows
-        return rows  # type: ignore[no-any-return]  # whatever somebody answers
+        return rows  # type: ignore[no-any-return]  # any response is possible
 
     answer = await PrometheusClient("http://prometheus", "", "", ask).read_link_rates(QUERY)
-    assert asked == [QUERY]
+    assert queries == [QUERY]
     return answer
 
 
-async def test_each_link_by_its_row() -> None:
-    answer = await told([row(), row(spine="s2", value="0"), row("l2", "s1", "1e11")])
+async def test_each_row_is_the_rate_of_a_link() -> None:
+    answer = await read_rates([build_row(), build_row(spine="s2", value="0"), build_row("l2", "s1", "1e11")])
     assert answer == LinkRatesResult({("l1", "s1"): 4e11, ("l1", "s2"): 0.0, ("l2", "s1"): 1e11})
 
 
-async def test_of_a_link_that_is_told_twice_the_worse_counts() -> None:
-    assert (await told([row(value="0"), row()])).rates == {("l1", "s1"): 0.0}
+async def test_the_lower_of_two_rates_of_a_link_counts() -> None:
+    assert (await read_rates([build_row(value="0"), build_row()])).rates == {("l1", "s1"): 0.0}
 
 
-async def test_no_row_says_that_all_is_well() -> None:
-    assert await told([]) == LinkRatesResult({})
+async def test_no_rows_mean_healthy_links() -> None:
+    assert await read_rates([]) == LinkRatesResult({})
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        row(value="NaN"),
-        row(value="+Inf"),
-        row(value="-1"),
-        row(value="up"),
-        row(leaf=""),
-        row(leaf="x" * (MAX_LEAF_NAME_CHARACTERS + 1)),
-        row(spine="s12345"),
-        row(leaf=7),
+        build_row(value="NaN"),
+        build_row(value="+Inf"),
+        build_row(value="-1"),
+        build_row(value="up"),
+        build_row(leaf=""),
+        build_row(leaf="x" * (MAX_LEAF_NAME_CHARACTERS + 1)),
+        build_row(spine="s12345"),
+        build_row(leaf=7),
         {"metric": {"leaf": "l1"}, "value": [0, "1"]},
         {"value": [0, "1"]},
         {"metric": {"leaf": "l1", "spine": "s1"}},
@@ -69,15 +69,15 @@ async def test_no_row_says_that_all_is_well() -> None:
         None,
     ],
 )
-async def test_a_row_that_makes_no_sense_costs_that_row(bad: Any) -> None:
-    assert await told([bad, row()]) == LinkRatesResult({("l1", "s1"): 4e11})
-    answer = await told([bad])
+async def test_an_invalid_row_is_skipped(bad: Any) -> None:
+    assert await read_rates([bad, build_row()]) == LinkRatesResult({("l1", "s1"): 4e11})
+    answer = await read_rates([bad])
     assert (answer.rates, answer.error) == ({}, "none of 1 rows has a leaf, a spine and a rate")
 
 
-async def test_there_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_rows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "MAX_LINK_ROWS", 2)
-    answer = await told([row("a"), row("b"), row("c")])
+    answer = await read_rates([build_row("a"), build_row("b"), build_row("c")])
     assert (sorted(answer.rates), answer.error) == (
         [("a", "s1"), ("b", "s1")],
         "only 2 of 3 rows are read: narrow the query",
@@ -89,20 +89,20 @@ async def test_there_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     "error",
     [NobodyThere("refused"), PrometheusApiClientException("HTTP Status Code 400 (b'parse error')"), ValueError("text")],
 )
-async def test_nobody_answers(error: Exception) -> None:
-    answer = await told(error)
+async def test_an_unavailable_prometheus_is_reported(error: Exception) -> None:
+    answer = await read_rates(error)
     assert answer.rates == {}
     assert answer.error.startswith("Prometheus at http://prometheus does not answer")
 
 
-async def test_what_is_no_answer_at_all() -> None:
-    assert (await told(7)).error.startswith("Prometheus at http://prometheus does not answer")
+async def test_an_invalid_response_is_reported() -> None:
+    assert (await read_rates(7)).error.startswith("Prometheus at http://prometheus does not answer")
 
 
-async def test_the_trouble_is_told_in_few_words() -> None:
-    answer = await told(PrometheusApiClientException("x" * 10_000))
+async def test_the_error_message_is_short() -> None:
+    answer = await read_rates(PrometheusApiClientException("x" * 10_000))
     assert len(answer.error) <= 500
 
 
-async def test_without_prometheus() -> None:
+async def test_without_a_prometheus_the_query_is_reported_as_unavailable() -> None:
     assert "no Prometheus is configured" in (await PrometheusClient("", "", "").read_link_rates(QUERY)).error

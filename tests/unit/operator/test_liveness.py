@@ -1,4 +1,4 @@
-"""The operator calls itself dead when it no longer sees the cluster, and ends when a part of it has died."""
+"""The operator reports itself dead when it no longer sees the cluster, and ends when a part of it fails."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pacekeeper_operator.settings import Settings
 
 @pytest.fixture
 def operator() -> Operator:
-    """One whose watches have told of a node. It calls nobody."""
-    nobody = Cluster(cast(ApiConnection, None))
+    """An operator whose watches have reported a node. It calls no server."""
+    absent_client = Cluster(cast(ApiConnection, None))
     operator = Operator(
-        Settings(), nobody, JobRegistry(0.0), Installation("", "", "", ""), PrometheusClient("", "", "")
+        Settings(), absent_client, JobRegistry(0.0), Installation("", "", "", ""), PrometheusClient("", "", "")
     )
     operator.stores.nodes.apply_event(
         {"metadata": {"name": "node-1", "uid": "u", "resourceVersion": "1"}}, deleted=False
@@ -34,31 +34,31 @@ def operator() -> Operator:
     return operator
 
 
-def later(operator: Operator) -> float:
+def compute_deadline(operator: Operator) -> float:
     return operator.jobs.started_at + 2 * FIRST_WATCH_EVENT_SECONDS
 
 
-def test_watches_that_tell_are_alive(operator: Operator) -> None:
-    assert operator.stores.find_watch_failure(later(operator)) == ""
+def test_watches_with_events_are_alive(operator: Operator) -> None:
+    assert operator.stores.find_watch_failure(compute_deadline(operator)) == ""
 
 
-def test_changes_that_only_lists_have_shown_are_a_dead_watch(operator: Operator) -> None:
+def test_changes_seen_only_in_lists_mean_a_dead_watch(operator: Operator) -> None:
     operator.stores.pods.missed_changes = MAX_MISSED_POD_CHANGES
-    assert "the watch of pods is dead" in operator.stores.find_watch_failure(later(operator))
+    assert "the watch of pods is dead" in operator.stores.find_watch_failure(compute_deadline(operator))
 
 
-def test_watches_that_never_came_to_life_are_dead_after_a_while(operator: Operator) -> None:
+def test_watches_without_any_event_are_dead_after_a_while(operator: Operator) -> None:
     operator.stores.nodes.has_watch_events = False
     assert operator.stores.find_watch_failure(operator.jobs.started_at + 1) == ""
-    assert "no watch has reported anything" in operator.stores.find_watch_failure(later(operator))
+    assert "no watch has reported anything" in operator.stores.find_watch_failure(compute_deadline(operator))
 
 
 class TestProcess:
-    """How it ends; what it serves meanwhile is made up."""
+    """The process ends; what it serves before that is fake."""
 
     @pytest.fixture
     def serve(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[OperatorRuntime], Awaitable[None]]], None]:
-        """Makes the operator do this while it runs."""
+        """A function that replaces the operator's work."""
 
         def do(work: Callable[[OperatorRuntime], Awaitable[None]]) -> None:
             async def serving(
@@ -70,17 +70,15 @@ class TestProcess:
 
         return do
 
-    async def test_told_to_end_it_ends_well(self, serve: Callable[..., None]) -> None:
+    async def test_a_requested_end_has_exit_status_zero(self, serve: Callable[..., None]) -> None:
         async def work(_runtime: OperatorRuntime) -> None:
             return
 
         serve(work)
         assert await entry._run_process(Settings()) == 0
 
-    async def test_when_one_of_its_tasks_dies_it_leaves_in_order_with_an_error(
-        self, serve: Callable[..., None]
-    ) -> None:
-        left = []
+    async def test_a_failed_task_ends_the_operator_in_order_with_an_error(self, serve: Callable[..., None]) -> None:
+        events = []
 
         async def die() -> None:
             raise RuntimeError("a defect")
@@ -88,13 +86,13 @@ class TestProcess:
         async def work(runtime: OperatorRuntime) -> None:
             runtime.start_task(die(), "a loop")
             await runtime.failed.wait()  # as the watches' machinery does
-            left.append(True)
+            events.append(True)
 
         serve(work)
         assert await entry._run_process(Settings()) == 1
-        assert left
+        assert events
 
-    async def test_what_does_not_leave_is_made_to(
+    async def test_an_operator_that_does_not_end_is_forced_to(
         self, serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(process, "OPERATOR_SHUTDOWN_SECONDS", 0.01)
@@ -109,7 +107,7 @@ class TestProcess:
         serve(work)
         assert await entry._run_process(Settings()) == 1
 
-    async def test_bad_input_is_told_to_the_user(
+    async def test_bad_input_is_reported_to_the_user(
         self, serve: Callable[..., None], capsys: pytest.CaptureFixture[str]
     ) -> None:
         async def work(_runtime: OperatorRuntime) -> None:

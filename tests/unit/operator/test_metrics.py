@@ -1,4 +1,4 @@
-"""What the operator shows of jobs and quarantines: as their statuses say, and nothing of what is gone."""
+"""Metrics of jobs and quarantines match their statuses, and deleted objects have none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OF_A_JOB = (
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def no_series_left() -> Iterator[None]:
     yield
     for job in ("a", "b"):
         metrics.publish_job_metrics("ns", job, None)
@@ -57,8 +57,8 @@ def nothing_left() -> Iterator[None]:
     metrics.publish_quarantine_metrics({})
 
 
-def shown(job: str = "a") -> dict[str, float]:
-    """Values by name and the labels beside the job's."""
+def read_job_series(job: str = "a") -> dict[str, float]:
+    """Return values by name and the labels in addition to the job's."""
     found = {}
     for family in REGISTRY.collect():
         for sample in family.samples:
@@ -69,9 +69,9 @@ def shown(job: str = "a") -> dict[str, float]:
     return found
 
 
-def test_a_job_is_shown_as_its_status_says() -> None:
+def test_series_of_a_job_match_its_status() -> None:
     metrics.publish_job_metrics("ns", "a", RUNNING, restarts_left=3, restarts_allowed=10)
-    assert shown() == {
+    assert read_job_series() == {
         "phase Running": 1,
         "step": 40,
         "slowdown": 1.2,
@@ -85,10 +85,10 @@ def test_a_job_is_shown_as_its_status_says() -> None:
         "mode Sync": 1,
         "condition Running Training": 1,
         "condition ActionBlocked NothingBlocked": 0,
-    }, "what is not known is not shown"
+    }, "unknown values are not published"
 
 
-def test_what_holds_no_more_is_shown_no_more() -> None:
+def test_series_of_ended_states_are_removed() -> None:
     metrics.publish_job_metrics("ns", "a", RUNNING, restarts_left=3, restarts_allowed=10)
     blocked = ConditionStatus("ActionBlocked", "True", "PodDenied")
     metrics.publish_job_metrics(
@@ -96,7 +96,7 @@ def test_what_holds_no_more_is_shown_no_more() -> None:
         "a",
         replace(RUNNING, phase=JobPhase.FAILED, sync_mode=SyncMode.EDIT, slowdown=None, conditions=(blocked,)),
     )
-    found = shown()
+    found = read_job_series()
     assert {name for name in found if name.split()[0] in ("phase", "mode", "condition")} == {
         "phase Failed",
         "mode EDiT",
@@ -105,19 +105,19 @@ def test_what_holds_no_more_is_shown_no_more() -> None:
     assert not {"slowdown", "restarts_left", "restarts_allowed"} & set(found)
 
 
-def test_a_job_that_is_gone_takes_its_own_series_and_no_others() -> None:
+def test_a_deleted_job_removes_only_its_own_series() -> None:
     metrics.publish_job_metrics("ns", "a", RUNNING, restarts_left=3, restarts_allowed=10)
     metrics.publish_job_metrics("ns", "b", RUNNING, restarts_left=3, restarts_allowed=10)
     metrics.publish_job_metrics("ns", "a", None)
-    assert shown("a") == {}
-    assert len(shown("b")) == 13
+    assert read_job_series("a") == {}
+    assert len(read_job_series("b")) == 13
 
 
-def test_quarantines_by_their_nodes_names() -> None:
-    held = ConditionStatus(QuarantineCondition.QUARANTINED, "False", QuarantineVerdict.BUDGET_SPENT)
+def test_quarantines_have_series_by_node_name() -> None:
+    condition = ConditionStatus(QuarantineCondition.QUARANTINED, "False", QuarantineVerdict.BUDGET_SPENT)
     metrics.publish_quarantine_metrics(
         {
-            "node-1": QuarantineStatus(phase=QuarantinePhase.BLOCKED, conditions=(held,)),
+            "node-1": QuarantineStatus(phase=QuarantinePhase.BLOCKED, conditions=(condition,)),
             "node-2": QuarantineStatus(phase=QuarantinePhase.PENDING),
             "node-3": QuarantineStatus(),
         }
@@ -129,8 +129,8 @@ def test_quarantines_by_their_nodes_names() -> None:
     assert [sample.labels["phase"] for sample in family.samples] == ["Active"]
 
 
-def test_the_first_of_each_kind_is_an_increase() -> None:
-    """Whatever counts Incidents is there, with some number, before any is opened."""
+def test_incident_counters_exist_before_the_first_incident() -> None:
+    """Each counter of Incidents exists, with some value, before any is opened."""
     for cause in IncidentCause:
         assert REGISTRY.get_sample_value("pacekeeper_recovery_seconds_count", {"cause": cause}) is not None
         labels = {"cause": cause, "class_": "Unknown", "mode": "Act"}
@@ -141,46 +141,46 @@ def test_the_first_of_each_kind_is_an_increase() -> None:
         assert REGISTRY.get_sample_value("pacekeeper_remedies_total", {"remedy": remedy}) is not None
 
 
-def test_people_can_read_what_each_series_means() -> None:
+def test_the_docs_describe_each_series() -> None:
     page = (REPOSITORY / "docs/monitoring.md").read_text()
     names = {
         name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in list_operator_metrics()
     }
-    budget = {"pacekeeper_job_restarts_left", "pacekeeper_job_restarts_allowed"}  # named by their ends
+    budget = {"pacekeeper_job_restarts_left", "pacekeeper_job_restarts_allowed"}  # the docs name them by their ends
     assert not [n for n in names - budget if n not in page and not n.startswith("pacekeeper_fabric_")]
 
 
 class TestLinks:
-    """What a job's connections showed when they were last looked at."""
+    """Metrics show what the last check of a job's connections found."""
 
     SLOW = LinkCheck(
         NOW, "ask", hot_places=("all that rank 3 sends",), conclusive=True, sides=(LinkSide(3, True, 4.0),)
     )
 
-    def test_hot_places_and_the_slowest_sides(self) -> None:
+    def test_hot_links_and_the_slowest_sides_are_published(self) -> None:
         metrics.publish_link_metrics("ns", "a", 2, [(3, "sends", 4.0), (3, "receives", 1.5)])
-        assert self.shown() == {"hot": 2, ("3", "sends"): 4.0, ("3", "receives"): 1.5}
-        assert self.shown("b") == {}
+        assert self.read_link_series() == {"hot": 2, ("3", "sends"): 4.0, ("3", "receives"): 1.5}
+        assert self.read_link_series("b") == {}
 
-    def test_only_those_of_the_newest_look(self) -> None:
+    def test_only_the_newest_link_check_is_published(self) -> None:
         metrics.publish_link_metrics("ns", "a", 1, [(3, "sends", 4.0), (5, "sends", 2.0)])
         metrics.publish_link_metrics("ns", "b", 1, [(3, "sends", 3.0)])
         metrics.publish_link_metrics("ns", "a", 0, [(5, "sends", 1.1)])
-        assert self.shown() == {"hot": 0, ("5", "sends"): 1.1}, "that nothing is hot is known"
+        assert self.read_link_series() == {"hot": 0, ("5", "sends"): 1.1}, "zero hot links are a known value"
         metrics.publish_link_metrics("ns", "a", None)
-        assert self.shown() == {}
-        assert self.shown("b") == {"hot": 1, ("3", "sends"): 3.0}
+        assert self.read_link_series() == {}
+        assert self.read_link_series("b") == {"hot": 1, ("3", "sends"): 3.0}
 
     @pytest.mark.parametrize("seen", [None, replace(SLOW, conclusive=False)])
-    def test_of_what_is_not_known_nothing(self, seen: LinkCheck | None) -> None:
+    def test_unknown_values_have_no_series(self, seen: LinkCheck | None) -> None:
         job = replace(build_training().job, namespace="ns", name="a")
         show_link_metrics(job, self.SLOW)
-        assert self.shown() == {"hot": 1, ("3", "sends"): 4.0}
+        assert self.read_link_series() == {"hot": 1, ("3", "sends"): 4.0}
         show_link_metrics(job, seen)
-        assert self.shown() == {}
+        assert self.read_link_series() == {}
 
-    def shown(self, job: str = "a") -> dict[str | tuple[str, str], float]:
-        """`hot`, and by rank and side."""
+    def read_link_series(self, job: str = "a") -> dict[str | tuple[str, str], float]:
+        """Return `hot`, and the values by rank and side."""
         found: dict[str | tuple[str, str], float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:

@@ -1,4 +1,4 @@
-"""What nodes are remembered for: which Incidents count, that each counts once whatever the operator dies of, and what
+"""Histories of nodes: which Incidents count, that each counts once even if the operator ends at any call, and what
 follows from it."""
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ INCIDENT = Incident(
 )
 
 
-def history(*days: float, node: str = "node-7", **changes: Any) -> NodeHistory:
-    """With an Incident so many days ago each."""
+def build_history(*days: float, node: str = "node-7", **changes: Any) -> NodeHistory:
+    """Build a history with an Incident this many days ago each."""
     found = NodeHistory(node, f"uid-{node}")
     for number, day in enumerate(days):
         found = with_entry(found, NodeIncident("ns", f"i{number}", NodeIncidentKind.LOST, NOW - day * DAY_SECONDS))
     return replace(found, **changes)
 
 
-class TestWhatCounts:
+class TestCountedIncidents:
     @pytest.mark.parametrize(
         ("cause", "kind"),
         [
@@ -97,7 +97,9 @@ class TestWhatCounts:
             (IncidentCause.NODE_LEAVING, None),
         ],
     )
-    def test_only_what_may_be_the_nodes_fault(self, cause: IncidentCause, kind: NodeIncidentKind | None) -> None:
+    def test_only_causes_that_may_be_the_nodes_fault_count(
+        self, cause: IncidentCause, kind: NodeIncidentKind | None
+    ) -> None:
         found = build_entry("ns", replace(INCIDENT, cause=cause), NOW)
         assert (found and found.kind) == kind
 
@@ -110,7 +112,7 @@ class TestWhatCounts:
             {"class_": IncidentClass.DISRUPTION},
         ],
     )
-    def test_nothing_that_is_open_or_has_no_node_or_is_not_the_nodes(self, changes: dict[str, Any]) -> None:
+    def test_open_incidents_and_those_of_no_node_do_not_count(self, changes: dict[str, Any]) -> None:
         assert build_entry("ns", replace(INCIDENT, **changes), NOW) is None
 
     @pytest.mark.parametrize(
@@ -129,33 +131,33 @@ class TestWhatCounts:
         assert found is not None
         assert found.resolved_by_move is left
 
-    def test_a_date_in_the_future_is_now(self) -> None:
+    def test_a_date_in_the_future_counts_as_now(self) -> None:
         found = build_entry("ns", replace(INCIDENT, detected=NOW + 1e6), NOW)
         assert found is not None
         assert found.at == NOW
 
-    def test_one_incident_counts_once_by_namespace_and_name(self) -> None:
+    def test_an_incident_counts_once_by_namespace_and_name(self) -> None:
         entry = NodeIncident("ns", "i", NodeIncidentKind.HUNG, NOW)
-        once = with_entry(history(), entry)
+        once = with_entry(build_history(), entry)
         assert with_entry(once, replace(entry, at=NOW + 5)) == once
         assert len(with_entry(once, replace(entry, namespace="other")).incidents) == 2
 
-    def test_the_newest_are_kept_and_an_older_one_that_comes_again_is_not_new(self) -> None:
-        found = history(*range(MAX_NODE_INCIDENTS + 10))
+    def test_the_newest_incidents_are_stored_and_a_repeated_older_one_is_not_added(self) -> None:
+        found = build_history(*range(MAX_NODE_INCIDENTS + 10))
         assert len(found.incidents) == MAX_NODE_INCIDENTS
         assert [one.name for one in found.incidents[:2]] == ["i0", "i1"]
         forgotten = NodeIncident("ns", "i70", NodeIncidentKind.LOST, NOW - 70 * DAY_SECONDS)
         assert with_entry(found, forgotten) == found
 
-    def test_after_ninety_days_it_is_forgotten(self) -> None:
-        found = history(0, 89, 91)
+    def test_an_incident_is_forgotten_after_ninety_days(self) -> None:
+        found = build_history(0, 89, 91)
         assert [one.name for one in drop_old_entries(found, NOW).incidents] == ["i0", "i1"]
         assert drop_old_entries(found, NOW + NODE_INCIDENT_TTL_SECONDS).incidents == ()
 
-    def test_a_burst_is_one_day_and_what_stayed_with_the_job_is_none(self) -> None:
-        assert count_incident_days(history(0.0, 0.001, 0.002), NOW) == 1
-        assert count_incident_days(history(0, 5, 91), NOW) == 2
-        stayed = replace(history(5), incidents=(replace(history(5).incidents[0], resolved_by_move=False),))
+    def test_a_burst_counts_as_one_day_and_faults_that_stayed_with_the_job_as_none(self) -> None:
+        assert count_incident_days(build_history(0.0, 0.001, 0.002), NOW) == 1
+        assert count_incident_days(build_history(0, 5, 91), NOW) == 2
+        stayed = replace(build_history(5), incidents=(replace(build_history(5).incidents[0], resolved_by_move=False),))
         assert count_incident_days(stayed, NOW) == 0
 
 
@@ -163,17 +165,21 @@ ALL = {f"node-{n}": NodeView(f"node-{n}", f"uid-node-{n}") for n in range(40)}
 
 
 class TestPreference:
-    def test_nodes_with_incidents_on_several_days_the_worst_first(self) -> None:
-        found = [history(1, node="node-1"), history(1, 2, node="node-2"), history(1, 2, 3, node="node-3")]
+    def test_nodes_with_incidents_on_several_days_are_avoided_worst_first(self) -> None:
+        found = [
+            build_history(1, node="node-1"),
+            build_history(1, 2, node="node-2"),
+            build_history(1, 2, 3, node="node-3"),
+        ]
         assert rank_unreliable_nodes(found, ALL, NOW) == ("node-3", "node-2")
         assert rank_unreliable_nodes(found, ALL, NOW + NODE_INCIDENT_TTL_SECONDS) == ()
 
-    def test_a_node_of_the_same_name_that_is_another_one_is_as_good_as_any(self) -> None:
-        found = [history(1, 2, node="node-1", node_uid="of-the-one-before"), history(1, 2, node="gone")]
+    def test_a_new_node_of_the_same_name_is_not_avoided(self) -> None:
+        found = [build_history(1, 2, node="node-1", node_uid="of-the-one-before"), build_history(1, 2, node="gone")]
         assert rank_unreliable_nodes(found, ALL, NOW) == ()
 
-    def test_a_pod_names_few_of_them(self) -> None:
-        found = [history(1, 2, node=name) for name in ALL]
+    def test_a_pod_avoids_a_bounded_number_of_nodes(self) -> None:
+        found = [build_history(1, 2, node=name) for name in ALL]
         assert len(rank_unreliable_nodes(found, ALL, NOW)) == MAX_UNRELIABLE_NODES
 
 
@@ -190,17 +196,17 @@ class TestBadInput:
             {"counts": [{"kind": "Lost", "count": 1000}]},
         ],
     )
-    def test_what_cannot_be_read_counts_for_nothing(self, status: Any) -> None:
+    def test_invalid_histories_count_as_empty(self, status: Any) -> None:
         body = {"metadata": {"name": "node-7"}, "spec": {"nodeUID": "u"}, "status": status}
         assert NodeHistory.parse(body) == NodeHistory("node-7", "u")
 
-    def test_and_does_not_spoil_the_rest(self) -> None:
+    def test_an_invalid_incident_does_not_affect_the_others(self) -> None:
         good = {"namespace": "ns", "name": "i", "kind": "Lost", "at": "2026-01-01T00:00:00Z"}
         body = {"metadata": {"name": "node-7"}, "status": {"incidents": [{**good, "kind": "Possessed"}, good]}}
         assert [one.name for one in NodeHistory.parse(body).incidents] == ["i"]
 
     def test_the_fullest_history_fits_into_its_definition(self) -> None:
-        found = history()
+        found = build_history()
         for number in range(2 * MAX_NODE_INCIDENTS):
             kind = list(NodeIncidentKind)[number % len(NodeIncidentKind)]
             found = with_entry(found, NodeIncident("n" * 63, f"{number:0253}", kind, NOW - number, number % 2 == 0))
@@ -212,17 +218,17 @@ class TestBadInput:
         )
 
 
-class Died(BaseException):
+class ProcessEnded(BaseException):
     """The operator's process has ended."""
 
 
 class Cluster(FakeCluster):
-    """A node, and a process that ends at one of its calls."""
+    """A cluster with a node that ends the operator's process at one of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
-        self.dies_at: int | None = None  # twice the number of the call; odd: once it has taken effect
+        self.dies_at: int | None = None  # twice the number of the call; odd: after its effect
         self.denied: dict[str, Exception] = {}
         self.node("uid-1")
 
@@ -231,28 +237,28 @@ class Cluster(FakeCluster):
         self._store(("nodes", "", "node-7"), {"metadata": metadata, "spec": {}})
 
     async def find(self, kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
-        found: Object | None = await self._mortal(kind, super().find(kind, name, namespace))
+        found: Object | None = await self._call_unless_dead(kind, super().find(kind, name, namespace))
         return found
 
     async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
-        made: Object = await self._mortal(kind, super().create(kind, body, dry_run=dry_run))
+        made: Object = await self._call_unless_dead(kind, super().create(kind, body, dry_run=dry_run))
         return made
 
     async def patch(self, kind: ResourceKind, name: str, body: Any, namespace: str = "", **more: Any) -> Object:
-        patched: Object = await self._mortal(kind, super().patch(kind, name, body, namespace, **more))
+        patched: Object = await self._call_unless_dead(kind, super().patch(kind, name, body, namespace, **more))
         return patched
 
     async def delete(self, kind: ResourceKind, name: str, namespace: str = "", **more: Any) -> None:
-        await self._mortal(kind, super().delete(kind, name, namespace, **more))
+        await self._call_unless_dead(kind, super().delete(kind, name, namespace, **more))
 
-    async def _mortal(self, kind: ResourceKind, call: Any) -> Any:
+    async def _call_unless_dead(self, kind: ResourceKind, call: Any) -> Any:
         self.calls += 1
         if self.dies_at == 2 * self.calls or kind.plural in self.denied:
             call.close()
-            raise self.denied.get(kind.plural, Died())
+            raise self.denied.get(kind.plural, ProcessEnded())
         answer = await call
         if self.dies_at == 2 * self.calls + 1:
-            raise Died
+            raise ProcessEnded
         return answer
 
     def history(self) -> NodeHistory | None:
@@ -264,8 +270,8 @@ class Cluster(FakeCluster):
         return [] if found is None else [one.name for one in found.incidents]
 
 
-class Life:
-    """Of one operator."""
+class OperatorProcess:
+    """The process of one operator."""
 
     def __init__(self, cluster: Cluster) -> None:
         prometheus = PrometheusClient("", "", "")
@@ -275,7 +281,7 @@ class Life:
         self.desk: JobContext = create_job_context(self.operator, build_training().job, {})
         self.desk.cache.update(desired=build_training().desired)
 
-    async def write(self, incident: Incident = INCIDENT, before: Incident | None = None) -> None:
+    async def record_incident(self, incident: Incident = INCIDENT, before: Incident | None = None) -> None:
         await handle_effect(self.operator, self.desk, WriteIncident(incident, before))
 
 
@@ -285,11 +291,11 @@ def cluster() -> Cluster:
 
 
 class TestRecording:
-    async def test_it_is_written_when_the_incident_ends_and_goes_with_its_node(self, cluster: Cluster) -> None:
-        life, opened = Life(cluster), replace(INCIDENT, outcome=None)
-        await life.write(opened)
+    async def test_history_is_written_when_the_incident_ends_and_deleted_with_its_node(self, cluster: Cluster) -> None:
+        process, opened = OperatorProcess(cluster), replace(INCIDENT, outcome=None)
+        await process.record_incident(opened)
         assert cluster.history() is None
-        await life.write(INCIDENT, opened)
+        await process.record_incident(INCIDENT, opened)
         body = cluster.objects["nodehistories", "", "node-7"]
         assert find_schema_errors(body["spec"], read_schema("nodehistories")["spec"]) == []
         assert find_schema_errors(body["status"], read_schema("nodehistories")["status"]) == []
@@ -297,116 +303,118 @@ class TestRecording:
         (entry,) = NodeHistory.parse(body).incidents
         assert (entry.namespace, entry.name, entry.kind, entry.at) == ("ns", INCIDENT.name, "Lost", INCIDENT.detected)
 
-    async def test_again_by_the_next_operator_nothing_is_written(self, cluster: Cluster) -> None:
-        await Life(cluster).write()
+    async def test_the_next_operator_writes_nothing_again(self, cluster: Cluster) -> None:
+        await OperatorProcess(cluster).record_incident()
         before = cluster.objects["nodehistories", "", "node-7"]["metadata"]["resourceVersion"]
-        await Life(cluster).write()
+        await OperatorProcess(cluster).record_incident()
         assert cluster.objects["nodehistories", "", "node-7"]["metadata"]["resourceVersion"] == before
 
-    async def test_an_operator_that_dies_between_any_two_calls_loses_nothing_and_counts_nothing_twice(self) -> None:
+    async def test_an_operator_that_ends_between_two_calls_loses_nothing_and_counts_nothing_twice(self) -> None:
         """Also while the history of an earlier node of the name is replaced."""
         moments = 0
         for moment in range(2, 200):
             cluster = Cluster()
-            await Life(cluster).write(replace(INCIDENT, name="of-the-node-before"))
+            await OperatorProcess(cluster).record_incident(replace(INCIDENT, name="of-the-node-before"))
             cluster.node("uid-2", NOW - 500)
             cluster.calls, cluster.dies_at = 0, moment
             try:
-                await Life(cluster).write()
-            except Died:
+                await OperatorProcess(cluster).record_incident()
+            except ProcessEnded:
                 moments += 1
                 cluster.dies_at = None
-                await Life(cluster).write()
+                await OperatorProcess(cluster).record_incident()
             found = cluster.history()
             assert found is not None
             assert (found.node_uid, cluster.names()) == ("uid-2", [INCIDENT.name])
             if cluster.dies_at is not None:
-                break  # it has ended before that moment
+                break  # the write was complete before that call
         assert moments > 10
 
-    async def test_a_node_that_came_after_the_incident_is_another_one(self, cluster: Cluster) -> None:
+    async def test_a_node_created_after_the_incident_has_no_history_of_it(self, cluster: Cluster) -> None:
         cluster.node("uid-2", created_at=INCIDENT.detected + 1)
-        await Life(cluster).write()
+        await OperatorProcess(cluster).record_incident()
         assert cluster.history() is None
 
-    async def test_a_node_that_is_gone_is_not_remembered(self, cluster: Cluster) -> None:
+    async def test_a_deleted_node_gets_no_history(self, cluster: Cluster) -> None:
         await cluster.delete(NODE_OBJECTS, "node-7")
-        await Life(cluster).write()
+        await OperatorProcess(cluster).record_incident()
         assert cluster.history() is None
 
     @pytest.mark.parametrize("error", [Denied("forbidden"), NotFound("no such resource")])
-    async def test_an_installation_older_than_the_operator_closes_its_incidents(
+    async def test_incidents_are_closed_where_the_definition_is_missing(
         self, cluster: Cluster, error: Exception
     ) -> None:
         cluster.denied["nodehistories"] = error
-        life = Life(cluster)
-        await life.write()
-        assert life.desk.written_incidents == {INCIDENT.name: INCIDENT}
+        process = OperatorProcess(cluster)
+        await process.record_incident()
+        assert process.desk.written_incidents == {INCIDENT.name: INCIDENT}
         assert (await cluster.get(INCIDENT_OBJECTS, INCIDENT.name, "ns"))["status"]["outcome"] == "Recovered"
 
-    async def test_what_may_work_later_is_tried_again(self, cluster: Cluster) -> None:
+    async def test_a_temporary_error_is_retried(self, cluster: Cluster) -> None:
         cluster.denied["nodehistories"] = kopf.TemporaryError("the API server does not answer")
-        life = Life(cluster)
+        process = OperatorProcess(cluster)
         with pytest.raises(kopf.TemporaryError):
-            await life.write()
-        assert life.desk.written_incidents == {}, "so that the effect is wanted again"
+            await process.record_incident()
+        assert process.desk.written_incidents == {}, "the effect is retried"
         cluster.denied.clear()
-        await life.write()
+        await process.record_incident()
         assert cluster.names() == [INCIDENT.name]
 
-    async def test_of_two_writers_none_overwrites_the_other(
+    async def test_two_writers_do_not_overwrite_each_other(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        await Life(cluster).write()
-        stale = await cluster.find(NODE_HISTORIES, "node-7")
-        await Life(cluster).write(replace(INCIDENT, name="second"))
+        await OperatorProcess(cluster).record_incident()
+        outdated_view = await cluster.find(NODE_HISTORIES, "node-7")
+        await OperatorProcess(cluster).record_incident(replace(INCIDENT, name="second"))
         find = cluster.find
 
         async def late(kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
-            return stale if kind is NODE_HISTORIES else await find(kind, name, namespace)
+            return outdated_view if kind is NODE_HISTORIES else await find(kind, name, namespace)
 
         monkeypatch.setattr(cluster, "find", late)
         with pytest.raises(Conflict):
-            await Life(cluster).write(replace(INCIDENT, name="third"))
+            await OperatorProcess(cluster).record_incident(replace(INCIDENT, name="third"))
         monkeypatch.undo()
-        await Life(cluster).write(replace(INCIDENT, name="third"))
+        await OperatorProcess(cluster).record_incident(replace(INCIDENT, name="third"))
         assert sorted(cluster.names()) == sorted([INCIDENT.name, "second", "third"])
 
-    async def test_a_job_that_is_deleted_leaves_its_nodes_their_histories(self, cluster: Cluster) -> None:
-        life, other = Life(cluster), replace(INCIDENT, name="other", outcome=None)
-        life.desk.cache.update(desired=build_training().desired.with_incident(INCIDENT).with_incident(other))
-        await close_incidents(life.operator, life.desk)
+    async def test_histories_of_nodes_outlive_a_deleted_job(self, cluster: Cluster) -> None:
+        process, other = OperatorProcess(cluster), replace(INCIDENT, name="other", outcome=None)
+        process.desk.cache.update(desired=build_training().desired.with_incident(INCIDENT).with_incident(other))
+        await close_incidents(process.operator, process.desk)
         assert sorted(cluster.names()) == sorted([INCIDENT.name, "other"])
 
 
-class TestLookingAfter:
-    async def test_what_is_known_is_read_pruned_and_shown(self, cluster: Cluster) -> None:
-        await cluster.create(NODE_HISTORIES, self.body("node-1", 1, 2, 95))
-        await cluster.create(NODE_HISTORIES, self.body("node-2", 91))
-        life = Life(cluster)
-        life.operator.stores.nodes.update(
+class TestUpkeep:
+    async def test_histories_are_read_pruned_and_published(self, cluster: Cluster) -> None:
+        await cluster.create(NODE_HISTORIES, self.build_body("node-1", 1, 2, 95))
+        await cluster.create(NODE_HISTORIES, self.build_body("node-2", 91))
+        process = OperatorProcess(cluster)
+        process.operator.stores.nodes.update(
             {"metadata": {"name": "node-1", "uid": "uid-node-1", "resourceVersion": "1"}, "status": {}}
         )
-        await life.operator.node_histories.clean_up()
-        kept = {key[2]: NodeHistory.parse(body) for key, body in cluster.objects.items() if key[0] == "nodehistories"}
-        assert {name: len(found.incidents) for name, found in kept.items()} == {"node-1": 2}
-        assert list(life.operator.node_histories.unreliable_nodes) == ["node-1"]
+        await process.operator.node_histories.clean_up()
+        histories = {
+            key[2]: NodeHistory.parse(body) for key, body in cluster.objects.items() if key[0] == "nodehistories"
+        }
+        assert {name: len(found.incidents) for name, found in histories.items()} == {"node-1": 2}
+        assert list(process.operator.node_histories.unreliable_nodes) == ["node-1"]
         labels = {"node": "node-1", "kind": "Lost"}
         assert REGISTRY.get_sample_value("pacekeeper_node_incidents", labels) == 2
-        await cluster.delete(NODE_HISTORIES, "node-1")  # it has been repaired, say
-        await life.operator.node_histories.clean_up()
-        assert list(life.operator.node_histories.unreliable_nodes) == []
+        await cluster.delete(NODE_HISTORIES, "node-1")  # a repair replaces the node, for example
+        await process.operator.node_histories.clean_up()
+        assert list(process.operator.node_histories.unreliable_nodes) == []
         assert REGISTRY.get_sample_value("pacekeeper_node_incidents", labels) is None
 
-    async def test_where_there_is_no_such_kind_nothing_happens(self, cluster: Cluster) -> None:
+    async def test_without_the_definition_nothing_happens(self, cluster: Cluster) -> None:
         cluster.failures["nodehistories"] = [NotFound("the server could not find the requested resource")]
-        await Life(cluster).operator.node_histories.clean_up()
+        await OperatorProcess(cluster).operator.node_histories.clean_up()
 
-    async def test_one_that_cannot_be_pruned_does_not_stop_the_others(
+    async def test_a_history_that_cannot_be_pruned_does_not_block_the_others(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        await cluster.create(NODE_HISTORIES, self.body("node-1", 95))
-        await cluster.create(NODE_HISTORIES, self.body("node-2", 95))
+        await cluster.create(NODE_HISTORIES, self.build_body("node-1", 95))
+        await cluster.create(NODE_HISTORIES, self.build_body("node-2", 95))
         delete = cluster.delete
 
         async def refuse_one(kind: ResourceKind, name: str, namespace: str = "", **more: Any) -> None:
@@ -415,9 +423,9 @@ class TestLookingAfter:
             await delete(kind, name, namespace, **more)
 
         monkeypatch.setattr(cluster, "delete", refuse_one)
-        await Life(cluster).operator.node_histories.clean_up()
+        await OperatorProcess(cluster).operator.node_histories.clean_up()
         assert [key[2] for key in cluster.objects if key[0] == "nodehistories"] == ["node-1"]
 
-    def body(self, node: str, *days: float) -> Object:
-        status = NodeHistoryStatus.from_incidents(history(*days).incidents)
+    def build_body(self, node: str, *days: float) -> Object:
+        status = NodeHistoryStatus.from_incidents(build_history(*days).incidents)
         return {"metadata": {"name": node}, "spec": {"nodeUID": f"uid-{node}"}, "status": status.to_patch()}

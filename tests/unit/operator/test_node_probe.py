@@ -1,4 +1,4 @@
-"""What a probe says of its neighbours' work: of a node as /proc/stat tells of it, on a clock of the test's own."""
+"""What a probe reports of its neighbors' work, from a fake /proc/stat and a fake clock."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pacekeeper_operator import node_probe
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Machine:
-    """Cores that are idle for a share of the time, but for what the probe's own thread takes of one of them."""
+class FakeMachine:
+    """Cores that are idle for a share of the time, except for the probe's own thread on one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, idle: Sequence[float], usable: Sequence[int] = ()) -> None:
         self.idle, self._ticks, self._time, self._ran = list(idle), [0.0] * len(idle), 0.0, 0.0
@@ -24,7 +24,7 @@ class Machine:
         monkeypatch.setattr("os.sched_getaffinity", lambda _: self.usable)
         monkeypatch.setattr(node_probe, "_read_file", self._read)
 
-    def work(self, wall: float, ran: float) -> None:
+    def advance(self, wall: float, ran: float) -> None:
         self._time, self._ran = self._time + wall, self._ran + ran
         for core, idle in enumerate(self.idle):
             self._ticks[core] += TICKS * wall * idle
@@ -37,67 +37,67 @@ class Machine:
 
 
 class TestWatch:
-    def test_the_probes_own_work_is_no_neighbours(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine = Machine(monkeypatch, idle=[0.0, 1.0, 1.0, 1.0])
+    def test_the_probes_own_work_is_not_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine = FakeMachine(monkeypatch, idle=[0.0, 1.0, 1.0, 1.0])
         watch = node_probe.CpuTimer()
-        machine.work(10, ran=10)
+        machine.advance(10, ran=10)
         assert watch.compute_spare_share() == pytest.approx(1.0)
 
-    def test_what_others_take_is_left_to_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine = Machine(monkeypatch, idle=[0.0, 0.5, 0.5, 0.0])
+    def test_processor_time_of_others_reduces_the_idle_share(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine = FakeMachine(monkeypatch, idle=[0.0, 0.5, 0.5, 0.0])
         watch = node_probe.CpuTimer()
-        machine.work(10, ran=8)
+        machine.advance(10, ran=8)
         assert watch.usable_idle_seconds() == pytest.approx(10)
         assert watch.compute_spare_share() == pytest.approx(0.45)
 
-    def test_cores_of_others_alone_are_idle_for_others_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine = Machine(monkeypatch, idle=[0.0, 0.0, 1.0, 1.0], usable=[0, 1])
+    def test_idle_time_of_unusable_cores_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine = FakeMachine(monkeypatch, idle=[0.0, 0.0, 1.0, 1.0], usable=[0, 1])
         watch = node_probe.CpuTimer()
-        machine.work(10, ran=4)
+        machine.advance(10, ran=4)
         assert watch.usable_idle_seconds() == 0.0, "it waited for neighbors, not for a quota"
         assert watch.compute_spare_share() == pytest.approx(0.2)
 
-    def test_and_their_work_there_disturbs_all_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine = Machine(monkeypatch, idle=[0.0, 1.0, 0.0, 0.0], usable=[0, 1])
+    def test_work_on_unusable_cores_still_counts_as_disturbance(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine = FakeMachine(monkeypatch, idle=[0.0, 1.0, 0.0, 0.0], usable=[0, 1])
         watch = node_probe.CpuTimer()
-        machine.work(10, ran=10)
+        machine.advance(10, ran=10)
         assert watch.compute_spare_share() == pytest.approx(0.5)
 
-    def test_where_nobody_tells_all_were_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine = Machine(monkeypatch, idle=[0.0, 0.0])
+    def test_without_proc_stat_all_cores_count_as_idle(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        machine = FakeMachine(monkeypatch, idle=[0.0, 0.0])
         machine.told = False
         watch = node_probe.CpuTimer()
-        machine.work(10, ran=4)
+        machine.advance(10, ran=4)
         assert watch.compute_spare_share() == 1.0
 
 
 @pytest.mark.parametrize("busy", ["cores", "stretch", "memory"])
-def test_who_is_busy_for_one_figure_only_is_seen(monkeypatch: pytest.MonkeyPatch, busy: str) -> None:
-    machine = Machine(monkeypatch, idle=[1.0] * 4)
+def test_a_neighbor_that_is_busy_during_one_measurement_is_detected(monkeypatch: pytest.MonkeyPatch, busy: str) -> None:
+    machine = FakeMachine(monkeypatch, idle=[1.0] * 4)
 
     def work(figure: str, found: object) -> object:
         machine.idle = [0.0, *([0.0 if busy == figure else 1.0] * 3)]
-        machine.work(1.0, ran=1.0)
+        machine.advance(1.0, ran=1.0)
         return found
 
     monkeypatch.setattr(node_probe, "_time_cores", lambda: work("cores", [0.003] * 4))
     monkeypatch.setattr(node_probe, "_run_work_piece", lambda: work("stretch", 1))
     monkeypatch.setattr(node_probe, "check_memory", lambda: work("memory", 1e9))
-    told = node_probe.measure_node_speed()
-    assert told["cores"] == 4
-    assert told["idle_cores"] == pytest.approx(1.0)
-    assert told["memory_bytes_per_second"] == 1e9
+    values = node_probe.measure_node_speed()
+    assert values["cores"] == 4
+    assert values["idle_cores"] == pytest.approx(1.0)
+    assert values["memory_bytes_per_second"] == 1e9
 
 
-def test_nobody_knows_which_cores_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_of_a_measurement_are_chosen_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[int] = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: timed.extend(cores) if len(cores) == 1 else None)
     monkeypatch.setattr(node_probe, "_time_work", lambda _: 0.003)
-    looks = set()
+    chosen_cores = set()
     for _ in range(3):
         assert node_probe._time_cores() == [0.003] * node_probe.MAX_TIMED_CORES
-        looks.add(frozenset(timed))
+        chosen_cores.add(frozenset(timed))
         assert len(set(timed)) == node_probe.MAX_TIMED_CORES
         timed.clear()
-    assert len(looks) > 1
+    assert len(chosen_cores) > 1

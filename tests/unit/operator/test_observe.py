@@ -1,4 +1,4 @@
-"""Pods as the API server shows them, and what follows from what workers have said."""
+"""Pods as the API server returns them, and what follows from workers' reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pacekeeper_operator.state.desired_state import DesiredState, Placement, Sta
 from testing.operators.observations import NOW, build_crash, build_job, build_training
 
 
-def pod(**status: Any) -> dict[str, Any]:
+def build_pod(**status: Any) -> dict[str, Any]:
     return {
         "metadata": {"name": "j-w0-0", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"},
         "spec": {"nodeName": "node-1"},
@@ -30,19 +30,21 @@ def pod(**status: Any) -> dict[str, Any]:
     }
 
 
-def container(name: str, **state: Any) -> dict[str, Any]:
+def build_container_status(name: str, **state: Any) -> dict[str, Any]:
     return {"name": name, "state": state}
 
 
-def test_a_running_pod() -> None:
-    view = view_pod(pod(containerStatuses=[container("trainer", running={})]))
+def test_a_running_pod_is_parsed() -> None:
+    view = view_pod(build_pod(containerStatuses=[build_container_status("trainer", running={})]))
     assert (view.node, view.address, view.ended, view.deleting) == ("node-1", "10.0.0.1", False, False)
 
 
-def test_how_the_trainer_ended_not_the_sidecar() -> None:
-    ended = container("trainer", terminated={"exitCode": 137, "reason": "OOMKilled", "message": "last words"})
-    other = container("debug", terminated={"exitCode": 0})
-    view = view_pod(pod(containerStatuses=[other, ended]))
+def test_the_exit_code_is_the_trainers_not_the_sidecars() -> None:
+    ended = build_container_status(
+        "trainer", terminated={"exitCode": 137, "reason": "OOMKilled", "message": "last words"}
+    )
+    other = build_container_status("debug", terminated={"exitCode": 0})
+    view = view_pod(build_pod(containerStatuses=[other, ended]))
     assert (view.exit_code, view.exit_reason, view.exit_message) == (137, "OOMKilled", "last words")
 
 
@@ -50,37 +52,44 @@ def test_how_the_trainer_ended_not_the_sidecar() -> None:
     ("code", "message", "finished"),
     [(0, f"mine\n{FINISHED_MESSAGE}\n", True), (0, "mine", False), (1, FINISHED_MESSAGE, False)],
 )
-def test_whether_the_ranks_have_finished(code: int, message: str, finished: bool) -> None:
-    ended = container("trainer", terminated={"exitCode": code, "message": message})
-    assert view_pod(pod(containerStatuses=[ended])).finished is finished
+def test_finished_ranks_are_read_from_the_termination_message(code: int, message: str, finished: bool) -> None:
+    ended = build_container_status("trainer", terminated={"exitCode": code, "message": message})
+    assert view_pod(build_pod(containerStatuses=[ended])).finished is finished
 
 
 @pytest.mark.parametrize("field", ["initContainerStatuses", "containerStatuses"])
-def test_why_a_container_waits(field: str) -> None:
+def test_the_waiting_reason_of_a_container_is_read(field: str) -> None:
     waiting = {"reason": "ErrImagePull", "message": "no such host"}
-    assert view_pod(pod(**{field: [container("x", waiting=waiting)]})).waiting_message == "no such host"
+    assert (
+        view_pod(build_pod(**{field: [build_container_status("x", waiting=waiting)]})).waiting_message == "no such host"
+    )
     harmless = {"reason": "PodInitializing"}
-    assert not view_pod(pod(**{field: [container("x", waiting=harmless)]})).waiting_reason
+    assert not view_pod(build_pod(**{field: [build_container_status("x", waiting=harmless)]})).waiting_reason
 
 
-def test_whose_image_is_missing() -> None:
+def test_a_missing_image_names_its_container() -> None:
     waiting = {"reason": "CreateContainerConfigError", "message": 'secret "s" not found'}
-    assert view_pod(pod(initContainerStatuses=[container("fetch", waiting=waiting)])).waiting_container == "fetch"
+    assert (
+        view_pod(build_pod(initContainerStatuses=[build_container_status("fetch", waiting=waiting)])).waiting_container
+        == "fetch"
+    )
 
 
-def failed_before(code: int = 3, **status: Any) -> dict[str, Any]:
-    """An init container has ended, and the trainer has never run."""
-    sidecar = container("pacekeeper-sidecar", terminated={"exitCode": 137})
-    fetch = container("fetch", terminated={"exitCode": code, "reason": "Error", "message": "no such bucket"})
-    waiting = container("trainer", waiting={"reason": "PodInitializing"})
-    return pod(initContainerStatuses=[sidecar, fetch], containerStatuses=[waiting], phase="Failed", **status)
+def build_failed_init(code: int = 3, **status: Any) -> dict[str, Any]:
+    """Build a pod whose init container has failed, and whose trainer never ran."""
+    sidecar = build_container_status("pacekeeper-sidecar", terminated={"exitCode": 137})
+    fetch = build_container_status(
+        "fetch", terminated={"exitCode": code, "reason": "Error", "message": "no such bucket"}
+    )
+    waiting = build_container_status("trainer", waiting={"reason": "PodInitializing"})
+    return build_pod(initContainerStatuses=[sidecar, fetch], containerStatuses=[waiting], phase="Failed", **status)
 
 
-def test_an_init_container_that_failed_is_why_the_trainer_never_ran() -> None:
-    view = view_pod(failed_before())
+def test_a_failed_init_container_explains_a_trainer_that_never_ran() -> None:
+    view = view_pod(build_failed_init())
     assert (view.failed_init_container, view.exit_code, view.exit_message) == ("fetch", 3, "no such bucket")
-    assert view_pod(failed_before(0)).exit_code is None
-    evicted = view_pod(failed_before(137, reason="Evicted", message="The node was low on resource: memory."))
+    assert view_pod(build_failed_init(0)).exit_code is None
+    evicted = view_pod(build_failed_init(137, reason="Evicted", message="The node was low on resource: memory."))
     assert (evicted.failed_init_container, evicted.exit_code, evicted.exit_reason) == ("", None, "Evicted")
 
 
@@ -103,24 +112,24 @@ def test_an_init_container_that_failed_is_why_the_trainer_never_ran() -> None:
         ("OutOfcpu", "Node didn't have enough resource: cpu", False),
     ],
 )
-def test_what_a_pod_is_ended_for_by_its_own_doing(reason: str, message: str, own: bool) -> None:
-    view = view_pod(pod(phase="Failed", reason=reason, message=message))
+def test_evictions_by_the_pods_own_doing_are_recognized(reason: str, message: str, own: bool) -> None:
+    view = view_pod(build_pod(phase="Failed", reason=reason, message=message))
     assert view.self_inflicted_reason == (f"{reason}: {message.strip()}" if own else "")
 
 
-def test_disruption_and_deletion() -> None:
-    body = pod(conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}])
+def test_disruption_and_deletion_are_read() -> None:
+    body = build_pod(conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}])
     body["metadata"]["deletionTimestamp"] = "2026-01-01T00:01:00Z"
     view = view_pod(body)
     assert (view.disruption_reason, view.deleting) == ("EvictionByEvictionAPI", True)
 
 
-def test_a_pod_that_cannot_be_placed() -> None:
+def test_an_unschedulable_pod_is_recognized() -> None:
     reason = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/6 nodes"}
-    assert view_pod(pod(conditions=[reason])).unschedulable_message == "0/6 nodes"
+    assert view_pod(build_pod(conditions=[reason])).unschedulable_message == "0/6 nodes"
 
 
-def test_a_node() -> None:
+def test_a_node_is_parsed() -> None:
     node = {
         "metadata": {"name": "n", "uid": "u"},
         "spec": {},
@@ -134,7 +143,7 @@ def test_a_node() -> None:
     assert view.labels == {}
 
 
-def test_of_a_nodes_labels_those_that_say_where_it_is() -> None:
+def test_only_topology_labels_of_a_node_are_stored() -> None:
     labels = {"topology.kubernetes.io/zone": "z", "fabric.topograph.run/tier-0": "l", "kubernetes.io/os": "linux"}
     node = {"metadata": {"name": "n", "uid": "u", "labels": {**labels, "example.com/rack": "r"}}}
     assert sorted(view_node(node, NodeHealthRules()).labels) == [
@@ -144,9 +153,9 @@ def test_of_a_nodes_labels_those_that_say_where_it_is() -> None:
     assert view_node(node, NodeHealthRules(), ("example.com/rack",)).labels["example.com/rack"] == "r"
 
 
-def test_silence_counts_from_the_operators_own_start() -> None:
-    world = build_training()
-    memory = JobCache(world.job, world.desired)
+def test_silence_counts_from_the_operators_start() -> None:
+    observation = build_training()
+    memory = JobCache(observation.job, observation.desired)
     seen = build_observation(NOW - 4, memory, (), ClusterView(), NOW)
     assert {view.silent_seconds for view in seen.workers} == {4.0}
     memory.contacts["j-w0-0"] = WorkerContact(Heartbeat(worker="j-w0-0"), NOW - 3)
@@ -155,18 +164,18 @@ def test_silence_counts_from_the_operators_own_start() -> None:
     assert [view.silent_seconds for view in seen.workers[:3]] == [3.0, 0.0, 60.0]
 
 
-async def test_what_was_dealt_with_is_forgotten_once_it_is_written() -> None:
-    world = build_training()
-    memory = JobCache(world.job)
+async def test_handled_faults_are_forgotten_once_they_are_written() -> None:
+    observation = build_training()
+    memory = JobCache(observation.job)
     fault = build_crash("j-w0-0", 0)
     memory.faults.add(fault, workers=1)
-    memory.publish(world.desired, "1")
+    memory.publish(observation.desired, "1")
     assert memory.faults
-    memory.publish(world.desired.settle_faults((fault.name,)), "2")
+    memory.publish(observation.desired.settle_faults((fault.name,)), "2")
     assert not memory.faults
 
 
-async def test_an_older_job_goes_first_but_not_for_ever() -> None:
+async def test_an_older_job_goes_first_but_not_indefinitely() -> None:
     memory = JobRegistry(0.0)
     older = memory.get_or_create(replace(build_job(), name="older"))
     waiting = DesiredState(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
@@ -175,8 +184,8 @@ async def test_an_older_job_goes_first_but_not_for_ever() -> None:
     younger = replace(build_job(), uid="other", created_at=NOW)
 
     def waits(attempts: int) -> bool:
-        draft = replace(waiting, state=State(placement=Placement(attempts=attempts)))
-        return bool(collect_cluster_view(memory, younger, draft, NodeSnapshot(), NOW).older_waiting_job)
+        desired = replace(waiting, state=State(placement=Placement(attempts=attempts)))
+        return bool(collect_cluster_view(memory, younger, desired, NodeSnapshot(), NOW).older_waiting_job)
 
     assert not waits(0)  # its first attempt is free
     assert waits(2)
@@ -188,25 +197,25 @@ async def test_an_older_job_goes_first_but_not_for_ever() -> None:
     assert not waits(2), "it cannot have pods at all"
 
 
-async def test_polls_are_told_of_another_plan_and_senders_of_faults_of_any_bookkeeping() -> None:
-    """Thousands of polls are not looked through for what concerns none of them."""
-    world = build_training()
-    memory = JobCache(world.job)
-    memory.publish(world.desired, "1")
-    told = list[str]()
+async def test_polls_return_for_a_new_plan_and_fault_reports_for_any_new_state() -> None:
+    """A change does not search thousands of polls that it does not concern."""
+    observation = build_training()
+    memory = JobCache(observation.job)
+    memory.publish(observation.desired, "1")
+    reasons = list[str]()
 
     async def wait(readers: Waiters, what: str) -> None:
         await readers.wait("j-w0-0")
-        told.append(what)
+        reasons.append(what)
 
     tasks = [
         asyncio.create_task(wait(memory.plan_waiters, "poll")),
         asyncio.create_task(wait(memory.fault_waiters, "fault")),
     ]
     await asyncio.sleep(0)
-    memory.publish(world.desired.settle_faults(("j-w0-0-1",)), "2")
+    memory.publish(observation.desired.settle_faults(("j-w0-0-1",)), "2")
     await asyncio.wait_for(tasks[1], 60)
-    assert told == ["fault"]
-    memory.publish(world.desired.with_plan(evidence_request="why"), "3")
+    assert reasons == ["fault"]
+    memory.publish(observation.desired.with_plan(evidence_request="why"), "3")
     await asyncio.wait_for(tasks[0], 60)
-    assert told == ["fault", "poll"]
+    assert reasons == ["fault", "poll"]

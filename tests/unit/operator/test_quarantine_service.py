@@ -1,4 +1,4 @@
-"""NodeQuarantines as they are carried out: what is written when others write too, and that nodes are handed back."""
+"""The quarantine service: writes next to other writers, and nodes that are released."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OURS = [
 
 
 class Cluster(FakeCluster):
-    """Three nodes; what is listed is counted, and what must not be seen is not."""
+    """Three nodes. It counts lists, and denies those of hidden kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,399 +83,406 @@ class Cluster(FakeCluster):
         return {body["metadata"]["name"]: Quarantine.parse(body) for body in found}
 
     def events(self, kind: str = "") -> list[tuple[str, str, str]]:
-        """Reason, type and note of those about objects of this kind (any)."""
+        """Return reason, type, and note of the events about objects of this kind (default: all)."""
         found = [body for (plural, _, _), body in self.objects.items() if plural == EVENTS.plural]
         return [(b["reason"], b["type"], b["note"]) for b in found if kind in ("", b["regarding"]["kind"])]
 
 
-class Place:
+class Harness:
     def __init__(self) -> None:
         self.cluster, self.timeline = Cluster(), Timeline()
         self.runtime = VirtualRuntime(self.timeline)
 
-    def fleet(self, settings: Settings = SETTINGS) -> NodeRegistry:
+    def build_registry(self, settings: Settings = SETTINGS) -> NodeRegistry:
         return NodeRegistry(self.cluster, self.runtime, settings)
 
-    def blame(self, node: str = "node-1", **changes: Any) -> NodeAccusation:
-        said = NodeAccusation(node, f"uid-{node}", "XID 79", ObjectRef("i", "team-a"), self.runtime.now())
-        return replace(said, **changes)
+    def build_accusation(self, node: str = "node-1", **changes: Any) -> NodeAccusation:
+        accusation = NodeAccusation(node, f"uid-{node}", "XID 79", ObjectRef("i", "team-a"), self.runtime.now())
+        return replace(accusation, **changes)
 
-    async def suspect(self, blame: NodeAccusation | None = None, settings: Settings = SETTINGS) -> QuarantineVerdict:
-        return (await raise_suspicion(self.fleet(settings), blame or self.blame())).verdict
+    async def raise_suspicion(
+        self, accusation: NodeAccusation | None = None, settings: Settings = SETTINGS
+    ) -> QuarantineVerdict:
+        return (await raise_suspicion(self.build_registry(settings), accusation or self.build_accusation())).verdict
 
-    async def by_hand(self, name: str = "node-1", *, approved: bool = True, reason: str = "it smells") -> None:
+    async def create_by_hand(self, name: str = "node-1", *, approved: bool = True, reason: str = "it is noisy") -> None:
         spec = {"reason": reason, "approved": approved}
         await self.cluster.create(NODE_QUARANTINES, {"metadata": {"name": name}, "spec": spec})
 
     async def reconcile(self, name: str = "node-1", settings: Settings = SETTINGS) -> float:
-        return await service.reconcile_node(self.fleet(settings), name)
+        return await service.reconcile_node(self.build_registry(settings), name)
 
 
 @pytest.fixture
-def place() -> Place:
-    return Place()
+def harness() -> Harness:
+    return Harness()
 
 
-class TestSuspect:
-    async def test_an_answer_for_a_node_that_was_made_anew_is_none(self, place: Place) -> None:
-        assert await place.suspect() is QuarantineVerdict.SUSPECTED
-        other = place.blame(uid="another", incident=ObjectRef("j", "team-b"))
-        assert await place.suspect(other) is QuarantineVerdict.RELEASING
-        assert len(place.cluster.quarantines()["node-1"].spec.suspicions) == 1
+class TestSuspicion:
+    async def test_a_decision_for_a_recreated_node_does_not_exist(self, harness: Harness) -> None:
+        assert await harness.raise_suspicion() is QuarantineVerdict.SUSPECTED
+        other = harness.build_accusation(uid="another", incident=ObjectRef("j", "team-b"))
+        assert await harness.raise_suspicion(other) is QuarantineVerdict.RELEASING
+        assert len(harness.cluster.quarantines()["node-1"].spec.suspicions) == 1
 
-    async def test_whoever_deletes_a_suspicion_has_ended_it(self, place: Place) -> None:
-        """While it goes, and when it has gone. What was held back before is none that somebody has deleted."""
-        paused = await raise_suspicion(place.fleet(replace(SETTINGS, paused=True)), place.blame())
+    async def test_deleting_a_suspicion_ends_it(self, harness: Harness) -> None:
+        """This holds during and after the deletion. A suspicion that was held back before does not count as deleted."""
+        paused = await raise_suspicion(
+            harness.build_registry(replace(SETTINGS, paused=True)), harness.build_accusation()
+        )
         assert (paused.verdict, paused.recorded) == (QuarantineVerdict.PAUSED, False)
-        ruling = await raise_suspicion(place.fleet(), place.blame())
-        assert (ruling.verdict, ruling.recorded) == (QuarantineVerdict.SUSPECTED, True)
-        raised = place.blame(recorded=ruling.recorded)
-        assert (await raise_suspicion(place.fleet(), raised)) == ruling, "it stands"
+        decision = await raise_suspicion(harness.build_registry(), harness.build_accusation())
+        assert (decision.verdict, decision.recorded) == (QuarantineVerdict.SUSPECTED, True)
+        raised = harness.build_accusation(recorded=decision.recorded)
+        assert (await raise_suspicion(harness.build_registry(), raised)) == decision, "the decision is unchanged"
 
-        await place.cluster.delete(NODE_QUARANTINES, "node-1")
-        assert await place.suspect(raised) is QuarantineVerdict.CLEARED
-        assert await place.suspect() is QuarantineVerdict.RELEASING, "another one is to be said again then"
-        await place.reconcile()
-        assert await place.suspect(raised) is QuarantineVerdict.CLEARED
-        assert not place.cluster.quarantines()
+        await harness.cluster.delete(NODE_QUARANTINES, "node-1")
+        assert await harness.raise_suspicion(raised) is QuarantineVerdict.CLEARED
+        assert await harness.raise_suspicion() is QuarantineVerdict.RELEASING, "a new suspicion waits for the release"
+        await harness.reconcile()
+        assert await harness.raise_suspicion(raised) is QuarantineVerdict.CLEARED
+        assert not harness.cluster.quarantines()
 
-    async def test_one_by_hand_is_no_word_of_the_job(self, place: Place) -> None:
-        await place.by_hand(approved=False)
-        await place.reconcile()
-        ruling = await raise_suspicion(place.fleet(), place.blame())
-        assert (ruling.verdict, ruling.recorded) == (QuarantineVerdict.AWAITS_APPROVAL, False)
+    async def test_a_manual_quarantine_is_no_suspicion_of_the_job(self, harness: Harness) -> None:
+        await harness.create_by_hand(approved=False)
+        await harness.reconcile()
+        decision = await raise_suspicion(harness.build_registry(), harness.build_accusation())
+        assert (decision.verdict, decision.recorded) == (QuarantineVerdict.AWAITS_APPROVAL, False)
 
-    async def test_nothing_is_said_into_one_that_is_approved(self, place: Place) -> None:
-        await place.by_hand()
-        before = place.cluster.version
-        assert await place.suspect() is QuarantineVerdict.QUARANTINED
-        assert place.cluster.version == before
+    async def test_an_approved_quarantine_takes_no_more_suspicions(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        before = harness.cluster.version
+        assert await harness.raise_suspicion() is QuarantineVerdict.QUARANTINED
+        assert harness.cluster.version == before
 
-    async def test_the_same_word_is_written_once(self, place: Place) -> None:
-        blame = place.blame()
-        await place.suspect(blame)
-        before = place.cluster.version
-        await place.suspect(blame)
-        assert place.cluster.version == before
+    async def test_a_repeated_suspicion_is_written_once(self, harness: Harness) -> None:
+        accusation = harness.build_accusation()
+        await harness.raise_suspicion(accusation)
+        before = harness.cluster.version
+        await harness.raise_suspicion(accusation)
+        assert harness.cluster.version == before
 
-    async def test_of_two_who_are_the_first_both_get_an_answer(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    async def test_two_concurrent_first_suspicions_both_get_a_decision(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        await place.suspect()
-        find = place.cluster.find
+        await harness.raise_suspicion()
+        find = harness.cluster.find
 
         async def blind_once(kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
             return None if kind is NODE_QUARANTINES else await find(kind, name, namespace)
 
-        monkeypatch.setattr(place.cluster, "find", blind_once)
-        assert await place.suspect(place.blame(incident=ObjectRef("j", "team-b"))) is QuarantineVerdict.SUSPECTED
-        assert [sign.namespace for sign in place.cluster.quarantines()["node-1"].spec.suspicions] == ["team-a"]
+        monkeypatch.setattr(harness.cluster, "find", blind_once)
+        assert (
+            await harness.raise_suspicion(harness.build_accusation(incident=ObjectRef("j", "team-b")))
+            is QuarantineVerdict.SUSPECTED
+        )
+        assert [sign.namespace for sign in harness.cluster.quarantines()["node-1"].spec.suspicions] == ["team-a"]
 
-    async def test_while_remedies_are_paused_by_the_settings_nothing_is_raised(self, place: Place) -> None:
+    async def test_while_remedies_are_paused_no_suspicion_is_raised(self, harness: Harness) -> None:
         paused = replace(SETTINGS, paused=True)
-        assert await place.suspect(settings=paused) is QuarantineVerdict.PAUSED
-        assert place.cluster.quarantines() == {}
+        assert await harness.raise_suspicion(settings=paused) is QuarantineVerdict.PAUSED
+        assert harness.cluster.quarantines() == {}
 
 
 class TestReconcile:
-    async def test_there_is_nothing_to_do_for_one_that_is_not_there(self, place: Place) -> None:
-        assert await place.reconcile() == math.inf
+    async def test_a_missing_quarantine_needs_nothing(self, harness: Harness) -> None:
+        assert await harness.reconcile() == math.inf
 
-    async def test_a_quarantine_by_hand_marks_the_node_and_tells_both_why(self, place: Place) -> None:
-        await place.by_hand()
-        assert await place.reconcile() > 0
-        assert place.cluster.marked() == {"node-1"}
-        (of_node,) = place.cluster.events("Node")
-        (of_quarantine,) = place.cluster.events("NodeQuarantine")
-        assert of_node == of_quarantine
-        assert of_node[:2] == ("NodeQuarantined", "Warning")
-        assert of_node[2].endswith("(it smells)")
-        regarding = [body["regarding"] for key, body in place.cluster.objects.items() if key[0] == EVENTS.plural]
+    async def test_a_manual_quarantine_marks_the_node_and_emits_events_for_both_objects(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        assert await harness.reconcile() > 0
+        assert harness.cluster.marked() == {"node-1"}
+        (node_event,) = harness.cluster.events("Node")
+        (quarantine_event,) = harness.cluster.events("NodeQuarantine")
+        assert node_event == quarantine_event
+        assert node_event[:2] == ("NodeQuarantined", "Warning")
+        assert node_event[2].endswith("(it is noisy)")
+        regarding = [body["regarding"] for key, body in harness.cluster.objects.items() if key[0] == EVENTS.plural]
         assert {(one["kind"], one["apiVersion"]) for one in regarding} == {
             ("Node", "v1"),
             ("NodeQuarantine", "pacekeeper.dev/v1alpha1"),
         }
 
-    async def test_a_mark_that_is_taken_away_comes_back_with_a_warning(self, place: Place) -> None:
-        await place.by_hand()
-        await place.reconcile()
-        place.cluster.objects["nodes", "", "node-1"]["spec"]["taints"] = []
-        await place.reconcile()
-        assert place.cluster.marked() == {"node-1"}
-        assert ("QuarantineRestored", "Warning") in {event[:2] for event in place.cluster.events("Node")}
+    async def test_a_removed_mark_comes_back_with_a_warning(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        await harness.reconcile()
+        harness.cluster.objects["nodes", "", "node-1"]["spec"]["taints"] = []
+        await harness.reconcile()
+        assert harness.cluster.marked() == {"node-1"}
+        assert ("QuarantineRestored", "Warning") in {event[:2] for event in harness.cluster.events("Node")}
 
-    async def test_only_where_a_node_may_be_touched_is_the_cluster_looked_at(self, place: Place) -> None:
-        await place.by_hand("node-2")
-        await place.reconcile("node-2")
-        assert place.cluster.lists == []
-        await place.suspect(place.blame(is_weak=True))
-        await place.reconcile()
-        assert place.cluster.lists == ["nodequarantines"]
-        place.cluster.lists.clear()
-        place.cluster.node("node-3", ready=False)
-        await place.suspect(place.blame("node-3"))
-        await place.reconcile("node-3")
-        assert "nodes" in place.cluster.lists
+    async def test_the_cluster_is_listed_only_if_a_node_may_be_changed(self, harness: Harness) -> None:
+        await harness.create_by_hand("node-2")
+        await harness.reconcile("node-2")
+        assert harness.cluster.lists == []
+        await harness.raise_suspicion(harness.build_accusation(is_weak=True))
+        await harness.reconcile()
+        assert harness.cluster.lists == ["nodequarantines"]
+        harness.cluster.lists.clear()
+        harness.cluster.node("node-3", ready=False)
+        await harness.raise_suspicion(harness.build_accusation("node-3"))
+        await harness.reconcile("node-3")
+        assert "nodes" in harness.cluster.lists
 
     @pytest.mark.parametrize(
         ("mode", "marked"), [(RemediationMode.ACT, {"node-1"}), (RemediationMode.RECOMMEND, set())]
     )
     async def test_the_platforms_mode_caps_what_is_done_to_nodes(
-        self, place: Place, mode: RemediationMode, marked: set[str]
+        self, harness: Harness, mode: RemediationMode, marked: set[str]
     ) -> None:
         settings = replace(SETTINGS, mode=mode)
-        place.cluster.node("node-1", ready=False)
-        await place.suspect(settings=settings)
-        for _ in range(4):  # confirmed, held back for a while, approved, marked
-            await place.reconcile(settings=settings)
-            place.timeline.now += 60.0
-        assert place.cluster.marked() == marked
+        harness.cluster.node("node-1", ready=False)
+        await harness.raise_suspicion(settings=settings)
+        for _ in range(4):  # confirmed, delayed, approved, marked
+            await harness.reconcile(settings=settings)
+            harness.timeline.now += 60.0
+        assert harness.cluster.marked() == marked
 
-    async def test_one_that_cannot_be_read_does_not_hide_the_others(self, place: Place) -> None:
-        await place.cluster.create(NODE_QUARANTINES, {"metadata": {"name": "node-2"}, "spec": {"reason": 7}})
-        await place.suspect()
-        await place.reconcile()
-        assert [key[2][:6] for key in place.cluster.objects if key[0] == PODS.plural] == ["probe-"]
+    async def test_an_invalid_quarantine_does_not_hide_the_others(self, harness: Harness) -> None:
+        await harness.cluster.create(NODE_QUARANTINES, {"metadata": {"name": "node-2"}, "spec": {"reason": 7}})
+        await harness.raise_suspicion()
+        await harness.reconcile()
+        assert [key[2][:6] for key in harness.cluster.objects if key[0] == PODS.plural] == ["probe-"]
 
 
 class TestProbe:
-    async def probe(self, place: Place, gpus: int, *, share: bool = True) -> Object:
-        place.cluster.node("node-1", gpus=gpus)
+    async def probe(self, harness: Harness, gpus: int, *, share: bool = True) -> Object:
+        harness.cluster.node("node-1", gpus=gpus)
         if share:
-            await place.suspect()
+            await harness.raise_suspicion()
         else:
-            await place.by_hand()
-        await place.reconcile()
+            await harness.create_by_hand()
+        await harness.reconcile()
         if not share:
-            place.timeline.now += 3600.0
-            await place.reconcile()
-            await place.reconcile()
-        place.timeline.now += 30.0  # its company never has an address: it goes without
-        await place.reconcile()
+            harness.timeline.now += 3600.0
+            await harness.reconcile()
+            await harness.reconcile()
+        harness.timeline.now += 30.0  # its companion never has an address: the probe runs without it
+        await harness.reconcile()
         (body,) = (
             body
-            for (plural, _, _), body in place.cluster.objects.items()
+            for (plural, _, _), body in harness.cluster.objects.items()
             if plural == PODS.plural and body["spec"]["nodeName"] == "node-1"
         )
         container: Object = body["spec"]["containers"][0]
         return container
 
-    async def test_a_node_without_gpus_is_asked_for_none(self, place: Place) -> None:
-        container = await self.probe(place, 0)
+    async def test_the_probe_of_a_node_without_gpus_requests_none(self, harness: Harness) -> None:
+        container = await self.probe(harness, 0)
         assert container["command"][-1] == "--gpus=0"
         assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
-    async def test_where_pods_may_not_be_seen_one_gpu_is_asked_for(self, place: Place) -> None:
-        place.cluster.hidden["pods"] = Denied("pods is forbidden")
-        assert (await self.probe(place, 8))["command"][-1] == "--gpus=1"
+    async def test_without_the_right_to_list_pods_a_probe_requests_one_gpu(self, harness: Harness) -> None:
+        harness.cluster.hidden["pods"] = Denied("pods is forbidden")
+        assert (await self.probe(harness, 8))["command"][-1] == "--gpus=1"
 
-    async def test_a_node_that_is_held_has_all_its_gpus_for_the_probe(self, place: Place) -> None:
-        """Nobody else is there: it decides about the release."""
-        place.cluster.hidden["pods"] = Denied("pods is forbidden")
-        assert (await self.probe(place, 8, share=False))["command"][-1] == "--gpus=8"
+    async def test_the_probe_of_a_quarantined_node_requests_all_gpus(self, harness: Harness) -> None:
+        """No other pod runs there, and the probe decides about the release."""
+        harness.cluster.hidden["pods"] = Denied("pods is forbidden")
+        assert (await self.probe(harness, 8, share=False))["command"][-1] == "--gpus=8"
 
 
 FLAGGING = replace(SETTINGS, repair_condition="PacekeeperFaulty")
 
 
 class TestCondition:
-    def conditions(self, place: Place) -> dict[str, Object]:
-        return {one["type"]: one for one in place.cluster.objects["nodes", "", "node-1"]["status"]["conditions"]}
+    def conditions(self, harness: Harness) -> dict[str, Object]:
+        return {one["type"]: one for one in harness.cluster.objects["nodes", "", "node-1"]["status"]["conditions"]}
 
-    async def test_by_default_there_is_none(self, place: Place) -> None:
-        await place.by_hand()
-        await place.reconcile()
-        assert place.cluster.marked() == {"node-1"}
-        assert self.conditions(place).keys() == {"Ready"}
+    async def test_by_default_no_condition_is_set(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        await harness.reconcile()
+        assert harness.cluster.marked() == {"node-1"}
+        assert self.conditions(harness).keys() == {"Ready"}
 
-    async def test_it_is_set_with_a_quarantine_and_says_by_whom_and_why(self, place: Place) -> None:
-        await place.by_hand()
-        await place.reconcile(settings=FLAGGING)
-        found = self.conditions(place)
-        assert found.keys() == {"Ready", "PacekeeperFaulty"}, "what others say of the node stays"
+    async def test_a_quarantine_sets_the_condition_with_its_author_and_reason(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        await harness.reconcile(settings=FLAGGING)
+        found = self.conditions(harness)
+        assert found.keys() == {"Ready", "PacekeeperFaulty"}, "conditions of other controllers stay"
         flag = found["PacekeeperFaulty"]
         assert (flag["status"], flag["reason"]) == ("True", "Person")
-        assert flag["message"] == "it smells; kubectl describe nodequarantine node-1"
-        before = place.cluster.version
-        await place.reconcile(settings=FLAGGING)
-        assert place.cluster.version == before, "once is enough"
+        assert flag["message"] == "it is noisy; kubectl describe nodequarantine node-1"
+        before = harness.cluster.version
+        await harness.reconcile(settings=FLAGGING)
+        assert harness.cluster.version == before, "it is applied once"
 
-    async def test_a_suspicion_and_one_that_waits_for_a_person_set_none(self, place: Place) -> None:
-        await place.suspect(settings=FLAGGING)
-        await place.reconcile(settings=FLAGGING)
-        await place.by_hand("node-2", approved=False)
-        await place.reconcile("node-2", settings=FLAGGING)
-        assert self.conditions(place).keys() == {"Ready"}
+    async def test_unapproved_quarantines_set_no_condition(self, harness: Harness) -> None:
+        await harness.raise_suspicion(settings=FLAGGING)
+        await harness.reconcile(settings=FLAGGING)
+        await harness.create_by_hand("node-2", approved=False)
+        await harness.reconcile("node-2", settings=FLAGGING)
+        assert self.conditions(harness).keys() == {"Ready"}
 
-    async def test_it_comes_back_where_somebody_takes_it_away(self, place: Place) -> None:
-        await place.by_hand()
-        await place.reconcile(settings=FLAGGING)
-        place.cluster.objects["nodes", "", "node-1"]["status"]["conditions"].pop()
-        await place.reconcile(settings=FLAGGING)
-        assert self.conditions(place).keys() == {"Ready", "PacekeeperFaulty"}
+    async def test_a_removed_condition_comes_back(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        await harness.reconcile(settings=FLAGGING)
+        harness.cluster.objects["nodes", "", "node-1"]["status"]["conditions"].pop()
+        await harness.reconcile(settings=FLAGGING)
+        assert self.conditions(harness).keys() == {"Ready", "PacekeeperFaulty"}
 
     @pytest.mark.parametrize("by_command", [False, True])
-    async def test_the_release_takes_it_away(self, place: Place, by_command: bool) -> None:
-        await place.by_hand()
-        await place.reconcile(settings=FLAGGING)
+    async def test_the_release_removes_the_condition(self, harness: Harness, by_command: bool) -> None:
+        await harness.create_by_hand()
+        await harness.reconcile(settings=FLAGGING)
         if by_command:
-            task = asyncio.ensure_future(release_all(place.cluster, place.runtime, 30, FLAGGING))
-            await place.timeline.run(29)
+            task = asyncio.ensure_future(release_all(harness.cluster, harness.runtime, 30, FLAGGING))
+            await harness.timeline.run(29)
             await task
         else:
-            await place.cluster.delete(NODE_QUARANTINES, "node-1")
-            await place.reconcile(settings=FLAGGING)
-        assert self.conditions(place).keys() == {"Ready"}
-        assert (place.cluster.marked(), place.cluster.quarantines()) == (set(), {})
+            await harness.cluster.delete(NODE_QUARANTINES, "node-1")
+            await harness.reconcile(settings=FLAGGING)
+        assert self.conditions(harness).keys() == {"Ready"}
+        assert (harness.cluster.marked(), harness.cluster.quarantines()) == (set(), {})
 
-    async def test_one_of_the_same_type_that_is_somebody_elses_is_left_alone(self, place: Place) -> None:
-        conditions = place.cluster.objects["nodes", "", "node-1"]["status"]["conditions"]
+    async def test_a_condition_of_another_controller_is_left_alone(self, harness: Harness) -> None:
+        conditions = harness.cluster.objects["nodes", "", "node-1"]["status"]["conditions"]
         conditions.append({"type": "PacekeeperFaulty", "status": "True"})
-        await release_all(place.cluster, place.runtime, 30, FLAGGING)
-        assert self.conditions(place).keys() == {"Ready", "PacekeeperFaulty"}
-        assert place.cluster.events() == []
+        await release_all(harness.cluster, harness.runtime, 30, FLAGGING)
+        assert self.conditions(harness).keys() == {"Ready", "PacekeeperFaulty"}
+        assert harness.cluster.events() == []
 
-    async def test_an_operator_that_dies_before_it_is_taken_away_goes_on(self, place: Place) -> None:
-        await place.by_hand()
-        await place.reconcile(settings=FLAGGING)
-        await place.cluster.delete(NODE_QUARANTINES, "node-1")
-        place.cluster.deny_conditions = True
+    async def test_the_next_operator_removes_a_leftover_condition(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        await harness.reconcile(settings=FLAGGING)
+        await harness.cluster.delete(NODE_QUARANTINES, "node-1")
+        harness.cluster.deny_conditions = True
         with pytest.raises(Denied):
-            await place.reconcile(settings=FLAGGING)
-        assert place.cluster.marked() == set(), "the node takes pods again, in any case"
-        assert place.cluster.quarantines(), "and is not forgotten"
-        place.cluster.deny_conditions = False
-        await place.reconcile(settings=FLAGGING)
-        assert self.conditions(place).keys() == {"Ready"}
-        assert not place.cluster.quarantines()
+            await harness.reconcile(settings=FLAGGING)
+        assert harness.cluster.marked() == set(), "the node takes pods again, in any case"
+        assert harness.cluster.quarantines(), "the condition is removed later"
+        harness.cluster.deny_conditions = False
+        await harness.reconcile(settings=FLAGGING)
+        assert self.conditions(harness).keys() == {"Ready"}
+        assert not harness.cluster.quarantines()
 
-    async def test_one_that_cannot_be_set_delays_no_probe(self, place: Place) -> None:
-        place.cluster.deny_conditions = True
-        await place.by_hand()
+    async def test_a_condition_that_cannot_be_set_delays_no_probe(self, harness: Harness) -> None:
+        harness.cluster.deny_conditions = True
+        await harness.create_by_hand()
         with pytest.raises(Denied):
-            await place.reconcile(settings=FLAGGING)
-        assert place.cluster.marked() == {"node-1"}
-        await place.timeline.run(FLAGGING.quarantine_expires_after + 1)
-        await place.reconcile(settings=FLAGGING)
-        assert place.cluster.quarantines()["node-1"].status.phase is QuarantinePhase.PROBING
+            await harness.reconcile(settings=FLAGGING)
+        assert harness.cluster.marked() == {"node-1"}
+        await harness.timeline.run(FLAGGING.quarantine_expires_after + 1)
+        await harness.reconcile(settings=FLAGGING)
+        assert harness.cluster.quarantines()["node-1"].status.phase is QuarantinePhase.PROBING
 
 
 class TestReleaseAll:
-    async def test_marks_without_a_quarantine_are_swept(self, place: Place) -> None:
-        place.cluster.node("node-2", marked=True)
-        await release_all(place.cluster, place.runtime, 30)
-        assert place.cluster.marked() == set()
-        assert [event[:2] for event in place.cluster.events()] == [("NodeReleased", "Normal")]
+    async def test_marks_without_a_quarantine_are_removed(self, harness: Harness) -> None:
+        harness.cluster.node("node-2", marked=True)
+        await release_all(harness.cluster, harness.runtime, 30)
+        assert harness.cluster.marked() == set()
+        assert [event[:2] for event in harness.cluster.events()] == [("NodeReleased", "Normal")]
 
-    async def test_where_the_definitions_are_gone_nothing_is_left(self, place: Place) -> None:
-        place.cluster.hidden["nodequarantines"] = NotFound("the server could not find the requested resource")
-        await release_all(place.cluster, place.runtime, 30)
+    async def test_without_the_definitions_release_succeeds(self, harness: Harness) -> None:
+        harness.cluster.hidden["nodequarantines"] = NotFound("the server could not find the requested resource")
+        await release_all(harness.cluster, harness.runtime, 30)
 
-    async def test_what_is_left_after_the_time_is_named(self, place: Place) -> None:
-        await place.by_hand()
-        await place.reconcile()
-        place.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"]["metadata"]["finalizers"].append("somebody's")
-        task = asyncio.ensure_future(release_all(place.cluster, place.runtime, 30))
-        await place.timeline.run(31)
+    async def test_nodes_left_at_the_timeout_are_named(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        await harness.reconcile()
+        harness.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"]["metadata"]["finalizers"].append("somebody's")
+        task = asyncio.ensure_future(release_all(harness.cluster, harness.runtime, 30))
+        await harness.timeline.run(31)
         with pytest.raises(TimeoutError, match="not released within 30 s: node-1"):
             await task
-        assert place.cluster.marked() == set(), "the node is, at least"
+        assert harness.cluster.marked() == set(), "the node is, at least"
 
 
-class TestWatchOver:
-    async def run(self, place: Place, seconds: float) -> None:
-        watching = run_quarantine_loop(place.fleet())
-        task = place.runtime.start_task(watching, "quarantines")
-        await place.timeline.run(seconds)
+class TestLoop:
+    async def run_loop(self, harness: Harness, seconds: float) -> None:
+        loop = run_quarantine_loop(harness.build_registry())
+        task = harness.runtime.start_task(loop, "quarantines")
+        await harness.timeline.run(seconds)
         assert not task.done()
         task.cancel()
 
-    async def test_marks_that_nobody_answers_for_are_swept_once_at_the_start(self, place: Place) -> None:
-        place.cluster.node("node-2", marked=True)
-        place.cluster.node("node-3", marked=True)
-        await place.by_hand("node-3")
-        await self.run(place, 200)
-        assert place.cluster.marked() == {"node-3"}
-        assert place.cluster.lists.count("nodes") == 1
+    async def test_marks_without_a_quarantine_are_removed_once_at_the_start(self, harness: Harness) -> None:
+        harness.cluster.node("node-2", marked=True)
+        harness.cluster.node("node-3", marked=True)
+        await harness.create_by_hand("node-3")
+        await self.run_loop(harness, 200)
+        assert harness.cluster.marked() == {"node-3"}
+        assert harness.cluster.lists.count("nodes") == 1
 
-    async def test_marks_whose_quarantine_goes_by_force_are_taken_away_while_it_runs(self, place: Place) -> None:
-        await place.by_hand()
-        fleet = place.fleet()
-        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
-        await place.timeline.run(3)
-        assert place.cluster.marked() == {"node-1"}
-        gone = place.cluster.objects.pop((NODE_QUARANTINES.plural, "", "node-1"))
-        fleet.quarantines.apply_event(gone, deleted=True)
-        await place.timeline.run(3)
-        assert place.cluster.marked() == set()
-        assert "NodeReleased" in {event[0] for event in place.cluster.events("Node")}
-        watching.cancel()
+    async def test_marks_of_a_forcibly_deleted_quarantine_are_removed_by_the_loop(self, harness: Harness) -> None:
+        await harness.create_by_hand()
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
+        await harness.timeline.run(3)
+        assert harness.cluster.marked() == {"node-1"}
+        gone = harness.cluster.objects.pop((NODE_QUARANTINES.plural, "", "node-1"))
+        registry.quarantines.apply_event(gone, deleted=True)
+        await harness.timeline.run(3)
+        assert harness.cluster.marked() == set()
+        assert "NodeReleased" in {event[0] for event in harness.cluster.events("Node")}
+        task.cancel()
 
-    async def test_marks_that_come_while_it_runs_without_a_quarantine_go(self, place: Place) -> None:
-        """Like those of a restored backup; one whose NodeQuarantine a watch has not told of yet stays."""
-        fleet = place.fleet()
-        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
-        await place.timeline.run(3)
-        await place.by_hand("node-3")
+    async def test_new_marks_without_a_quarantine_are_removed_by_the_loop(self, harness: Harness) -> None:
+        """A restored backup has such marks. One whose NodeQuarantine a watch has not reported yet stays."""
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
+        await harness.timeline.run(3)
+        await harness.create_by_hand("node-3")
         for name in ("node-2", "node-3"):
-            place.cluster.node(name, marked=True)
-            fleet.nodes.apply_event(place.cluster.objects[NODE_OBJECTS.plural, "", name], deleted=False)
-        await place.timeline.run(3)
-        assert place.cluster.marked() == {"node-3"}
-        watching.cancel()
+            harness.cluster.node(name, marked=True)
+            registry.nodes.apply_event(harness.cluster.objects[NODE_OBJECTS.plural, "", name], deleted=False)
+        await harness.timeline.run(3)
+        assert harness.cluster.marked() == {"node-3"}
+        task.cancel()
 
-    async def test_the_sweep_is_tried_again_until_it_is_done(self, place: Place) -> None:
-        place.cluster.node("node-2", marked=True)
-        place.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
-        await self.run(place, 1)
-        assert place.cluster.marked() == {"node-2"}
-        await self.run(place, 10)
-        assert place.cluster.marked() == set()
+    async def test_the_removal_of_marks_is_retried_until_it_succeeds(self, harness: Harness) -> None:
+        harness.cluster.node("node-2", marked=True)
+        harness.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
+        await self.run_loop(harness, 1)
+        assert harness.cluster.marked() == {"node-2"}
+        await self.run_loop(harness, 10)
+        assert harness.cluster.marked() == set()
 
-    async def test_a_bug_of_ours_ends_nothing(self, place: Place) -> None:
-        place.cluster.hidden["nodes"] = ZeroDivisionError("a bug of ours")
-        await self.run(place, 20)
-        assert place.cluster.lists.count("nodes") > 2
+    async def test_a_defect_does_not_end_the_loop(self, harness: Harness) -> None:
+        harness.cluster.hidden["nodes"] = ZeroDivisionError("a bug of ours")
+        await self.run_loop(harness, 20)
+        assert harness.cluster.lists.count("nodes") > 2
 
-    async def test_a_change_is_looked_at_at_once(self, place: Place) -> None:
-        fleet = place.fleet()
-        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
-        await place.timeline.run(1)
-        await place.by_hand()
-        await place.timeline.run(1)
-        assert place.cluster.marked() == set(), "nobody has told of it"
-        fleet.quarantines.apply_event(place.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"], deleted=False)
-        await place.timeline.run(1)
-        assert place.cluster.marked() == {"node-1"}
-        watching.cancel()
+    async def test_a_change_is_handled_at_once(self, harness: Harness) -> None:
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
+        await harness.timeline.run(1)
+        await harness.create_by_hand()
+        await harness.timeline.run(1)
+        assert harness.cluster.marked() == set(), "no watch has reported it"
+        registry.quarantines.apply_event(harness.cluster.objects[NODE_QUARANTINES.plural, "", "node-1"], deleted=False)
+        await harness.timeline.run(1)
+        assert harness.cluster.marked() == {"node-1"}
+        task.cancel()
 
-    async def test_all_there_are_are_shown_to_prometheus_until_they_are_gone(self, place: Place) -> None:
+    async def test_all_quarantines_have_series_until_they_are_deleted(self, harness: Harness) -> None:
         labels = {"nodequarantine": "node-1", "phase": "Active", "reason": "Quarantined"}
-        await place.by_hand()
-        await place.by_hand("node-2", approved=True)
-        place.cluster.objects["nodequarantines", "", "node-2"]["status"] = {"phase": "Rubbish"}
-        fleet = place.fleet()
-        watching = place.runtime.start_task(run_quarantine_loop(fleet), "quarantines")
-        await place.timeline.run(2)
+        await harness.create_by_hand()
+        await harness.create_by_hand("node-2", approved=True)
+        harness.cluster.objects["nodequarantines", "", "node-2"]["status"] = {"phase": "Rubbish"}
+        registry = harness.build_registry()
+        task = harness.runtime.start_task(run_quarantine_loop(registry), "quarantines")
+        await harness.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) == 1
         for name in ("node-1", "node-2"):
-            fleet.quarantines.apply_event(place.cluster.objects.pop(("nodequarantines", "", name)), deleted=True)
-        await place.timeline.run(2)
+            registry.quarantines.apply_event(harness.cluster.objects.pop(("nodequarantines", "", name)), deleted=True)
+        await harness.timeline.run(2)
         assert REGISTRY.get_sample_value("pacekeeper_node_quarantine", labels) is None
-        watching.cancel()
+        task.cancel()
 
-    async def test_two_writers_end_in_one_state(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        await place.by_hand()
-        patch = place.cluster.patch
+    async def test_two_writers_converge(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+        await harness.create_by_hand()
+        patch = harness.cluster.patch
         refused: list[str] = []
 
         async def refuses_once(kind: ResourceKind, name: str, body: Any, namespace: str = "", **named: Any) -> Object:
             if kind is NODE_QUARANTINES and not refused:
                 refused.append(name)
-                raise Conflict("somebody else has written")
+                raise Conflict("the object has changed")
             return await patch(kind, name, body, namespace, **named)
 
-        monkeypatch.setattr(place.cluster, "patch", refuses_once)
-        await place.reconcile()
-        assert place.cluster.marked() == {"node-1"}
-        assert place.cluster.quarantines()["node-1"].status.phase is QuarantinePhase.ACTIVE
+        monkeypatch.setattr(harness.cluster, "patch", refuses_once)
+        await harness.reconcile()
+        assert harness.cluster.marked() == {"node-1"}
+        assert harness.cluster.quarantines()["node-1"].status.phase is QuarantinePhase.ACTIVE

@@ -68,19 +68,19 @@ def repository(tmp_path: Path) -> Path:
         ("README.md", []),
     ],
 )
-def test_who_is_affected_nearest_first(repository: Path, changed: str, affected: list[str]) -> None:
+def test_affected_tests_are_listed_nearest_first(repository: Path, changed: str, affected: list[str]) -> None:
     distances = measure_distances(read_references(repository, [*FILES, changed]), [changed])
     assert order_tests(distances, [changed]) == [f"tests/unit/{name}.py" for name in affected]
 
 
-def test_who_uses_what_has_gone_is_affected(repository: Path) -> None:
+def test_tests_that_use_a_deleted_module_are_affected(repository: Path) -> None:
     changed = "operator/product/words.py"
     (repository / changed).unlink()
     distances = measure_distances(read_references(repository, FILES), [changed])
     assert order_tests(distances, [changed])[0] == "tests/unit/operator/test_words.py"
 
 
-def test_a_script_affects_who_names_it(repository: Path) -> None:
+def test_a_script_affects_the_tests_that_name_it(repository: Path) -> None:
     changed = "tests/support/scripts/train.py"
     distances = measure_distances(read_references(repository, FILES), [changed])
     ranks = "tests/distributed/test_ranks.py"
@@ -92,7 +92,7 @@ def test_a_conftest_affects_all_below_it(repository: Path) -> None:
     assert set(order_tests(distances, ["tests/conftest.py"])) == {name for name in FILES if "/test_" in name}
 
 
-def test_of_each_decision_its_own_tests_are_the_nearest() -> None:
+def test_the_tests_of_a_decision_are_the_nearest_to_it() -> None:
     decide, tests = "operator/pacekeeper_operator/decide", "tests/unit/operator/decide"
     paths = [str(path.relative_to(ROOT)) for folder in (decide, tests) for path in (ROOT / folder).rglob("*.py")]
     references = read_references(ROOT, paths)
@@ -102,7 +102,7 @@ def test_of_each_decision_its_own_tests_are_the_nearest() -> None:
         assert nearest == f"{tests}/{folder}/test_{name}.py"
 
 
-def test_after_the_deadline_no_test_begins_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_after_the_deadline_no_test_starts_and_the_rest_is_listed(tmp_path: Path) -> None:
     for name in ("test_one.py", "test_two.py", "test_three.py"):
         (tmp_path / name).write_text("def test_a(): pass\ndef test_b(): pass\n")
     program = (

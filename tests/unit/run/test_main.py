@@ -30,10 +30,10 @@ def test_the_last_line_sums_up_the_tests_of_all_parts(tmp_path: Path, capsys: py
     assert main([], parts, tmp_path / "logs") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "10 passed, 2 failed, 2 skipped"
-    assert not [line for line in lines if line.startswith("===")]  # CI would take it for a closing line
+    assert not [line for line in lines if line.startswith("===")]  # CI would read it as a closing line
 
 
-def test_a_run_without_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_failure_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = write_pytest(tmp_path, "first", 'tests="9" failures="0" errors="0" skipped="0"')
     assert main([], [Part("a", "one", 60, command)], tmp_path / "logs") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "9 passed, 0 failed"
@@ -44,47 +44,47 @@ def test_a_run_far_over_its_budget_fails(tmp_path: Path, capsys: pytest.CaptureF
     assert "FAILED: the run used more than 1.5 times its budget" in capsys.readouterr().out
 
 
-def test_some_parts_only(tmp_path: Path) -> None:
+def test_a_run_can_be_limited_to_some_parts(tmp_path: Path) -> None:
     parts = [Part("good", "one", 60, "true"), Part("bad", "one", 60, "false")]
     assert main(["good"], parts, tmp_path) == 0
     assert not (tmp_path / "bad.log").exists()
 
 
-def test_directly_without_logs(tmp_path: Path) -> None:
+def test_a_direct_run_writes_no_logs(tmp_path: Path) -> None:
     parts = [Part("good", "one", 60, "true"), Part("bad", "one", 60, "false")]
     assert main(["--direct", "good"], parts, tmp_path) == 0
     assert main(["--direct"], parts, tmp_path) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_an_error_that_lists_the_known_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["cluster", "clutter"])
     assert refused.value.code == 2
     assert "no part is named clutter; choose from cluster, oldest-torch," in capsys.readouterr().err
 
 
-def test_the_table_of_parts() -> None:
+def test_the_table_of_parts_is_consistent() -> None:
     assert sum(part.budget_seconds for part in PARTS) <= BUDGET_SECONDS
     assert len(select_parts([])) == len({part.name for part in PARTS})
     for part in PARTS:
-        for word in part.build_command():
-            if word.startswith("tests/"):
-                assert (ROOT / word).exists()
+        for name in part.build_command():
+            if name.startswith("tests/"):
+                assert (ROOT / name).exists()
 
 
-def test_contributing_says_what_each_target_may_cost() -> None:
+def test_contributing_lists_the_budget_of_each_target() -> None:
     rows = [line.split("|")[1:] for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if "| `make" in line]
-    said = {row[0].strip(" `"): row[2].strip() for row in rows}
+    output = {row[0].strip(" `"): row[2].strip() for row in rows}
     targets = re.findall(r"^(test-[a-z]+):.*\n\t\$\(PARTS\) (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert len(targets) == 4
     for target, names in targets:
         budget = sum(part.budget_seconds for part in select_parts(names.split()))
-        assert said[f"make {target}"] == f"{budget:.0f} s"
-    assert said["make test"].startswith(f"{BUDGET_SECONDS} s:")
+        assert output[f"make {target}"] == f"{budget:.0f} s"
+    assert output["make test"].startswith(f"{BUDGET_SECONDS} s:")
 
 
-def test_table_and_makefile_leave_out_the_same_of_the_oldest_torch() -> None:
+def test_table_and_makefile_skip_the_same_tests_for_the_oldest_torch() -> None:
     (oldest,) = (part for part in PARTS if part.name == "oldest-torch")
-    ignored = " ".join(word for word in oldest.build_command() if word.startswith("--ignore"))
+    ignored = " ".join(name for name in oldest.build_command() if name.startswith("--ignore"))
     assert f"WITHOUT_OPERATOR := {ignored}\n" in (ROOT / "Makefile").read_text()

@@ -1,4 +1,4 @@
-"""Costs and verdicts, from made-up readings."""
+"""Costs and verdicts, from fake readings."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from tests.run.parts import Part
 from tests.run.summary import Counts, count_tests, exceeds_budget, extract_failures, format_table, summarize_run
 
 
-def result(name: str, used: float, budget: float = 100, status: int = 0) -> Result:
+def build_result(name: str, used: float, budget: float = 100, status: int = 0) -> Result:
     return Result(Part(name, "lane", budget, "true"), status, wall_seconds=61, processor_seconds=used)
 
 
 @pytest.mark.parametrize(
     ("readings", "total"),
     [
-        ([{"a": 10}, {"a": 12}, {"a": 15}], 5),  # what it had used before the run does not count
-        ([{}, {"a": 3}, {"a": 4}], 4),  # one that comes begins at zero
-        ([{"a": 10}, {}, {"a": 2}], 2),  # taken down, and brought up again
+        ([{"a": 10}, {"a": 12}, {"a": 15}], 5),  # usage before the run does not count
+        ([{}, {"a": 3}, {"a": 4}], 4),  # a new cluster begins at zero
+        ([{"a": 10}, {}, {"a": 2}], 2),  # deleted and created again
         ([{"a": 10}, {"a": 2}], 2),  # the same between two readings
         ([{"a": 1, "b": 1}, {"a": 2, "b": 4}], 4),
         ([{"a": 10}, {}], 0),
     ],
 )
-def test_usage_of_clusters(readings: list[dict[str, float]], total: float) -> None:
+def test_usage_of_clusters_is_summed_over_restarts(readings: list[dict[str, float]], total: float) -> None:
     usage = Usage(readings[0])
     for reading in readings[1:]:
         usage.add(reading)
     assert usage.total == total
 
 
-def test_a_run_fails_by_the_budget_of_the_whole_alone() -> None:
-    assert not exceeds_budget([result("a", 190), result("b", 110)])
-    assert exceeds_budget([result("a", 190), result("b", 111)])
+def test_only_the_budget_of_the_whole_run_can_fail_it() -> None:
+    assert not exceeds_budget([build_result("a", 190), build_result("b", 110)])
+    assert exceeds_budget([build_result("a", 190), build_result("b", 111)])
 
 
-def test_the_table() -> None:
-    table = format_table([result("unit", 50), result("distributed", 120, status=1)], wall_seconds=70)
+def test_the_table_lists_costs_and_budgets() -> None:
+    table = format_table([build_result("unit", 50), build_result("distributed", 120, status=1)], wall_seconds=70)
     assert [line.split() for line in table.splitlines()] == [
         ["part", "wall", "processor", "budget", "share", "result"],
         ["unit", "1:01", "50", "s", "100", "s", "50%", "passed"],
@@ -50,9 +50,9 @@ def test_the_table() -> None:
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
-def test_who_is_over_its_budget_is_named_and_why_a_part_failed_is_repeated(tmp_path: Path) -> None:
+def test_parts_over_their_budget_are_named_and_failures_repeated(tmp_path: Path) -> None:
     (tmp_path / "b.log").write_text("long\n=== FAILURES ===\nwhy\n=== 1 failed in 2s ===\n")
-    lines = summarize_run([result("a", 101), result("b", 7, status=1)], 70, tmp_path).splitlines()
+    lines = summarize_run([build_result("a", 101), build_result("b", 7, status=1)], 70, tmp_path).splitlines()
     assert lines[:4] == ["b failed:", "b | === FAILURES ===", "b | why", "b | === 1 failed in 2s ==="]
     assert lines[-2:] == ["Over their budget: a.", "0 passed, 1 failed"]
 
@@ -66,7 +66,7 @@ def test_failed_tests_are_named_below_the_table(tmp_path: Path) -> None:
         '<testcase classname="tests.m" name="worse"><error message="failed on setup"/></testcase>'
         "</testsuite></testsuites>"
     )
-    assert summarize_run([result("b", 7, status=1)], 70, tmp_path).splitlines()[-3:] == [
+    assert summarize_run([build_result("b", 7, status=1)], 70, tmp_path).splitlines()[-3:] == [
         "b FAILED tests.m::bad: assert 1 == 2 + where",
         "b FAILED tests.m::worse: failed on setup",
         "1 passed, 2 failed",
@@ -74,13 +74,13 @@ def test_failed_tests_are_named_below_the_table(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_without_a_failed_test_counts_as_one(tmp_path: Path) -> None:
-    assert count_tests(result("a", 1, status=2), tmp_path) == Counts(failed=1)
+    assert count_tests(build_result("a", 1, status=2), tmp_path) == Counts(failed=1)
     (tmp_path / "a.xml").write_text(
         '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="1"/></testsuites>'
     )
-    assert count_tests(result("a", 1, status=2), tmp_path) == Counts(passed=2, failed=1, skipped=1)
-    assert count_tests(result("a", 1), tmp_path) == Counts(passed=2, skipped=1)
+    assert count_tests(build_result("a", 1, status=2), tmp_path) == Counts(passed=2, failed=1, skipped=1)
+    assert count_tests(build_result("a", 1), tmp_path) == Counts(passed=2, skipped=1)
 
 
-def test_failures_of_what_is_not_pytest_are_its_last_lines() -> None:
+def test_a_failed_part_without_pytest_shows_its_last_lines() -> None:
     assert extract_failures("\n".join(map(str, range(100)))).splitlines() == [str(line) for line in range(40, 100)]

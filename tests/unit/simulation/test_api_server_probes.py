@@ -1,4 +1,4 @@
-"""What the simulated API server says to the probes; tests/cluster/test_simulated_api.py asks the real one, too."""
+"""Probes of the simulated API server; tests/cluster/test_simulated_api.py probes the real one, too."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from testing.simulated.simulated_api import SimulatedServer
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_a_probe(probe: ApiProbe) -> None:
+def test_a_probe_passes(probe: ApiProbe) -> None:
     assert probe.run_on(SimulatedServer()) == probe.expected

@@ -27,19 +27,19 @@ SPEC = {
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """Eight nodes, in turns of two leaves, each with room for one worker.
+    """Eight nodes, alternately of two leaves, each with room for one worker.
 
-    By this seed flows collide that have no ways.
+    With this seed, flows without routes collide.
     """
     world = World(1, WorldSettings(nodes=8, slots=1))
-    until(world, lambda: len(world.api.list_all("nodes")) == 8)
+    wait_until(world, lambda: len(world.api.list_all("nodes")) == 8)
     for n, leaf in enumerate(LEAVES):
         world.api.patch("nodes", f"node-{n}", "", {"metadata": {"labels": {LEAF: leaf}}})
     yield world
     world.loop.close()
 
 
-def until(world: World, holds: Callable[[], object], seconds: float = 120.0) -> None:
+def wait_until(world: World, holds: Callable[[], object], seconds: float = 120.0) -> None:
     async def wait() -> None:
         began = world.now()
         while not holds():
@@ -54,42 +54,42 @@ def make_jobs(world: World, *names: str) -> None:
         world.api.create("trainingjobs", SimulatedJob(name, replicas=4, spares=0).build_manifest())
 
 
-def plan(world: World, job: str) -> Plan:
+def read_plan(world: World, job: str) -> Plan:
     state = world.api.get("trainingjobstates", job, NAMESPACE)
     return Plan() if state is None else state_codec.decode_state(state, job).desired.plan
 
 
-def status(world: World, kind: str, name: str, namespace: str = "") -> Mapping[str, Any]:
+def read_status(world: World, kind: str, name: str, namespace: str = "") -> Mapping[str, Any]:
     found = world.api.get(kind, name, namespace)
     return {} if found is None else found.get("status", {})
 
 
-def train(world: World, *jobs: str) -> bool:
-    return all(status(world, "trainingjobs", job, NAMESPACE).get("phase") == "Running" for job in jobs)
+def wait_for_training(world: World, *jobs: str) -> bool:
+    return all(read_status(world, "trainingjobs", job, NAMESPACE).get("phase") == "Running" for job in jobs)
 
 
 def make_fabric(world: World, **changes: Any) -> None:
     world.api.create("fabrics", {"metadata": {"name": "f"}, "spec": SPEC | changes})
 
 
-def leaves_of_seats(world: World, job: str) -> str:
+def list_leaves_of_ranks(world: World, job: str) -> str:
     pods = {pod["metadata"]["name"]: pod for pod in world.api.list_all("pods", NAMESPACE)}
-    nodes = [int(pods[member.worker]["spec"]["nodeName"].split("-")[1]) for member in plan(world, job).members]
+    nodes = [int(pods[member.worker]["spec"]["nodeName"].split("-")[1]) for member in read_plan(world, job).members]
     return "".join(LEAVES[node] for node in nodes)
 
 
 def test_two_jobs_are_ordered_and_planned_apart(world: World) -> None:
     make_fabric(world)
-    until(world, lambda: status(world, "fabrics", "f"))
+    wait_until(world, lambda: read_status(world, "fabrics", "f"))
     make_jobs(world, "one", "two")
-    until(world, lambda: train(world, "one", "two"))
+    wait_until(world, lambda: wait_for_training(world, "one", "two"))
     for job in ("one", "two"):
-        leaves = leaves_of_seats(world, job)
+        leaves = list_leaves_of_ranks(world, job)
         changes = sum(a != b for a, b in zip(leaves, leaves[1:] + leaves[:1], strict=True))
-        assert status(world, "trainingjobs", job, NAMESPACE)["leafCrossings"] == {"now": changes, "best": changes}
-        assert len(get_planned_routes(plan(world, job))) == changes
-    until(world, lambda: status(world, "fabrics", "f").get("flows", 0) > 0)
-    shown = status(world, "fabrics", "f")
+        assert read_status(world, "trainingjobs", job, NAMESPACE)["leafCrossings"] == {"now": changes, "best": changes}
+        assert len(get_planned_routes(read_plan(world, job))) == changes
+    wait_until(world, lambda: read_status(world, "fabrics", "f").get("flows", 0) > 0)
+    shown = read_status(world, "fabrics", "f")
     assert shown["maxLoad"] == shown["lowerBound"]
     assert {one["type"]: one["status"] for one in shown["conditions"]} == {
         "InForce": "True",
@@ -99,45 +99,45 @@ def test_two_jobs_are_ordered_and_planned_apart(world: World) -> None:
     }
 
 
-def test_an_operator_that_is_killed_between_two_jobs_leaves_each_plan_whole_and_the_next_one_ends_the_same(
+def test_an_operator_killed_between_two_jobs_leaves_whole_plans_and_its_successor_converges(
     world: World,
 ) -> None:
     make_fabric(world)
     make_jobs(world, "one", "two")
-    until(world, lambda: any(plan(world, job).paths for job in ("one", "two")))
+    wait_until(world, lambda: any(read_plan(world, job).paths for job in ("one", "two")))
     (pod,) = world.deployment.pods
     pod.kill()
-    first = {job: plan(world, job).paths for job in ("one", "two")}
-    until(world, lambda: train(world, "one", "two"))
-    until(world, lambda: status(world, "fabrics", "f").get("flows", 0) > 0)
+    first = {job: read_plan(world, job).paths for job in ("one", "two")}
+    wait_until(world, lambda: wait_for_training(world, "one", "two"))
+    wait_until(world, lambda: read_status(world, "fabrics", "f").get("flows", 0) > 0)
     for job, paths in first.items():
-        assert paths is None or plan(world, job).paths == paths, "what was written stays"
-        assert plan(world, job).paths is not None
-    shown = status(world, "fabrics", "f")
+        assert paths is None or read_plan(world, job).paths == paths, "what was written stays"
+        assert read_plan(world, job).paths is not None
+    shown = read_status(world, "fabrics", "f")
     assert shown["maxLoad"] == shown["lowerBound"]
 
 
-def test_without_a_fabric_all_is_as_ever(world: World) -> None:
+def test_without_a_fabric_nothing_changes(world: World) -> None:
     make_jobs(world, "one")
-    until(world, lambda: train(world, "one"))
-    assert plan(world, "one").paths is None
-    assert "leafCrossings" not in status(world, "trainingjobs", "one", NAMESPACE)
-    members = [member.worker for member in plan(world, "one").members]
+    wait_until(world, lambda: wait_for_training(world, "one"))
+    assert read_plan(world, "one").paths is None
+    assert "leafCrossings" not in read_status(world, "trainingjobs", "one", NAMESPACE)
+    members = [member.worker for member in read_plan(world, "one").members]
     assert members == [f"one-w{n}-0" for n in range(4)]
 
 
-def test_labels_that_change_while_a_job_trains_move_nobody(world: World) -> None:
+def test_labels_that_change_while_a_job_trains_move_no_worker(world: World) -> None:
     make_fabric(world)
     make_jobs(world, "one")
-    until(world, lambda: train(world, "one"))
-    before = plan(world, "one")
+    wait_until(world, lambda: wait_for_training(world, "one"))
+    before = read_plan(world, "one")
     for n, leaf in enumerate(reversed(LEAVES[:4] + "cccc")):
         world.api.patch("nodes", f"node-{n}", "", {"metadata": {"labels": {LEAF: leaf}}})
-    until(world, lambda: status(world, "fabrics", "f").get("leaves") == 3)
+    wait_until(world, lambda: read_status(world, "fabrics", "f").get("leaves") == 3)
     world.run(asyncio.sleep(60))
-    assert plan(world, "one").members == before.members
-    assert train(world, "one")
-    # Flows that cross leaves by now had no ways: one round for them pays, and no second one follows.
+    assert read_plan(world, "one").members == before.members
+    assert wait_for_training(world, "one")
+    # Flows that now cross leaves had no routes: one round for them pays, and no second one follows.
     causes = [found["spec"]["cause"] for found in world.api.list_all("incidents")]
     assert causes == ["slow-communication"]
-    assert plan(world, "one").membership == before.membership + 1
+    assert read_plan(world, "one").membership == before.membership + 1

@@ -1,4 +1,4 @@
-"""Time that jumps, and processes that are killed and frozen within it."""
+"""Virtual time, and processes that are killed and paused within it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_time_jumps_to_what_comes_next(loop: VirtualLoop) -> None:
     assert loop.run(main()) == 3610
 
 
-def test_what_comes_at_one_moment_comes_in_the_order_in_which_it_was_asked_for(loop: VirtualLoop) -> None:
+def test_callbacks_of_one_moment_run_in_the_order_of_their_requests(loop: VirtualLoop) -> None:
     seen: list[int] = []
 
     async def main() -> None:
@@ -41,7 +41,7 @@ def test_what_comes_at_one_moment_comes_in_the_order_in_which_it_was_asked_for(l
     assert seen == list(range(20))
 
 
-def test_what_never_comes_is_an_error(loop: VirtualLoop) -> None:
+def test_waiting_for_an_event_that_never_comes_is_an_error(loop: VirtualLoop) -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -58,34 +58,34 @@ def test_a_moment_that_never_ends_is_an_error(loop: VirtualLoop) -> None:
         loop.run(main())
 
 
-def test_nothing_of_a_killed_process_runs_on_not_even_what_it_would_do_last(loop: VirtualLoop) -> None:
-    said: list[str] = []
+def test_a_killed_process_runs_no_more_code_not_even_cleanup(loop: VirtualLoop) -> None:
+    events: list[str] = []
     process = Process(loop, "p")
 
     async def child() -> None:
         try:
             await asyncio.sleep(1)
-            said.append("child")
+            events.append("child")
         finally:
-            said.append("last words")
+            events.append("last words")
 
     async def parent() -> None:
-        asyncio.create_task(child())  # noqa: RUF006  # the loop holds it for the second that it takes
-        loop.call_later(1, said.append, "timer")
+        asyncio.create_task(child())  # noqa: RUF006 # the loop holds it while it runs
+        loop.call_later(1, events.append, "timer")
         await asyncio.sleep(5)
 
     async def main() -> None:
         process.spawn(parent(), "parent")
         await asyncio.sleep(0.5)
-        process.add_death_callback(lambda: said.append("mourned"))
+        process.add_death_callback(lambda: events.append("mourned"))
         process.kill()
         await asyncio.sleep(10)
 
     loop.run(main())
-    assert said == ["mourned"]
+    assert events == ["mourned"]
 
 
-def test_a_frozen_process_does_later_what_it_would_have_done(loop: VirtualLoop) -> None:
+def test_a_paused_process_continues_later(loop: VirtualLoop) -> None:
     ticks: list[float] = []
     process = Process(loop, "p")
 
@@ -106,12 +106,12 @@ def test_a_frozen_process_does_later_what_it_would_have_done(loop: VirtualLoop) 
     assert ticks == [1, 2, 12.5, 13.5]
 
 
-def test_a_frozen_process_is_killed_without_a_word(loop: VirtualLoop) -> None:
-    said: list[str] = []
+def test_a_paused_process_can_be_killed(loop: VirtualLoop) -> None:
+    events: list[str] = []
     process = Process(loop, "p")
 
     async def work() -> None:
-        said.append("work")
+        events.append("work")
 
     async def main() -> None:
         process.pause()
@@ -124,10 +124,10 @@ def test_a_frozen_process_is_killed_without_a_word(loop: VirtualLoop) -> None:
 
     loop.run(main())
     loop.close()
-    assert (said, loop.errors) == ([], [])
+    assert (events, loop.errors) == ([], [])
 
 
-def test_whatever_a_process_starts_is_its_own(loop: VirtualLoop) -> None:
+def test_all_tasks_of_a_process_belong_to_it(loop: VirtualLoop) -> None:
     owners: list[Process | None] = []
     process = Process(loop, "p")
 
@@ -145,7 +145,7 @@ def test_whatever_a_process_starts_is_its_own(loop: VirtualLoop) -> None:
     assert owners == [None, process, process]
 
 
-def test_a_connection_goes_where_the_world_says(loop: VirtualLoop) -> None:
+def test_a_connection_goes_where_the_hook_decides(loop: VirtualLoop) -> None:
     async def connect(host: str, port: int) -> None:
         if port != 10250:
             raise ConnectionRefusedError(host)
@@ -160,7 +160,7 @@ def test_a_connection_goes_where_the_world_says(loop: VirtualLoop) -> None:
     loop.run(main())
 
 
-def test_what_is_left_at_the_end_is_cancelled_and_neither_errors_nor_warnings_come_of_it(
+def test_tasks_left_at_the_end_are_cancelled_without_errors_or_warnings(
     loop: VirtualLoop, recwarn: pytest.WarningsRecorder
 ) -> None:
     ends: list[str] = []
@@ -207,5 +207,5 @@ def test_what_is_left_at_the_end_is_cancelled_and_neither_errors_nor_warnings_co
         gc.collect()
     finally:
         sys.unraisablehook = hook
-    assert ends == 3 * ["generator"], "of all but the one that never begins"
+    assert ends == 3 * ["generator"], "of all tasks except the one that never begins"
     assert ([str(warning.message) for warning in recwarn], unraisable, loop.errors) == ([], [], [])

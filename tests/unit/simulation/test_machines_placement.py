@@ -24,44 +24,44 @@ WITH_GPU = {"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}
 ONE_CORE = {"name": "first", "resources": {"requests": {"cpu": "1"}}}
 
 
-def needs(**spec: Any) -> PodNeeds:
+def build_needs(**spec: Any) -> PodNeeds:
     metadata = {"uid": "uid", "namespace": "n", "name": "p", "labels": {"app": "a"}}
     return PodNeeds.parse({"metadata": metadata, "spec": {"containers": [{"name": "c"}], **spec}})
 
 
-def offer(name: str = "node-0", *pods: PodNeeds, labels: dict[str, str] | None = None, **spec: Any) -> NodeOffer:
+def build_offer(name: str = "node-0", *pods: PodNeeds, labels: dict[str, str] | None = None, **spec: Any) -> NodeOffer:
     status = {"allocatable": {"cpu": "2", "memory": "4Gi", "nvidia.com/gpu": "1", "pods": "3"}}
     node = {"metadata": {"name": name, "labels": {HOST: name, **(labels or {})}}, "spec": spec, "status": status}
     return NodeOffer(node, {str(number): pod for number, pod in enumerate(pods)})
 
 
-def why(pod: PodNeeds, node: NodeOffer) -> str:
+def find_reason(pod: PodNeeds, node: NodeOffer) -> str:
     return find_obstacle(pod, node, {node.name: node})
 
 
-def asking(**requests: str) -> dict[str, Any]:
+def build_spec(**requests: str) -> dict[str, Any]:
     return {"containers": [{"name": "c", "resources": {"requests": requests}}]}
 
 
 @pytest.mark.parametrize(("text", "value"), [("250m", 0.25), ("64Mi", 64 * 2**20), ("8", 8.0), (8, 8.0), ("2G", 2e9)])
-def test_quantities(text: object, value: float) -> None:
+def test_quantities_are_parsed(text: object, value: float) -> None:
     assert parse_quantity(text) == value
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "message"),
     [
-        (asking(cpu="2"), ""),
-        (asking(cpu="2001m"), "Insufficient cpu"),
+        (build_spec(cpu="2"), ""),
+        (build_spec(cpu="2001m"), "Insufficient cpu"),
         ({"containers": [{"name": "c", "resources": {"limits": {GPU: 2}}}]}, f"Insufficient {GPU}"),
-        ({"initContainers": [{**ONE_CORE, "restartPolicy": "Always"}], **asking(cpu="1500m")}, "Insufficient cpu"),
-        ({"initContainers": [ONE_CORE], **asking(cpu="1500m")}, ""),
+        ({"initContainers": [ONE_CORE | {"restartPolicy": "Always"}], **build_spec(cpu="1500m")}, "Insufficient cpu"),
+        ({"initContainers": [ONE_CORE], **build_spec(cpu="1500m")}, ""),
         ({"nodeSelector": {"zone": "b"}}, "node(s) didn't match Pod's node affinity/selector"),
         ({"nodeSelector": {HOST: "node-0"}}, ""),
     ],
 )  # fmt: skip
-def test_resources_and_selectors(spec: dict[str, Any], words: str) -> None:
-    assert why(needs(**spec), offer()) == words
+def test_a_pod_needs_resources_and_labels(spec: dict[str, Any], message: str) -> None:
+    assert find_reason(build_needs(**spec), build_offer()) == message
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_resources_and_selectors(spec: dict[str, Any], words: str) -> None:
         ([{}], False),
     ],
 )  # fmt: skip
-def test_node_affinity(terms: list[dict[str, Any]], fits: bool) -> None:
-    pod = needs(affinity={"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}})
-    assert (why(pod, offer()) == "") is fits
+def test_a_pod_needs_its_node_affinity(terms: list[dict[str, Any]], fits: bool) -> None:
+    pod = build_needs(affinity={"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}})
+    assert (find_reason(pod, build_offer()) == "") is fits
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_node_affinity(terms: list[dict[str, Any]], fits: bool) -> None:
         ({"key": "k", "effect": "NoSchedule", "value": "v"}, {"key": "k", "value": "w"}, False),
     ],
 )  # fmt: skip
-def test_taints_and_tolerations(taint: dict[str, str], toleration: dict[str, str] | None, fits: bool) -> None:
-    pod = needs(tolerations=[toleration] if toleration else [])
-    assert (why(pod, offer(taints=[taint])) == "") is fits
+def test_taints_need_tolerations(taint: dict[str, str], toleration: dict[str, str] | None, fits: bool) -> None:
+    pod = build_needs(tolerations=[toleration] if toleration else [])
+    assert (find_reason(pod, build_offer(taints=[taint])) == "") is fits
 
 
 def test_the_shortest_toleration_counts() -> None:
@@ -108,26 +108,29 @@ def test_the_shortest_toleration_counts() -> None:
 
 def test_pods_are_counted_and_a_port_of_the_nodes_network_is_taken_once() -> None:
     host = {"hostNetwork": True, "containers": [{"name": "c", "ports": [{"containerPort": 20_001}]}]}
-    one = needs(**host)
-    assert why(needs(**host), offer("node-0", one)) == "node(s) didn't have free ports for the requested pod ports"
-    full = offer()
+    one = build_needs(**host)
+    assert (
+        find_reason(build_needs(**host), build_offer("node-0", one))
+        == "node(s) didn't have free ports for the requested pod ports"
+    )
+    full = build_offer()
     for number in range(3):
         full.add(PodNeeds.parse({"metadata": {"uid": str(number), "namespace": "n"}, "spec": {"containers": []}}))
-    assert why(needs(), full) == "Too many pods"
+    assert find_reason(build_needs(), full) == "Too many pods"
 
 
-def test_what_a_pod_that_has_left_used_is_free_again() -> None:
-    one = needs(**asking(cpu="2"))
-    node = offer("node-0", one)
-    assert why(needs(**asking(cpu="1")), node) == "Insufficient cpu"
+def test_resources_of_an_ended_pod_are_free_again() -> None:
+    one = build_needs(**build_spec(cpu="2"))
+    node = build_offer("node-0", one)
+    assert find_reason(build_needs(**build_spec(cpu="1")), node) == "Insufficient cpu"
     assert node.remove(one.uid)
-    assert why(needs(**asking(cpu="1")), node) == ""
+    assert find_reason(build_needs(**build_spec(cpu="1")), node) == ""
 
 
-def test_pods_that_keep_others_of_their_kind_away_do_so_on_both_sides() -> None:
+def test_pod_anti_affinity_applies_in_both_directions() -> None:
     term = {"labelSelector": {"matchLabels": {"app": "a"}}, "topologyKey": "zone"}
-    lonely, plain = needs(affinity={"podAntiAffinity": {REQUIRED: [term]}}), needs()
-    one, other, far = (offer(f"node-{i}", labels={"zone": zone}) for i, zone in enumerate("aab"))
+    lonely, plain = build_needs(affinity={"podAntiAffinity": {REQUIRED: [term]}}), build_needs()
+    one, other, far = (build_offer(f"node-{i}", labels={"zone": zone}) for i, zone in enumerate("aab"))
     nodes = {node.name: node for node in (one, other, far)}
     one.add(plain)
     assert find_obstacle(lonely, other, nodes) == "node(s) didn't match pod anti-affinity rules"
@@ -138,16 +141,16 @@ def test_pods_that_keep_others_of_their_kind_away_do_so_on_both_sides() -> None:
     assert find_obstacle(plain, far, nodes) == ""
 
 
-def test_pods_that_want_company_go_where_it_is() -> None:
+def test_pods_with_affinity_go_to_its_nodes() -> None:
     term = {"labelSelector": {"matchLabels": {"app": "a"}}, "topologyKey": HOST}
-    social = needs(affinity={"podAffinity": {REQUIRED: [term]}})
-    one, other = offer("node-0", needs()), offer("node-1")
+    social = build_needs(affinity={"podAffinity": {REQUIRED: [term]}})
+    one, other = build_offer("node-0", build_needs()), build_offer("node-1")
     nodes = {"node-0": one, "node-1": other}
     assert find_obstacle(social, one, nodes) == ""
     assert find_obstacle(social, other, nodes) == "node(s) didn't match pod affinity rules"
 
 
-def test_workers_are_spread_and_a_spare_is_never_beside_them() -> None:
+def test_workers_are_spread_and_a_spare_is_on_another_node() -> None:
     machines = MachinesHarness(nodes=3)
     names = [machines.create_worker_pod(0), machines.create_worker_pod(1), machines.create_worker_pod(2, spare=True)]
     for name in names:
@@ -158,7 +161,7 @@ def test_workers_are_spread_and_a_spare_is_never_beside_them() -> None:
     assert "anti-affinity" in view_pod(machines.get_pod(late)).unschedulable_message
 
 
-def test_a_worker_is_not_put_beside_a_spare() -> None:
+def test_a_worker_is_not_placed_next_to_a_spare() -> None:
     machines = MachinesHarness(nodes=1)
     machines.is_running(machines.create_worker_pod(0, spare=True))
     name = machines.create_worker_pod(1)
@@ -177,7 +180,7 @@ def test_suspects_are_avoided() -> None:
     assert [machines.get_node_name(name) for name in names] == ["node-1"] * 3
 
 
-def test_a_pod_without_a_place_gets_one_when_a_node_is_uncordoned() -> None:
+def test_an_unschedulable_pod_is_placed_when_a_node_is_uncordoned() -> None:
     machines = MachinesHarness(nodes=1)
     machines.get_node(0).cordon()
     name = machines.create_worker_pod()
@@ -206,7 +209,7 @@ def test_a_terminating_pod_keeps_its_room_until_it_is_gone() -> None:
     machines.is_running(second)
 
 
-def test_an_ended_pod_gives_its_room_away() -> None:
+def test_an_ended_pod_frees_its_room() -> None:
     machines = MachinesHarness(nodes=1, cpu=2)
     spec = {"containers": [{**TRAINER, "resources": {"requests": {"cpu": "1900m"}}}]}
     first, second = machines.create_worker_pod(0, spec=spec), machines.create_worker_pod(1, spec=spec)
@@ -215,7 +218,7 @@ def test_an_ended_pod_gives_its_room_away() -> None:
     assert machines.get_phase(first) == "Failed"
 
 
-def test_a_pod_without_a_place_holds_nobody_up() -> None:
+def test_an_unschedulable_pod_delays_no_other_pod() -> None:
     machines = MachinesHarness(nodes=1)
     large = machines.create_worker_pod(0, spec={"containers": [{**TRAINER, "resources": {"requests": {"cpu": "64"}}}]})
     small = machines.create_worker_pod(1)
@@ -223,11 +226,11 @@ def test_a_pod_without_a_place_holds_nobody_up() -> None:
     assert machines.get_node_name(large) == ""
 
 
-def test_a_pod_that_has_waited_for_long_backs_off_and_others_do_not() -> None:
+def test_only_a_pod_that_has_waited_for_long_backs_off() -> None:
     machines = MachinesHarness(nodes=1)
     machines.get_node(0).cordon()
     name = machines.create_worker_pod()
-    for _ in range(6):  # each change is a try in vain
+    for _ in range(6):  # each change is a failed attempt
         machines.wait(15.0)
         machines.get_node(0).taint("example.com/x", "NoSchedule")
         machines.wait(15.0)
@@ -240,14 +243,14 @@ def test_a_pod_that_has_waited_for_long_backs_off_and_others_do_not() -> None:
     machines.wait_until(lambda: machines.get_node_name(name), 10.0)
 
 
-def test_company_in_another_namespace_is_none() -> None:
+def test_affinity_ignores_pods_in_other_namespaces() -> None:
     term = {"labelSelector": {"matchExpressions": [{"key": "app", "operator": "Exists"}]}, "topologyKey": HOST}
-    shy = needs(affinity={"podAntiAffinity": {REQUIRED: [term]}})
+    shy = build_needs(affinity={"podAntiAffinity": {REQUIRED: [term]}})
     stranger = PodNeeds.parse(
         {"metadata": {"uid": "other", "namespace": "m", "labels": {"app": "a"}}, "spec": {"containers": []}}
     )
-    assert why(shy, offer("node-0", stranger)) == ""
-    assert why(shy, offer("node-0", needs())) == "node(s) didn't match pod anti-affinity rules"
+    assert find_reason(shy, build_offer("node-0", stranger)) == ""
+    assert find_reason(shy, build_offer("node-0", build_needs())) == "node(s) didn't match pod anti-affinity rules"
 
 
 @pytest.mark.parametrize(
@@ -261,15 +264,15 @@ def test_company_in_another_namespace_is_none() -> None:
         ("Exists", [], True),
     ],
 )
-def test_operators_of_selectors(operator: str, values: list[str], fits: bool) -> None:
+def test_selector_operators_match(operator: str, values: list[str], fits: bool) -> None:
     for key, there in (("gpus", True), ("disks", False)):
         terms = [{"matchExpressions": [{"key": key, "operator": operator, "values": values}]}]
-        pod = needs(affinity={"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}})
+        pod = build_needs(affinity={"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}}})
         expected = fits if there else operator == "DoesNotExist"
-        assert (why(pod, offer(labels={"gpus": "8"})) == "") is expected
+        assert (find_reason(pod, build_offer(labels={"gpus": "8"})) == "") is expected
 
 
-def test_a_new_node_takes_what_has_waited() -> None:
+def test_a_new_node_takes_waiting_pods() -> None:
     machines = MachinesHarness(nodes=0)
     name = machines.create_worker_pod()
     machines.wait(5.0)
@@ -278,7 +281,7 @@ def test_a_new_node_takes_what_has_waited() -> None:
     machines.is_running(name)
 
 
-def test_a_pod_behind_a_gate_is_left_alone() -> None:
+def test_a_gated_pod_is_not_scheduled() -> None:
     machines = MachinesHarness()
     name = machines.create_worker_pod(spec={"schedulingGates": [{"name": "quota"}]})
     machines.wait(5.0)

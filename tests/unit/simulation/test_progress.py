@@ -1,4 +1,4 @@
-"""What a status says of the time that is left, held against when the job is done; by the real operator."""
+"""The remaining time in a status, compared with the end of the job; by the real operator."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ CRASHES = (50.0, 75.0, 100.0, 125.0, 150.0)
 
 
 @pytest.mark.parametrize("crashes", [(), CRASHES], ids=["steady", "interrupted"])
-def test_at_half_time_it_is_right_by_a_fifth(crashes: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[float, JobStatus]] = []
+def test_the_estimate_at_half_time_is_right_within_a_fifth(
+    crashes: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remaining: list[tuple[float, JobStatus]] = []
     real = statuses.build_job_status
 
     def report(observation: Any, *rest: Any) -> JobStatus:
         status = real(observation, *rest)
-        said.append((observation.now - EPOCH, status))
+        remaining.append((observation.now - EPOCH, status))
         return status
 
     monkeypatch.setattr(statuses, "build_job_status", report)
-    monkeypatch.setattr("simulation.run.MIN_RUN_SECONDS", 250.0)  # it is done by then
+    monkeypatch.setattr("simulation.run.MIN_RUN_SECONDS", 250.0)  # the job is complete by then
     monkeypatch.setattr("simulation.run.HEALED_BY_SECONDS", 200.0)
     strokes = (
         FaultInjection(AtTime(20.0), JobFinishes(steps=STEPS)),
@@ -44,8 +46,10 @@ def test_at_half_time_it_is_right_by_a_fifth(crashes: tuple[float, ...], monkeyp
     outcome = run_schedule(Schedule(5, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR_SETTINGS), jobs, strokes))
     assert outcome.violations == ()
     assert outcome.restarts == len(crashes)
-    done = next(at for at, status in said if status.phase is JobPhase.COMPLETE)
-    begun = next(at for at, status in said if status.phase is JobPhase.RUNNING)
-    at, half = next((at, status) for at, status in said if at >= (begun + done) / 2 and status.remaining)
-    left, rounding = done - at, ROUNDING_STEPS[0][1] / 2
+    completed_at = next(at for at, status in remaining if status.phase is JobPhase.COMPLETE)
+    started_at = next(at for at, status in remaining if status.phase is JobPhase.RUNNING)
+    at, half = next(
+        (at, status) for at, status in remaining if at >= (started_at + completed_at) / 2 and status.remaining
+    )
+    left, rounding = completed_at - at, ROUNDING_STEPS[0][1] / 2
     assert abs(parse_duration(half.remaining or "") - left) <= 0.2 * left + rounding

@@ -1,4 +1,4 @@
-"""Schedules are values that follow from a seed, and outcomes follow from schedules."""
+"""A schedule is a function of a seed, and an outcome is a function of a schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simulation.schedule import Aim, Schedule
 SEEDS = range(500)
 
 
-def test_a_schedule_follows_from_its_seed_and_can_be_written_down() -> None:
+def test_a_schedule_is_a_function_of_its_seed_and_can_be_serialized() -> None:
     for seed in SEEDS:
         schedule = generate_schedule(seed)
         assert schedule == generate_schedule(seed)
@@ -34,23 +34,23 @@ def test_seeds_use_different_parts_of_the_vocabulary_and_together_all_of_it() ->
     assert all(len(each) <= MAX_GENERATED_FAULTS for each in kinds)
 
 
-def test_every_schedule_leaves_time_to_heal_and_room_for_its_workers() -> None:
+def test_every_schedule_has_time_to_recover_and_room_for_its_workers() -> None:
     for seed in SEEDS:
         schedule = generate_schedule(seed)
         workers = sum(job.replicas + job.spares for job in schedule.jobs)
         assert schedule.world.nodes > workers - 1
-        assert all(getattr(stroke.trigger, "seconds", 0.0) <= LAST_INJECTION_SECONDS for stroke in schedule.injections)
+        assert all(getattr(fault.trigger, "seconds", 0.0) <= LAST_INJECTION_SECONDS for fault in schedule.injections)
 
 
-def test_some_seeds_leave_one_thing_broken_for_ever() -> None:
+def test_some_seeds_have_one_permanent_fault() -> None:
     found = [generate_schedule(seed) for seed in SEEDS]
     liveness = [schedule for schedule in found if schedule.aim is Aim.LIVENESS]
     assert abs(len(liveness) / len(found) - LIVENESS_SHARE) < 0.06
-    assert all([stroke.seconds for stroke in each.injections].count(None) == 1 for each in liveness)
-    assert all(stroke.seconds is not None for each in found if each not in liveness for stroke in each.injections)
+    assert all([fault.seconds for fault in each.injections].count(None) == 1 for each in liveness)
+    assert all(fault.seconds is not None for each in found if each not in liveness for fault in each.injections)
 
 
-def test_the_operator_dies_before_and_after_each_write() -> None:
+def test_the_operator_is_killed_before_and_after_each_write() -> None:
     base = CRASH_TEST_SCENARIOS["crash"]
     schedules = build_crash_tests(base, 3)
     assert len(schedules) == 6

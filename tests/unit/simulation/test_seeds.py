@@ -19,7 +19,7 @@ from simulation.world import WorldSettings
 CALM = Schedule(5, world=WorldSettings(nodes=5, operator=OPERATOR_SETTINGS), jobs=(SimulatedJob(replicas=2, spares=1),))
 
 
-def test_a_run_is_a_function_of_its_seed_whatever_hashes_are() -> None:
+def test_a_run_is_a_function_of_its_seed_for_any_hashes() -> None:
     """A batch compares runs in two processes, whose hashes differ; this process is one of them."""
     with batch._start_executor(0) as other:
         there = other.submit(run_schedule, generate_schedule(3))
@@ -29,7 +29,7 @@ def test_a_run_is_a_function_of_its_seed_whatever_hashes_are() -> None:
     assert violation.rule == "a run is a function of its seed"
 
 
-def test_where_nothing_goes_wrong_nothing_is_done() -> None:
+def test_without_faults_the_operator_takes_no_action() -> None:
     outcome = run_schedule(CALM, keep_log=True)
     assert outcome.violations == ()
     assert MIN_RUN_SECONDS <= outcome.virtual_seconds < MIN_RUN_SECONDS + 20
@@ -40,25 +40,25 @@ def test_where_nothing_goes_wrong_nothing_is_done() -> None:
     assert (len(made) - len(known_good), len(known_good)) == (3, 1), "workers, and whether probe pods can pass"
 
 
-def test_a_lost_node_is_made_good_and_the_story_tells_how() -> None:
+def test_a_lost_node_is_replaced_and_the_log_shows_how() -> None:
     outcome = run_schedule(replace(CALM, injections=(FaultInjection(AtTime(40.0), PowerFails(), 90.0),)), keep_log=True)
     assert outcome.violations == ()
     assert {"cause node-lost", "outcome Recovered", "check node_lost", "step membership"} <= outcome.coverage
-    told = "\n".join(outcome.log)
-    assert told.index("stroke 0: at-time seconds=40.0: power-fails for 90 s") < told.index("loses power")
-    assert told.index("loses power") < told.index("outcome: Recovered")
+    message = "\n".join(outcome.log)
+    assert message.index("stroke 0: at-time seconds=40.0: power-fails for 90 s") < message.index("loses power")
+    assert message.index("loses power") < message.index("outcome: Recovered")
 
 
-def test_an_operator_that_stays_frozen_is_survived_by_another() -> None:
-    """In a run for liveness what never heals is not healed at the end."""
-    frozen = FaultInjection(AtTime(40.0), OperatorPaused(which=OperatorTarget.LEADER), None)
-    schedule = replace(CALM, aim=Aim.LIVENESS, world=replace(CALM.world, operators=2), injections=(frozen,))
+def test_another_operator_takes_over_from_a_paused_one() -> None:
+    """In a liveness run, permanent faults are not healed at the end."""
+    paused = FaultInjection(AtTime(40.0), OperatorPaused(which=OperatorTarget.LEADER), None)
+    schedule = replace(CALM, aim=Aim.LIVENESS, world=replace(CALM.world, operators=2), injections=(paused,))
     outcome = run_schedule(schedule, keep_log=True)
     assert outcome.violations == ()
     assert not [line for line in outcome.log if "runs on" in line]
 
 
-def test_an_operator_killed_after_its_write_goes_on_from_it() -> None:
+def test_an_operator_killed_after_a_write_continues_from_it() -> None:
     outcome = run_schedule(replace(CALM, injections=(FaultInjection(AfterWrite(4), OperatorKilled()),)), keep_log=True)
     assert outcome.violations == ()
     assert sum("leads" in line for line in outcome.log) == 2

@@ -1,4 +1,4 @@
-"""Shrinking leaves what matters, and nothing else."""
+"""Shrinking keeps only the faults that matter."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ MANY = Schedule(
 )
 
 
-def test_only_the_faults_that_break_the_rule_are_left_at_their_simplest() -> None:
+def test_only_the_faults_that_violate_the_rule_remain_in_their_simplest_form() -> None:
     small = shrink_schedule(MANY, lambda schedule: {"power-fails", "operator-killed"} <= set(schedule.kinds))
-    assert small.kinds == ("power-fails", "node-is-slow", "operator-killed"), "the last one comes after the one before"
+    assert small.kinds == ("power-fails", "node-is-slow", "operator-killed"), "the last fault follows the one before"
     assert small.injections[0] == FaultInjection(AtTime(25.0), PowerFails(), 1.0)
-    assert small.injections[2].trigger == AfterFault(1, 1.0), "it still comes after the same one"
+    assert small.injections[2].trigger == AfterFault(1, 1.0), "it still follows the same fault"
     assert small.jobs == (SimulatedJob("a", replicas=1, spares=0),)
     assert small.world == WorldSettings(nodes=2, operators=1)
 
 
-def test_what_the_rule_needs_is_kept() -> None:
+def test_faults_that_the_rule_needs_remain() -> None:
     small = shrink_schedule(MANY, lambda schedule: schedule.jobs[0].replicas >= 3 and schedule.world.operators == 2)
     assert small.injections == ()
     assert small.jobs[0].replicas == 3
     assert small.world.operators == 2
 
 
-def test_it_ends_with_the_tries() -> None:
+def test_shrinking_ends_after_the_allowed_attempts() -> None:
     tried = []
 
-    def breaks(schedule: Schedule) -> bool:
+    def violates_rule(schedule: Schedule) -> bool:
         tried.append(schedule)
         return True
 
-    assert shrink_schedule(MANY, breaks, tries=3) == tried[-1]
+    assert shrink_schedule(MANY, violates_rule, tries=3) == tried[-1]
     assert len(tried) == 3
 
 

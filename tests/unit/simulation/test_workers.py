@@ -34,7 +34,7 @@ def test_two_workers_train_under_a_plan() -> None:
     assert not team.exits
 
 
-def test_whatever_starts_in_an_outage_ends_and_what_runs_goes_on() -> None:
+def test_rounds_that_start_in_an_outage_end_and_running_ones_continue() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=25)
     team.world.trainings.outage, team.world.trainings.outage_at_import = "OSError: away", True
@@ -49,7 +49,7 @@ def test_whatever_starts_in_an_outage_ends_and_what_runs_goes_on() -> None:
     assert team["a"].training.outage_at > 0
 
 
-def test_a_crash_restarts_by_the_launchers_alone_and_only_the_culprit_is_told_of() -> None:
+def test_launchers_restart_after_a_crash_and_report_only_the_culprit() -> None:
     team = SimulatedTeam(every=0)
     team.start_and_train("a", "b", steps=30)
     version, before = team.endpoint.plan.version, team.newest_round.step
@@ -64,17 +64,19 @@ def test_a_crash_restarts_by_the_launchers_alone_and_only_the_culprit_is_told_of
     )
 
 
-def test_how_a_round_started_is_told_with_its_first_step() -> None:
+def test_the_first_step_reports_the_start_of_its_round() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].crash_rank()
     team.wait_until(lambda: team.get_heartbeat("a").round == 2 and team.get_heartbeat("a").start.first_step_at)
-    beat = team.get_heartbeat("a")
-    assert [one.stage for one in beat.start.stages] == list(StartStage)
-    assert beat.start.started_at is not None
-    assert beat.start.first_step_at is not None
-    assert beat.start.stages[-1].seconds == pytest.approx(beat.start.first_step_at - beat.start.started_at)
-    assert beat.start.origin in ("NOTHING", "MEMORY", "CHECKPOINT")
+    heartbeat = team.get_heartbeat("a")
+    assert [one.stage for one in heartbeat.start.stages] == list(StartStage)
+    assert heartbeat.start.started_at is not None
+    assert heartbeat.start.first_step_at is not None
+    assert heartbeat.start.stages[-1].seconds == pytest.approx(
+        heartbeat.start.first_step_at - heartbeat.start.started_at
+    )
+    assert heartbeat.start.origin in ("NOTHING", "MEMORY", "CHECKPOINT")
 
 
 def test_two_rounds_without_a_step_end_the_launchers_permission() -> None:
@@ -97,7 +99,7 @@ def test_two_rounds_without_a_step_end_the_launchers_permission() -> None:
         ("collective", HangKind.COMMUNICATION, 25.0),
     ],
 )
-def test_a_hang_is_told_by_both_workers_and_names_the_culprit(where: str, kind: HangKind, within: float) -> None:
+def test_both_workers_report_a_hang_and_name_the_culprit(where: str, kind: HangKind, within: float) -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     if where == "kernel":
@@ -112,14 +114,14 @@ def test_a_hang_is_told_by_both_workers_and_names_the_culprit(where: str, kind: 
     assert (found.kind, found.ranks) == (kind, () if where == "collective" else (1,))
 
 
-def test_a_hang_in_the_first_steps_takes_longer_to_be_told() -> None:
+def test_a_hang_in_the_first_steps_is_reported_later() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=1)
     team["b"].hang_rank()
     assert team.wait_until(lambda: diagnose_hang(team.list_faults(FaultKind.STALLED), 2), within=200.0) > 100.0
 
 
-def test_a_dead_link_blames_nobody_and_says_who_cannot_be_reached() -> None:
+def test_a_dead_link_has_no_culprit_and_names_the_unreachable_worker() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team.world.network.cut("node-0", "node-1")
@@ -127,7 +129,7 @@ def test_a_dead_link_blames_nobody_and_says_who_cannot_be_reached() -> None:
     assert {fault.unreachable for fault in team.list_faults(FaultKind.STALLED)} == {("10.0.0.1",), ("10.0.0.2",)}
 
 
-def test_ranks_that_stand_still_for_a_moment_go_on() -> None:
+def test_paused_ranks_continue() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team.world.network.cut("node-0", "node-1")
@@ -140,19 +142,19 @@ def test_ranks_that_stand_still_for_a_moment_go_on() -> None:
     assert (team.newest_round.round, team.endpoint.faults) == (1, [])
 
 
-def test_a_frozen_launcher_is_told_of_by_its_sidecar_each_second() -> None:
+def test_a_sidecar_reports_its_unresponsive_launcher_each_second() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].pause(LAUNCHER_PROCESS)
     team.wait(18.0)
     assert {worker for worker, _ in team.endpoint.silences} == {team["b"].name}
-    told = sorted({int(seconds) for _, seconds in team.endpoint.silences if seconds >= 5})
-    assert set(range(5, 15)) <= set(told)
+    silences = sorted({int(seconds) for _, seconds in team.endpoint.silences if seconds >= 5})
+    assert set(range(5, 15)) <= set(silences)
     team["b"].resume(LAUNCHER_PROCESS)
     team.wait_until(lambda: team.get_heartbeat("b").launcher_silent_seconds == 0, within=5.0)
 
 
-def test_who_hears_neither_operator_nor_peers_ends_its_ranks() -> None:
+def test_a_launcher_without_operator_and_peers_ends_its_ranks() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team.endpoint.is_unavailable = True
@@ -162,12 +164,12 @@ def test_who_hears_neither_operator_nor_peers_ends_its_ranks() -> None:
     assert team["a"].folder.heartbeat.state is LauncherState.LOST
     team.world.network.heal()
     team.wait(20.0)
-    assert team.newest_round.round == 1, "both may have been replaced, which only the operator knows"
+    assert team.newest_round.round == 1, "both may have been replaced; only the operator can decide"
     team.endpoint.is_unavailable = False
     team.wait_until(lambda: team.newest_round.round == 2 and team.newest_round.sync_points > 0)
 
 
-def test_another_membership_seats_a_spare() -> None:
+def test_another_membership_gives_ranks_to_a_spare() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=12)
     team.start("c")
@@ -182,7 +184,7 @@ def test_another_membership_seats_a_spare() -> None:
     assert team.newest_round.restored_step > 0
 
 
-def test_a_suspended_job_leaves_with_its_last_step_kept() -> None:
+def test_a_suspended_job_saves_its_last_step() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=13)
     team.change_plan(stop=Stop.SUSPEND)
@@ -195,7 +197,7 @@ def test_a_suspended_job_leaves_with_its_last_step_kept() -> None:
     assert team.newest_round.restored_step == newest.step
 
 
-def test_a_job_that_is_done_ends_well_everywhere() -> None:
+def test_all_workers_of_a_complete_job_finish() -> None:
     team = SimulatedTeam(arguments=["--steps", "15"])
     team.start_and_train("a", "b")
     team.wait_until(lambda: len(team.exits) == 2)
@@ -203,7 +205,7 @@ def test_a_job_that_is_done_ends_well_everywhere() -> None:
     newest = team.newest_round.training.volume.newest
     assert newest is not None
     assert newest.step == 15
-    assert {beat.state for beat in team.endpoint.heartbeats.values()} == {LauncherState.FINISHED}
+    assert {heartbeat.state for heartbeat in team.endpoint.heartbeats.values()} == {LauncherState.FINISHED}
 
 
 def test_the_checkpoint_outlives_all_pods() -> None:
@@ -219,7 +221,7 @@ def test_the_checkpoint_outlives_all_pods() -> None:
     assert team.newest_round.restored_step == newest.step
 
 
-def test_a_sigterm_keeps_the_state_and_leaves() -> None:
+def test_a_sigterm_saves_the_state_and_ends_the_worker() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=13)
     team["a"].terminate(30.0)
@@ -231,7 +233,7 @@ def test_a_sigterm_keeps_the_state_and_leaves() -> None:
     assert [team.find_letter(fault.worker) for fault in team.list_faults(FaultKind.TERMINATING)] == ["a"]
 
 
-def test_who_does_not_leave_in_time_is_killed() -> None:
+def test_a_worker_that_does_not_end_in_time_is_killed() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].hang_rank()
@@ -240,7 +242,7 @@ def test_who_does_not_leave_in_time_is_killed() -> None:
     assert team.exits["a"][0] == 137
 
 
-def test_a_rank_that_cannot_be_killed_is_told_and_holds_its_pod() -> None:
+def test_a_rank_that_cannot_be_killed_is_reported_and_blocks_its_pod() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].hang_rank_in_kernel()
@@ -253,7 +255,7 @@ def test_a_rank_that_cannot_be_killed_is_told_and_holds_its_pod() -> None:
     team.wait_until(lambda: "b" in team.exits, within=300.0)
 
 
-def test_shares_move_the_times_of_steps() -> None:
+def test_shares_change_the_times_of_steps() -> None:
     team = SimulatedTeam()
     team.world.nodes["node-1"].slow = 3.0
     team.start_and_train("a", "b", steps=10)
@@ -277,18 +279,18 @@ def test_a_plan_that_the_script_cannot_follow_is_refused() -> None:
     team.wait_until(lambda: "in mode Sync only" in team.get_heartbeat("a").training.refused)
 
 
-def test_in_async_edit_nobody_waits_for_a_slow_rank_and_no_sample_is_lost() -> None:
+def test_in_async_edit_no_rank_waits_for_a_slow_one_and_no_sample_is_lost() -> None:
     team = SimulatedTeam(arguments=["--steps", "101"])
     team.world.nodes["node-1"].slow = 3.0
     team.start_and_train("a", "b", steps=25)
-    before, began = team.newest_round.step, team.world.now()
+    before, started_at = team.newest_round.step, team.world.now()
     team.wait_for_steps(10)
-    synchronous = (team.world.now() - began) / 10
+    synchronous = (team.world.now() - started_at) / 10
     team.change_plan(sync_mode=SyncMode.ASYNC_EDIT, sync_seconds=12.0)
     team.wait_until(lambda: team.get_heartbeat("b").training.sync_mode == "AsyncEDiT")
-    before, began = team.newest_round.step, team.world.now()
+    before, started_at = team.newest_round.step, team.world.now()
     team.wait_for_steps(30)
-    assert (team.world.now() - began) / (team.newest_round.step - before) < 0.7 * synchronous
+    assert (team.world.now() - started_at) / (team.newest_round.step - before) < 0.7 * synchronous
     fast, slow = team.newest_round.assigned_ranks
     assert fast.samples > slow.samples
     window = fast.build_window()
@@ -297,7 +299,7 @@ def test_in_async_edit_nobody_waits_for_a_slow_rank_and_no_sample_is_lost() -> N
     assert (team.newest_round.progress.samples, fast.samples + slow.samples) == (101 * 16, 101 * 16)
 
 
-def test_steps_between_two_synchronisations_are_no_stall() -> None:
+def test_steps_between_two_synchronizations_are_no_stall() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=25)
     team.change_plan(sync_mode=SyncMode.EDIT, sync_every=64)
@@ -311,7 +313,7 @@ def test_steps_between_two_synchronisations_are_no_stall() -> None:
     assert {team.find_letter(fault.worker) for fault in team.list_faults(FaultKind.STALLED)} == {"b"}
 
 
-def test_checkpoints_that_fail_are_told_and_made_up_for() -> None:
+def test_failed_checkpoints_are_reported_and_repeated() -> None:
     team = SimulatedTeam(every=5)
     team.start_and_train("a", "b", steps=2)
     volume = team.newest_round.training.volume
@@ -322,7 +324,7 @@ def test_checkpoints_that_fail_are_told_and_made_up_for() -> None:
     team.wait_until(lambda: team.get_heartbeat("a").checkpoint.error == "" and volume.newest is not None)
 
 
-def test_a_checkpoint_that_is_asked_for_is_answered_once_it_is_kept() -> None:
+def test_a_requested_checkpoint_is_acknowledged_once_it_is_saved() -> None:
     team = SimulatedTeam(every=0)
     team.start_and_train("a", "b")
     team.change_plan(checkpoint_request=1)
@@ -334,18 +336,18 @@ def test_a_checkpoint_that_is_asked_for_is_answered_once_it_is_kept() -> None:
     assert team.get_heartbeat("a").checkpoint.step == newest.step
 
 
-def test_an_older_round_publishes_nothing_any_more() -> None:
+def test_an_older_round_publishes_no_more_checkpoints() -> None:
     team = SimulatedTeam(every=5)
     team.start_and_train("a", "b", steps=6)
     old, volume = team.newest_round, team.newest_round.training.volume
-    kept = [checkpoint.step for checkpoint in volume.checkpoints]
-    volume.owner = None  # a later round has begun elsewhere
+    saved_steps = [checkpoint.step for checkpoint in volume.checkpoints]
+    volume.owner = None  # a later round has started elsewhere
     old_step = old.step
     team.wait_until(lambda: old.step > old_step + 12)
-    assert [checkpoint.step for checkpoint in volume.checkpoints] == kept
+    assert [checkpoint.step for checkpoint in volume.checkpoints] == saved_steps
 
 
-def test_what_befalls_ranks_is_told() -> None:
+def test_faults_of_ranks_are_reported() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].set_bad_loss(True)
@@ -360,7 +362,7 @@ def test_what_befalls_ranks_is_told() -> None:
     assert team.list_faults(FaultKind.GPU_ERROR)[0].xid == 79
 
 
-def test_a_sidecar_that_is_killed_comes_again_and_delivers_what_is_there() -> None:
+def test_a_killed_sidecar_restarts_and_delivers_pending_reports() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].kill_sidecar()
@@ -369,7 +371,7 @@ def test_a_sidecar_that_is_killed_comes_again_and_delivers_what_is_there() -> No
     assert team["b"].sidecar.serves
 
 
-def test_two_ranks_of_a_worker_come_and_go_together() -> None:
+def test_two_ranks_of_a_worker_start_and_end_together() -> None:
     team = SimulatedTeam(ranks=2)
     team.start_and_train("a", "b")
     assert [rank.number for rank in team["b"].ranks] == [2, 3]
@@ -380,7 +382,7 @@ def test_two_ranks_of_a_worker_come_and_go_together() -> None:
     assert team.newest_round.global_batch == 32
 
 
-def test_evidence_is_given_when_it_is_asked_for() -> None:
+def test_requested_evidence_is_delivered() -> None:
     team = SimulatedTeam()
     team.world.nodes["node-1"].slow = 2.0
     team.start_and_train("a", "b", steps=12)
@@ -396,7 +398,7 @@ def test_a_node_without_power_is_silent_and_a_killed_pod_is_not() -> None:
     team.world.network.set_power("node-1", on=False)
     team["b"].kill()
     team.wait(1.5)
-    assert len(team["a"].ranks) == 1, "nobody has told it"
+    assert len(team["a"].ranks) == 1, "no peer has reported it"
     team = SimulatedTeam()
     team.start_and_train("a", "b")
     team["b"].kill()
@@ -404,12 +406,12 @@ def test_a_node_without_power_is_silent_and_a_killed_pod_is_not() -> None:
     assert not team["a"].ranks, "its kernel has closed its connections"
 
 
-def test_a_story_follows_from_its_seed() -> None:
-    def story(seed: int) -> str:
+def test_a_run_is_a_function_of_its_seed() -> None:
+    def record_run(seed: int) -> str:
         team = SimulatedTeam(seed)
         team.start_and_train("a", "b")
         team["b"].crash_rank()
         team.wait_for_steps(3)
         return team.world.log.digest()
 
-    assert story(5) == story(5) != story(6)
+    assert record_run(5) == record_run(5) != record_run(6)

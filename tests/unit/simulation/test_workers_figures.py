@@ -1,4 +1,4 @@
-"""What the operator hears of simulated ranks: by their sidecars' heartbeats, and by Prometheus; the real readers."""
+"""What the operator receives of simulated ranks: sidecars' heartbeats, and Prometheus; with the real readers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from testing.simulated.simulated_workers import SimulatedTeam
 JOB = (NAMESPACE, "j")
 
 
-def sample(team: SimulatedTeam, dcgm: str = "") -> PrometheusSample:
+def sample_prometheus(team: SimulatedTeam, dcgm: str = "") -> PrometheusSample:
     async def ask(query: str, _seconds: float) -> QueryRows:
         rows: QueryRows = team.world.prometheus.run_query(query)
         return rows
@@ -37,13 +37,16 @@ def sample(team: SimulatedTeam, dcgm: str = "") -> PrometheusSample:
 
 
 def collect_metrics(team: SimulatedTeam) -> JobMetrics:
-    told = {name: rank_metrics.read_rank_rows(beat.rank_metrics) for name, beat in team.endpoint.heartbeats.items()}
+    values = {
+        name: rank_metrics.read_rank_rows(heartbeat.rank_metrics)
+        for name, heartbeat in team.endpoint.heartbeats.items()
+    }
     return rank_metrics.summarize_ranks(
-        rank_metrics.select_plan_rows(told, team.endpoint.plan), team.endpoint.plan, JobMetrics()
+        rank_metrics.select_plan_rows(values, team.endpoint.plan), team.endpoint.plan, JobMetrics()
     )
 
 
-def test_every_figure_is_there_and_the_slow_rank_stands_out() -> None:
+def test_all_metrics_exist_and_show_the_slow_rank() -> None:
     team = SimulatedTeam()
     team.world.nodes["node-1"].slow = 2.0
     team.start_and_train("a", "b", steps=45)
@@ -57,7 +60,7 @@ def test_every_figure_is_there_and_the_slow_rank_stands_out() -> None:
     assert found.uniform_slowdown == pytest.approx(1.0, abs=0.05)
 
 
-def test_a_rank_that_becomes_slow_is_told_of_between_two_polls() -> None:
+def test_a_rank_that_becomes_slow_is_reported_between_two_polls() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=45)
     team.wait(1.0)
@@ -80,42 +83,42 @@ def test_a_rank_that_becomes_slow_is_told_of_between_two_polls() -> None:
     assert found.relative_time > 1.2
 
 
-def test_what_prometheus_knows_are_signs_of_life() -> None:
+def test_prometheus_shows_reporting_ranks() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=12)
     team.wait(5.0)
-    found = {name: values[JOB] for name, values in sample(team).job_values.items()}
+    found = {name: values[JOB] for name, values in sample_prometheus(team).job_values.items()}
     assert found.keys() == JOB_EXPRESSIONS.keys()
     assert (found["reporting_ranks"], found["scrape_age"] <= 5.0) == (2, True)
     assert team.newest_round.step - 15 <= found["min_step"] <= team.newest_round.step
 
 
-def test_a_sidecar_that_does_not_answer_has_no_series() -> None:
+def test_a_silent_sidecar_has_no_series() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=12)
     team["b"].pause(SIDECAR_PROCESS)
     team.wait(5.0)
-    assert sample(team).job_values["reporting_ranks"] == {JOB: 1}
+    assert sample_prometheus(team).job_values["reporting_ranks"] == {JOB: 1}
     team.world.network.cut("prometheus", "node-0")
     team.wait(5.0)
-    assert sample(team).job_values["reporting_ranks"] == {}
+    assert sample_prometheus(team).job_values["reporting_ranks"] == {}
 
 
-@pytest.mark.parametrize("how", [None, PrometheusFailure.DOWN])
-def test_a_slow_node_is_found_whatever_prometheus_does(
-    how: PrometheusFailure | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failure", [None, PrometheusFailure.DOWN])
+def test_a_slow_node_is_found_for_any_prometheus_failure(
+    failure: PrometheusFailure | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decide, decided = straggler._decide_remedy, list[tuple[float, Decision]]()
 
-    def note(observation: Any, *rest: Any) -> Decision | None:
+    def record_decision(observation: Any, *rest: Any) -> Decision | None:
         decision = decide(observation, *rest)
         if decision is not None:
             decided.append((observation.now - EPOCH, decision))
         return decision
 
-    monkeypatch.setattr(straggler, "_decide_remedy", note)
+    monkeypatch.setattr(straggler, "_decide_remedy", record_decision)
     slow = FaultInjection(AtTime(60.0), NodeIsSlow(factor=2.0), 60.0)
-    away = [] if how is None else [FaultInjection(AtTime(1.0), PrometheusFails(how=how), None)]
+    away = [] if failure is None else [FaultInjection(AtTime(1.0), PrometheusFails(how=failure), None)]
     jobs = (SimulatedJob(replicas=4, spares=1),)
     outcome = run_schedule(
         Schedule(3, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR_SETTINGS), jobs, (*away, slow))
@@ -126,26 +129,26 @@ def test_a_slow_node_is_found_whatever_prometheus_does(
     assert 60.0 < at <= 80.0, "eight of its steps take 15 s"
 
 
-@pytest.mark.parametrize("silence", ["down", "silent"])
-def test_prometheus_may_be_away(silence: str) -> None:
+@pytest.mark.parametrize("error", ["down", "silent"])
+def test_prometheus_may_be_unavailable(error: str) -> None:
     team = SimulatedTeam()
-    team.world.prometheus.failure = silence
+    team.world.prometheus.failure = error
     with pytest.raises(OSError, match="Prometheus"):
         team.world.prometheus.run_query("")
 
 
-def test_stale_figures_age() -> None:
+def test_outdated_metrics_expire() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=12)
     team.wait(5.0)
     team.world.prometheus.failure = "stale"
     team.wait(60.0)
-    assert sample(team).job_values["scrape_age"][JOB] > 55.0
+    assert sample_prometheus(team).job_values["scrape_age"][JOB] > 55.0
     team.world.prometheus.failure = "empty"
-    assert sample(team).job_values["reporting_ranks"] == {}
+    assert sample_prometheus(team).job_values["reporting_ranks"] == {}
 
 
-def test_lies_reach_the_operator_about_their_own_ranks_only() -> None:
+def test_a_false_series_affects_only_its_own_ranks() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b", steps=12)
     team.wait(5.0)
@@ -159,35 +162,37 @@ def test_lies_reach_the_operator_about_their_own_ranks_only() -> None:
     assert all(math.isfinite(value) for value in vars(collect_metrics(team)).values() if isinstance(value, float))
 
 
-def test_an_exporter_that_comes_back_shows_what_was_before_only_once_it_has_been_back_for_a_while() -> None:
+def test_a_restarted_exporter_shows_earlier_errors_only_after_a_while() -> None:
     team = SimulatedTeam()
     prometheus = team.world.prometheus
     prometheus.add_exporter("node-1", old_error=MEMORY_METRIC)
-    (old,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    (old,) = sample_prometheus(team, EXPORTER_NAMESPACE).gpu_values
     assert (old.value, old.previous_value) == (2.0, 2.0)
     prometheus.show_exporter("node-1", present=False)
-    assert sample(team, EXPORTER_NAMESPACE).gpu_values == ()
+    assert sample_prometheus(team, EXPORTER_NAMESPACE).gpu_values == ()
     team.wait(XID_BASELINE_SECONDS + 10.0)
     prometheus.show_exporter("node-1", present=True)
-    (back,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    (back,) = sample_prometheus(team, EXPORTER_NAMESPACE).gpu_values
     assert (back.value, back.previous_value) == (2.0, None)
     team.wait(XID_BASELINE_SECONDS + 1.0)
-    (known,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    (known,) = sample_prometheus(team, EXPORTER_NAMESPACE).gpu_values
     assert (known.value, known.previous_value) == (2.0, 2.0)
     prometheus.count_xid("node-1", "0", 48)
-    assert {(found.value, found.previous_value) for found in sample(team, EXPORTER_NAMESPACE).gpu_values} == {
+    assert {
+        (found.value, found.previous_value) for found in sample_prometheus(team, EXPORTER_NAMESPACE).gpu_values
+    } == {
         (2.0, 2.0),
         (48.0, 0.0),
     }
 
 
-def test_xids_are_vouched_for_where_the_scrape_names_the_node() -> None:
+def test_xids_are_trusted_where_the_scrape_names_the_node() -> None:
     team = SimulatedTeam()
     team.start_and_train("a", "b")
-    assert sample(team, EXPORTER_NAMESPACE).gpu_untrusted_reason == ""
+    assert sample_prometheus(team, EXPORTER_NAMESPACE).gpu_untrusted_reason == ""
     team["b"].raise_gpu_error(79)
-    (value,) = sample(team, EXPORTER_NAMESPACE).gpu_values
+    (value,) = sample_prometheus(team, EXPORTER_NAMESPACE).gpu_values
     assert (value.node, value.value, value.trusted) == ("node-1", 79.0, True)
     team.world.prometheus.names_nodes = False
-    seen = sample(team, EXPORTER_NAMESPACE)
+    seen = sample_prometheus(team, EXPORTER_NAMESPACE)
     assert (seen.gpu_values[0].trusted, "no witness" in seen.gpu_untrusted_reason) == (False, True)

@@ -1,4 +1,4 @@
-"""What other jobs, the memory of what was said, and the operator's own probes add to what is known of a job."""
+"""What other jobs, earlier reports, and the operator's own probes add to the observation of a job."""
 
 from __future__ import annotations
 
@@ -41,42 +41,44 @@ MINE = replace(build_job(), uid="mine", name="mine", created_at=NOW)
 ATTEMPTED = DesiredState(Plan(), State(placement=Placement(attempts=2, template_accepted=1)))
 
 
-def around(*others: JobCache, mine: DesiredState = ATTEMPTED) -> ClusterView:
+def collect_view(*others: JobCache, desired: DesiredState = ATTEMPTED) -> ClusterView:
     memory = JobRegistry(0.0)
     for other in others:
         assert other.job is not None
         known = memory.get_or_create(other.job)
         known.update(desired=other.desired, phase=other.phase)
-    return collect_cluster_view(memory, MINE, mine, NodeSnapshot(), NOW)
+    return collect_cluster_view(memory, MINE, desired, NodeSnapshot(), NOW)
 
 
-def other(draft: DesiredState | None = ATTEMPTED, phase: JobPhase = JobPhase.PENDING, **changes: Any) -> JobCache:
+def build_other_job(
+    desired: DesiredState | None = ATTEMPTED, phase: JobPhase = JobPhase.PENDING, **changes: Any
+) -> JobCache:
     values: dict[str, Any] = {"name": "other", "uid": "other", "created_at": NOW - 100}
-    return JobCache(replace(build_job(), **(values | changes)), draft, phase=phase)
+    return JobCache(replace(build_job(), **(values | changes)), desired, phase=phase)
 
 
-def with_past(*past: PastIncident) -> DesiredState:
+def build_past_incidents(*past: PastIncident) -> DesiredState:
     return ATTEMPTED.with_incidents(past=past)
 
 
 class TestTurns:
-    def test_an_older_job_that_waits_too_goes_first(self) -> None:
-        assert around(other()).older_waiting_job == "other"
+    def test_an_older_waiting_job_goes_first(self) -> None:
+        assert collect_view(build_other_job()).older_waiting_job == "other"
 
     @pytest.mark.parametrize(
         "differs",
         [
-            other(None),
-            other(phase=JobPhase.RUNNING),
-            other(spec=replace(build_job().spec, suspend=True)),
-            other(generation=2),
-            other(ATTEMPTED.with_placement(attempts=0)),
-            other(ATTEMPTED.with_placement(attempts=3)),
-            other(ATTEMPTED.with_plan(members=build_training().plan.members)),
-            other(namespace="another"),
+            build_other_job(None),
+            build_other_job(phase=JobPhase.RUNNING),
+            build_other_job(spec=replace(build_job().spec, suspend=True)),
+            build_other_job(generation=2),
+            build_other_job(ATTEMPTED.with_placement(attempts=0)),
+            build_other_job(ATTEMPTED.with_placement(attempts=3)),
+            build_other_job(ATTEMPTED.with_plan(members=build_training().plan.members)),
+            build_other_job(namespace="another"),
         ],
         ids=[
-            "nothing is written of it",
+            "it has no state",
             "it trains",
             "it is suspended",
             "its template is not accepted",
@@ -86,57 +88,69 @@ class TestTurns:
             "it is another tenant's",
         ],
     )
-    def test_other_jobs_do_not(self, differs: JobCache) -> None:
-        assert around(differs).older_waiting_job == ""
+    def test_jobs_in_other_states_do_not_go_first(self, differs: JobCache) -> None:
+        assert collect_view(differs).older_waiting_job == ""
 
-    def test_nor_a_younger_one_nor_itself(self) -> None:
-        younger = other()
+    def test_neither_a_younger_job_nor_the_job_itself_goes_first(self) -> None:
+        younger = build_other_job()
         assert younger.job is not None
         assert (
-            around(
+            collect_view(
                 JobCache(replace(younger.job, created_at=NOW + 1), ATTEMPTED, phase=JobPhase.PENDING)
             ).older_waiting_job
             == ""
         )
         itself = JobCache(MINE, ATTEMPTED, phase=JobPhase.PENDING)
-        assert around(itself).older_waiting_job == ""
+        assert collect_view(itself).older_waiting_job == ""
         elder = JobCache(replace(MINE, created_at=NOW - 9), ATTEMPTED, phase=JobPhase.PENDING)
-        assert around(elder).older_waiting_job == "", "the same job, as it is known there"
+        assert collect_view(elder).older_waiting_job == "", "the same job in the registry"
 
-    def test_a_first_attempt_and_a_job_with_members_wait_for_nobody(self) -> None:
-        assert around(other(), mine=ATTEMPTED.with_placement(attempts=0)).older_waiting_job == ""
-        assert around(other(), mine=ATTEMPTED.with_plan(members=build_training().plan.members)).older_waiting_job == ""
+    def test_a_first_attempt_and_a_job_with_members_do_not_wait(self) -> None:
+        assert collect_view(build_other_job(), desired=ATTEMPTED.with_placement(attempts=0)).older_waiting_job == ""
+        assert (
+            collect_view(
+                build_other_job(), desired=ATTEMPTED.with_plan(members=build_training().plan.members)
+            ).older_waiting_job
+            == ""
+        )
 
-    def test_one_of_the_same_second_by_its_uid(self) -> None:
+    def test_jobs_of_the_same_second_are_ordered_by_uid(self) -> None:
         for uid, first in (("a", "other"), ("z", "")):
-            assert around(other(created_at=NOW, uid=uid)).older_waiting_job == first
+            assert collect_view(build_other_job(created_at=NOW, uid=uid)).older_waiting_job == first
 
 
 class TestSuspects:
-    def blamed(self, cause: IncidentCause, class_: IncidentClass, node: str | None, age: float) -> frozenset[str]:
+    def list_suspects(
+        self, cause: IncidentCause, class_: IncidentClass, node: str | None, age: float
+    ) -> frozenset[str]:
         past = PastIncident(cause, NOW - age, 5.0, node=node, class_=class_)
         incident = Incident("i", cause, class_, 1, "m", NOW, NOW - age, NOW, node=node)
-        by_past = around(other(with_past(past))).suspects
-        by_current = around(other(ATTEMPTED.with_incident(incident))).suspects
+        by_past = collect_view(build_other_job(build_past_incidents(past))).suspects
+        by_current = collect_view(build_other_job(ATTEMPTED.with_incident(incident))).suspects
         assert by_past == by_current
         return by_past
 
-    def test_are_nodes_that_infrastructure_has_failed_on_just_now(self) -> None:
+    def test_nodes_with_a_recent_infrastructure_failure_are_suspects(self) -> None:
         infrastructure = IncidentClass.INFRASTRUCTURE
-        assert self.blamed(IncidentCause.NODE_LOST, infrastructure, "node-1", 1) == {"node-1"}
-        assert self.blamed(IncidentCause.GPU_ERROR, infrastructure, "node-1", SUSPECT_NODE_SECONDS - 1) == {"node-1"}
-        assert self.blamed(IncidentCause.GPU_ERROR, infrastructure, "node-1", SUSPECT_NODE_SECONDS + 1) == frozenset()
-        assert self.blamed(IncidentCause.GPU_ERROR, IncidentClass.APPLICATION, "node-1", 1) == frozenset()
-        assert self.blamed(IncidentCause.HANG, infrastructure, "node-1", 1) == frozenset()
-        assert self.blamed(IncidentCause.NODE_LOST, infrastructure, None, 1) == frozenset()
+        assert self.list_suspects(IncidentCause.NODE_LOST, infrastructure, "node-1", 1) == {"node-1"}
+        assert self.list_suspects(IncidentCause.GPU_ERROR, infrastructure, "node-1", SUSPECT_NODE_SECONDS - 1) == {
+            "node-1"
+        }
+        assert (
+            self.list_suspects(IncidentCause.GPU_ERROR, infrastructure, "node-1", SUSPECT_NODE_SECONDS + 1)
+            == frozenset()
+        )
+        assert self.list_suspects(IncidentCause.GPU_ERROR, IncidentClass.APPLICATION, "node-1", 1) == frozenset()
+        assert self.list_suspects(IncidentCause.HANG, infrastructure, "node-1", 1) == frozenset()
+        assert self.list_suspects(IncidentCause.NODE_LOST, infrastructure, None, 1) == frozenset()
 
-    def test_other_tenants_word_is_none(self) -> None:
+    def test_incidents_of_other_tenants_make_no_suspects(self) -> None:
         past = PastIncident(IncidentCause.NODE_LOST, NOW - 1, 5.0, node="node-1", class_=IncidentClass.INFRASTRUCTURE)
-        assert around(other(with_past(past), namespace="another")).suspects == frozenset()
+        assert collect_view(build_other_job(build_past_incidents(past), namespace="another")).suspects == frozenset()
 
 
 class TestHangs:
-    def test_of_this_namespace_are_counted_and_of_others_known(self) -> None:
+    def test_hangs_of_this_namespace_are_counted_and_of_others_recorded(self) -> None:
         hangs = (
             PastIncident(IncidentCause.HANG, NOW - 1, 5.0, node="node-1"),
             PastIncident(IncidentCause.HANG, NOW - HUNG_NODE_SECONDS + 1, 5.0, node="node-1"),
@@ -144,34 +158,36 @@ class TestHangs:
             PastIncident(IncidentCause.CRASH, NOW - 1, 5.0, node="node-3"),
             PastIncident(IncidentCause.HANG, NOW - 1, 5.0),
         )
-        here = around(other(with_past(*hangs)))
+        here = collect_view(build_other_job(build_past_incidents(*hangs)))
         assert (dict(here.hung_nodes), here.hung_elsewhere) == ({"node-1": 2}, frozenset())
-        elsewhere = around(other(with_past(*hangs), namespace="another"))
+        elsewhere = collect_view(build_other_job(build_past_incidents(*hangs), namespace="another"))
         assert (dict(elsewhere.hung_nodes), elsewhere.hung_elsewhere) == ({}, frozenset({"node-1"}))
         assert elsewhere.past_durations == {}
         assert here.past_durations[IncidentCause.CRASH] == (5.0,)
-        assert not around(JobCache(MINE, with_past(*hangs))).hung_nodes, "its own it knows itself"
+        assert not collect_view(JobCache(MINE, build_past_incidents(*hangs))).hung_nodes, (
+            "its own hangs are in its state"
+        )
 
 
-class TestHeard:
-    def heard(self, of: JobCache, ago: float) -> bool:
-        assert of.job is not None
+class TestReachedElsewhere:
+    def is_reached_elsewhere(self, cache: JobCache, ago: float) -> bool:
+        assert cache.job is not None
         memory = JobRegistry(0.0)
-        known = memory.get_or_create(of.job)
-        known.update(desired=of.desired)
+        known = memory.get_or_create(cache.job)
+        known.update(desired=cache.desired)
         memory.mark_reporting(known, NOW - ago)
         return collect_cluster_view(memory, MINE, ATTEMPTED, NodeSnapshot(), NOW).reached_elsewhere
 
-    @pytest.mark.parametrize(("ago", "heard"), [(RECENT_POLL_SECONDS - 1, True), (RECENT_POLL_SECONDS + 1, False)])
-    def test_another_jobs_worker_shows_that_the_operator_is_not_cut_off(self, ago: float, heard: bool) -> None:
-        assert self.heard(other(namespace="another"), ago) is heard
-        assert not self.heard(JobCache(MINE, ATTEMPTED), ago)
+    @pytest.mark.parametrize(("ago", "expected"), [(RECENT_POLL_SECONDS - 1, True), (RECENT_POLL_SECONDS + 1, False)])
+    def test_another_jobs_worker_shows_that_the_operator_is_not_cut_off(self, ago: float, expected: bool) -> None:
+        assert self.is_reached_elsewhere(build_other_job(namespace="another"), ago) is expected
+        assert not self.is_reached_elsewhere(JobCache(MINE, ATTEMPTED), ago)
 
 
 class TestMemory:
-    async def test_what_nobody_waits_for_any_more_is_forgotten_once_that_is_written(self) -> None:
-        world = build_training()
-        memory = JobCache(world.job)
+    async def test_settled_faults_are_forgotten_once_that_is_written(self) -> None:
+        observation = build_training()
+        memory = JobCache(observation.job)
         for name in ("j-w0-0", "j-w9-0"):
             memory.contacts[name] = WorkerContact(Heartbeat(worker=name), NOW)
             memory.evidence[name] = Evidence("old" if name == "j-w9-0" else "new", name, 1, ())
@@ -180,15 +196,15 @@ class TestMemory:
             (name, "node-1"): QuarantineDecision(QuarantineVerdict.SUSPECTED, "w") for name in ("asked", "dropped")
         }
         wanted = QuarantineRequest("node-1", "u", "why", "asked")
-        draft = world.desired.with_plan(evidence_request="new").with_incidents(quarantine_requests=(wanted,))
-        memory.publish(draft, "7")
+        desired = observation.desired.with_plan(evidence_request="new").with_incidents(quarantine_requests=(wanted,))
+        memory.publish(desired, "7")
         assert list(memory.contacts) == ["j-w0-0"]
         assert list(memory.evidence) == ["j-w0-0"]
         assert [fault.worker for fault in memory.faults.values()] == ["j-w0-0"]
         assert list(memory.results.quarantine_decisions) == [("asked", "node-1")]
-        assert (memory.desired, memory.resource_version) == (draft, "7")
+        assert (memory.desired, memory.resource_version) == (desired, "7")
 
-    def test_a_job_is_known_by_its_uid(self) -> None:
+    def test_a_job_is_identified_by_its_uid(self) -> None:
         memory = JobRegistry(0.0)
         known = memory.get_or_create(MINE)
         assert memory.get_or_create(replace(MINE, generation=2)) is known
@@ -201,7 +217,7 @@ class TestMemory:
         assert memory.find("ns", "mine") is None
         memory.forget(MINE)
 
-    def test_waking(self) -> None:
+    def test_one_job_or_all_jobs_can_be_woken(self) -> None:
         memory = JobRegistry(0.0)
         one, two = memory.get_or_create(MINE), memory.get_or_create(replace(MINE, name="two"))
         memory.wake("ns", "mine")
@@ -211,42 +227,42 @@ class TestMemory:
         assert two.wake.is_set()
 
 
-class TestObserved:
-    def world(self, memory: JobCache, *pods: PodView) -> Any:
+class TestObservation:
+    def observe(self, memory: JobCache, *pods: PodView) -> Any:
         return build_observation(NOW - 60, memory, pods, ClusterView(), NOW)
 
-    def test_what_is_settled_or_was_not_asked_is_not_seen(self) -> None:
-        world = build_training()
-        draft = world.desired.settle_faults(("j-w0-0-rank-0-round-1",)).with_plan(evidence_request="new")
-        memory = JobCache(world.job, draft)
+    def test_settled_faults_and_unrequested_evidence_are_not_observed(self) -> None:
+        observation = build_training()
+        desired = observation.desired.settle_faults(("j-w0-0-rank-0-round-1",)).with_plan(evidence_request="new")
+        memory = JobCache(observation.job, desired)
         for name in ("j-w0-0", "j-w1-0"):
             memory.faults.add(build_crash(name, int(name[3])), workers=10)
             memory.evidence[name] = Evidence("old" if name == "j-w0-0" else "new", name, 1, ())
-        seen = self.world(memory)
+        seen = self.observe(memory)
         assert [fault.worker for fault in seen.faults] == ["j-w1-0"]
         assert [item.worker for item in seen.evidence] == ["j-w1-0"]
 
-    def test_pods_that_no_worker_is_known_for_are_strays_until_they_go(self) -> None:
-        world = build_training()
+    def test_pods_without_a_worker_are_strays_until_they_are_deleted(self) -> None:
+        observation = build_training()
         stray = PodView("j-w9-0", "u", "Running", "node-1", created_at=NOW)
         going = replace(stray, name="j-w8-0", deleting=True)
-        seen = self.world(JobCache(world.job, world.desired), stray, going)
+        seen = self.observe(JobCache(observation.job, observation.desired), stray, going)
         assert [pod.name for pod in seen.stray_pods] == ["j-w9-0"]
 
-    def test_states_and_steps_are_as_old_as_they_were_heard(self) -> None:
-        world = build_training()
-        memory = JobCache(world.job, world.desired)
+    def test_ages_of_states_and_steps_count_from_their_reports(self) -> None:
+        observation = build_training()
+        memory = JobCache(observation.job, observation.desired)
         memory.contacts["j-w0-0"] = WorkerContact(Heartbeat(), NOW - 3, state_since=NOW - 9, stepped_at=NOW - 5)
         memory.contacts["j-w1-0"] = WorkerContact(Heartbeat(), NOW - 3, state_since=NOW - 9)
-        ages = [(view.state_seconds, view.seconds_since_step) for view in self.world(memory).workers[:3]]
+        ages = [(view.state_seconds, view.seconds_since_step) for view in self.observe(memory).workers[:3]]
         assert ages == [(9.0, 5.0), (9.0, None), (0.0, None)]
 
 
-def test_a_node_is_ready_by_that_condition_and_no_other() -> None:
+def test_only_the_ready_condition_makes_a_node_ready() -> None:
     def ready(**conditions: str) -> bool:
-        told = [{"type": name, "status": status} for name, status in conditions.items()]
+        reports = [{"type": name, "status": status} for name, status in conditions.items()]
         return view_node(
-            {"metadata": {"name": "n", "uid": "u"}, "status": {"conditions": told}}, NodeHealthRules()
+            {"metadata": {"name": "n", "uid": "u"}, "status": {"conditions": reports}}, NodeHealthRules()
         ).ready
 
     assert ready(MemoryPressure="False", Ready="True")
@@ -255,7 +271,7 @@ def test_a_node_is_ready_by_that_condition_and_no_other() -> None:
 
 
 class TestReachability:
-    async def test_who_listens_or_refuses_is_there(self) -> None:
+    async def test_a_host_that_listens_or_refuses_is_reachable(self) -> None:
         server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         assert await reachability.can_reach_worker("127.0.0.1", port)
@@ -264,18 +280,18 @@ class TestReachability:
         assert await reachability.can_reach_worker("127.0.0.1", port), "refused: the host answers"
 
     @pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EHOSTUNREACH, "no route to host")])
-    async def test_who_does_not_answer_is_asked_twice(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = []
+    async def test_a_silent_host_is_probed_twice(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        attempts = []
 
         async def open_connection(address: str, port: int) -> Any:
-            asked.append((address, port))
+            attempts.append((address, port))
             raise error
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
         assert await reachability.can_reach_node("192.0.2.1") is False
-        assert asked == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.REACH_ATTEMPTS
+        assert attempts == [("192.0.2.1", reachability.KUBELET_PORT)] * reachability.REACH_ATTEMPTS
 
-    async def test_without_a_free_file_nothing_is_known(self) -> None:
+    async def test_without_a_free_file_reachability_is_unknown(self) -> None:
         server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -287,8 +303,8 @@ class TestReachability:
         assert await reachability.can_reach_worker("127.0.0.1", port) is True
         server.close()
 
-    @pytest.mark.parametrize(("route", "answer"), [(False, None), (True, False)], ids=["ours", "a router's word"])
-    async def test_a_missing_route_of_ones_own_tells_nothing(
+    @pytest.mark.parametrize(("route", "answer"), [(False, None), (True, False)], ids=["ours", "a router's answer"])
+    async def test_a_missing_local_route_is_no_evidence(
         self, route: bool, answer: bool | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Datagrams:
@@ -310,7 +326,7 @@ class TestReachability:
         monkeypatch.setattr(socket, "socket", Datagrams)
         assert await reachability.can_reach_node("192.0.2.1") is answer
 
-    async def test_an_operator_that_was_held_up_has_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_probe_of_a_delayed_operator_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reachability, "REACH_TIMEOUT_SECONDS", 0.001)
         monkeypatch.setattr(reachability, "REACH_TIMEOUT_SLACK_SECONDS", 0.01)
 
@@ -322,10 +338,10 @@ class TestReachability:
         assert await reachability.can_reach_node("192.0.2.1") is None
 
     @pytest.mark.parametrize("listens", [True, False], ids=["listens", "refuses"])
-    async def test_an_answer_that_lies_there_unread_counts_however_busy_the_operator_is(
+    async def test_an_unread_answer_counts_on_a_busy_operator(
         self, listens: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each turn of the event loop takes longer than a probe may."""
+        """Each iteration of the event loop takes longer than the timeout of a probe."""
         server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         if not listens:
@@ -345,7 +361,7 @@ class TestReachability:
         over = True
         server.close()
 
-    async def test_no_more_are_under_way_than_there_are_files_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_concurrent_probes_are_bounded_by_free_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             file_limits,
             "read_file_limits",
@@ -366,17 +382,17 @@ class TestReachability:
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
         monkeypatch.setattr(reachability, "REACH_TIMEOUT_SECONDS", 5.0)
-        asked = [asyncio.create_task(reachability.can_reach_node(f"192.0.2.{number}")) for number in range(3)]
-        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        assert [task.result() for task in done] == [None], "there was no turn for it"
+        attempts = [asyncio.create_task(reachability.can_reach_node(f"192.0.2.{number}")) for number in range(3)]
+        done, _ = await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result() for task in done] == [None], "the probe did not run"
         gate.set()
-        assert sorted(map(str, await asyncio.gather(*asked))) == ["None", "True", "True"]
+        assert sorted(map(str, await asyncio.gather(*attempts))) == ["None", "True", "True"]
         assert most == 2
 
 
 class TestFiles:
     @pytest.mark.parametrize("limit", [1, 256, 1024, 20_000, 2**30])
-    def test_shares_fit_the_limit_and_nobody_has_none(self, limit: int) -> None:
+    def test_shares_fit_the_limit_and_none_is_empty(self, limit: int) -> None:
         shares = FileLimits(limit)
         assert shares.probes >= 1
         assert shares.connections >= 1
@@ -384,7 +400,7 @@ class TestFiles:
             limit, file_limits.RESERVED_FILES + 2
         )
 
-    def test_the_limit_is_raised_to_what_is_allowed(self) -> None:
+    def test_the_file_limit_is_raised_to_the_hard_limit(self) -> None:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
         try:

@@ -16,7 +16,7 @@ from pacekeeper_operator.settings import Settings
 
 
 @pytest.mark.parametrize("is_ending", [True, False])
-async def test_a_watch_that_fails_while_the_operator_ends_is_no_failure_of_it(
+async def test_a_watch_failure_during_shutdown_is_no_failure_of_the_operator(
     is_ending: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def spawn_tasks(**_: Any) -> list[asyncio.Task[None]]:

@@ -1,4 +1,4 @@
-"""Disasters for both worlds, as far as they need no cluster."""
+"""Conformance scenarios, as far as they need no cluster."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from simulation.simulated_job import SimulatedJob
 Change = Callable[[dict[str, Any]], None]
 
 
-def test_twenty_seeds_in_a_row_leave_nothing_of_the_vocabulary_out() -> None:
+def test_twenty_consecutive_seeds_use_the_whole_vocabulary() -> None:
     found = {type(episode.fault) for seed in range(1, 21) for episode in generate_scenario(seed).episodes}
     assert found >= set(CONFORMANCE_FAULTS)
 
 
-def test_a_seed_is_always_the_same_disaster() -> None:
+def test_a_scenario_is_a_function_of_its_seed() -> None:
     assert generate_scenario(7) == generate_scenario(7)
     assert len({str(generate_scenario(seed)) for seed in range(1, 21)}) == 20
 
 
-def test_an_operator_or_a_node_that_fails_is_no_business_of_other_jobs() -> None:
-    """Whoever is struck by it is alone in the cluster."""
+def test_scenarios_with_failing_operators_or_nodes_are_exclusive() -> None:
+    """Such a job runs alone in the cluster."""
     cut_off = Episode(machines.NodeIsCutOff())
     assert ConformanceScenario(0, SimulatedJob(), (Episode(machines.PodDeleted()), cut_off)).is_exclusive
     assert not ConformanceScenario(0, SimulatedJob(), (Episode(machines.PodDeleted()),)).is_exclusive
 
 
-def test_a_simulated_disaster_is_told_up_to_its_end() -> None:
+def test_a_simulated_scenario_has_a_complete_sequence() -> None:
     job = SimulatedJob("a", replicas=2, spares=1)
     sequence = run_in_simulation(
         ConformanceScenario(3, job, (Episode(machines.PodDeleted()), Episode(people.JobFinishes())))
@@ -50,14 +50,14 @@ def test_a_simulated_disaster_is_told_up_to_its_end() -> None:
     )
 
 
-def test_a_fault_that_nobody_notices_is_part_of_the_sequence() -> None:
-    """There is no spare to be deleted."""
-    nobody = machines.PodDeleted(role=TargetRole.SPARE)
-    sequence = run_in_simulation(ConformanceScenario(3, SimulatedJob("a", replicas=2, spares=0), (Episode(nobody),)))
+def test_a_fault_without_effect_is_part_of_the_sequence() -> None:
+    """The fault deletes a spare, and the job has none."""
+    unnoticed = machines.PodDeleted(role=TargetRole.SPARE)
+    sequence = run_in_simulation(ConformanceScenario(3, SimulatedJob("a", replicas=2, spares=0), (Episode(unnoticed),)))
     assert "misses: job a has no spare" in sequence
 
 
-def test_a_comparison_shows_both_where_they_differ() -> None:
+def test_a_comparison_shows_both_sequences_where_they_differ() -> None:
     same = Comparison(generate_scenario(1), ("a", "b"), ("a", "b"))
     assert same.agrees
     different = Comparison(generate_scenario(1), ("a", "b", "d"), ("a", "c"))
@@ -65,26 +65,26 @@ def test_a_comparison_shows_both_where_they_differ() -> None:
     assert [line.strip() for line in different.format_lines()][1:] == ["a", "- b", "+ c", "- d", "+ (nothing)"]
 
 
-def of_spec(**changes: object) -> Change:
+def change_spec(**changes: object) -> Change:
     return lambda job: job["spec"].update(changes)
 
 
-def of_status(**changes: object) -> Change:
+def change_status(**changes: object) -> Change:
     return lambda job: job["status"].update(changes)
 
 
 @pytest.mark.parametrize(
     ("change", "calm"),
     [
-        (of_spec(), True),
-        (of_status(observedGeneration=1), False),
-        (of_status(phase="Recovering"), False),
-        (of_status(workers={"ready": 2}), False),
-        (of_spec(suspend=True), False),
-        (of_status(phase="Complete", workers={}), True),
+        (change_spec(), True),
+        (change_status(observedGeneration=1), False),
+        (change_status(phase="Recovering"), False),
+        (change_status(workers={"ready": 2}), False),
+        (change_spec(suspend=True), False),
+        (change_status(phase="Complete", workers={}), True),
     ],
 )
-def test_calm_is_a_job_as_its_spec_wants_it(change: Change, calm: bool) -> None:
+def test_a_job_is_calm_if_it_matches_its_spec(change: Change, calm: bool) -> None:
     job: dict[str, Any] = {
         "metadata": {"generation": 2},
         "spec": {"replicas": 2, "spares": 1},
@@ -94,7 +94,7 @@ def test_calm_is_a_job_as_its_spec_wants_it(change: Change, calm: bool) -> None:
     assert is_job_calm(job, []) == calm
 
 
-def test_an_open_incident_is_no_calm() -> None:
+def test_a_job_with_an_open_incident_is_not_calm() -> None:
     job: dict[str, Any] = {
         "metadata": {"generation": 2},
         "spec": {"replicas": 2},

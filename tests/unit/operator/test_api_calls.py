@@ -1,4 +1,4 @@
-"""Calls to the API server: long lists come in pages, and no more are under way than may be."""
+"""Calls to the API server: long lists come in pages, and concurrent calls are bounded."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from pacekeeper_operator.kube.client import (
 from pacekeeper_operator.kube.leader_election import NotLeading
 
 
-class Pages:
-    """An API server that has so many nodes, and keeps to the limit that it is given."""
+class PagingApiServer:
+    """An API server that has `nodes` nodes, and returns pages of the requested limit."""
 
     def __init__(self, nodes: int, forgets_after: int = -1) -> None:
         self.nodes, self.forgets_after = nodes, forgets_after
-        self.asked: list[Mapping[str, str]] = []
+        self.queries: list[Mapping[str, str]] = []
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
     ) -> ApiResponse:
         assert (method, path, body, style) == ("GET", "/api/v1/nodes", None, "application/json")
-        self.asked.append(dict(query))
+        self.queries.append(dict(query))
         first = int(query.get("continue") or 0)
-        if self.forgets_after == len(self.asked) - 1:
+        if self.forgets_after == len(self.queries) - 1:
             return ApiResponse(410, {"message": "the continue parameter is too old"})
         end = min(first + int(query["limit"]), self.nodes)
         items = [{"metadata": {"name": f"node-{number}"}} for number in range(first, end)]
@@ -54,25 +54,27 @@ class Pages:
 
 
 @pytest.mark.parametrize("nodes", [0, 1, LIST_PAGE_OBJECTS, LIST_PAGE_OBJECTS + 1, 3 * LIST_PAGE_OBJECTS - 1])
-async def test_all_of_them_are_one_list(nodes: int) -> None:
-    pages = Pages(nodes)
+async def test_all_pages_are_one_list(nodes: int) -> None:
+    pages = PagingApiServer(nodes)
     found = await Cluster(cast(Any, pages)).list_with_version(NODE_OBJECTS, labels="a=b")
     assert [item["metadata"]["name"] for item in found.items] == [f"node-{number}" for number in range(nodes)]
     assert found.version == 7
-    assert len(pages.asked) == max(1, -(-nodes // LIST_PAGE_OBJECTS))
-    assert all(query["labelSelector"] == "a=b" for query in pages.asked)
+    assert len(pages.queries) == max(1, -(-nodes // LIST_PAGE_OBJECTS))
+    assert all(query["labelSelector"] == "a=b" for query in pages.queries)
 
 
-async def test_half_a_list_is_none() -> None:
+async def test_a_list_that_ends_in_an_error_returns_nothing() -> None:
     with pytest.raises(kopf.TemporaryError, match="too old"):
-        await Cluster(cast(Any, Pages(2 * LIST_PAGE_OBJECTS, forgets_after=1))).list(NODE_OBJECTS)
+        await Cluster(cast(Any, PagingApiServer(2 * LIST_PAGE_OBJECTS, forgets_after=1))).list(NODE_OBJECTS)
 
 
 class TestWatch:
-    """Over real HTTP, by the real client."""
+    """The real client uses real HTTP."""
 
-    async def told(self, *parts: bytes, status: int = 200, then: float = 0.0, version: int = 5) -> list[WatchEvent]:
-        """What a watch tells of an answer that comes in these parts, and ends after so many seconds."""
+    async def collect_watch_events(
+        self, *parts: bytes, status: int = 200, pause_seconds: float = 0.0, version: int = 5
+    ) -> list[WatchEvent]:
+        """Collect the events of a watch whose response consists of `parts` and ends after a pause."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             assert request.path == "/api/v1/namespaces/ns/pods"
@@ -83,7 +85,7 @@ class TestWatch:
             await response.prepare(request)
             for part in parts:
                 await response.write(part)
-            await asyncio.sleep(then)
+            await asyncio.sleep(pause_seconds)
             return response
 
         app = web.Application()
@@ -95,53 +97,59 @@ class TestWatch:
                 return [change async for change in watch]
 
     @staticmethod
-    def line(kind: str, body: Object) -> bytes:
+    def build_event_line(kind: str, body: Object) -> bytes:
         return json.dumps({"type": kind, "object": body}).encode() + b"\n"
 
-    async def test_events_may_come_in_any_pieces(self) -> None:
+    async def test_events_arrive_in_chunks_of_any_size(self) -> None:
         pod = {"metadata": {"name": "a", "resourceVersion": "6"}, "data": "x" * 300_000}
         gone = {"metadata": {"name": "a", "resourceVersion": "7"}}
         nothing = {"metadata": {"resourceVersion": "9"}}
-        data = self.line("MODIFIED", pod) + self.line("DELETED", gone) + self.line("BOOKMARK", nothing)
-        told = await self.told(*[data[at : at + 10_007] for at in range(0, len(data), 10_007)])
-        assert told == [WatchEvent(pod, 6), WatchEvent(gone, 7, deleted=True), WatchEvent(None, 9)]
+        data = (
+            self.build_event_line("MODIFIED", pod)
+            + self.build_event_line("DELETED", gone)
+            + self.build_event_line("BOOKMARK", nothing)
+        )
+        events = await self.collect_watch_events(*[data[at : at + 10_007] for at in range(0, len(data), 10_007)])
+        assert events == [WatchEvent(pod, 6), WatchEvent(gone, 7, deleted=True), WatchEvent(None, 9)]
 
-    async def test_where_the_past_is_forgotten_it_says_so(self) -> None:
+    async def test_a_version_that_is_too_old_raises_expired(self) -> None:
         status = {"code": 410, "message": "too old resource version"}
         with pytest.raises(ResourceVersionExpired, match="too old"):
-            await self.told(self.line("ERROR", status))
+            await self.collect_watch_events(self.build_event_line("ERROR", status))
         with pytest.raises(ResourceVersionExpired, match="too old"):
-            await self.told(json.dumps(status).encode(), status=410)
+            await self.collect_watch_events(json.dumps(status).encode(), status=410)
 
-    async def test_other_refusals_are_as_of_any_call(self) -> None:
+    async def test_other_errors_of_a_watch_are_those_of_any_call(self) -> None:
         with pytest.raises(ApiServerBusy, match="later"):
-            await self.told(json.dumps({"message": "later"}).encode(), status=429)
+            await self.collect_watch_events(json.dumps({"message": "later"}).encode(), status=429)
         with pytest.raises(NotFound):
-            await self.told(b"no such page", status=404)
+            await self.collect_watch_events(b"no such page", status=404)
         with pytest.raises(kopf.TemporaryError, match="without an event"):
-            await self.told(b"who are you?\n")
+            await self.collect_watch_events(b"who are you?\n")
 
-    async def test_one_that_falls_silent_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_silent_watch_ends_with_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calls, "WATCH_IDLE_TIMEOUT_SECONDS", 0.05)
         with pytest.raises(kopf.TemporaryError, match="does not answer a watch"):
-            await self.told(self.line("BOOKMARK", {"metadata": {"resourceVersion": "9"}}), then=5.0)
+            await self.collect_watch_events(
+                self.build_event_line("BOOKMARK", {"metadata": {"resourceVersion": "9"}}), pause_seconds=5.0
+            )
 
 
-class Client:
-    """A client of the API server whose answers wait for `answer`."""
+class BlockingClient:
+    """A client of the API server whose responses wait for `answer`."""
 
     def __init__(self) -> None:
         self.configuration = self.rest_client = self
         self.host = "https://api"
-        self.under_way = self.asked = 0
+        self.under_way = self.calls = 0
         self.answer = asyncio.Event()
         self.status, self.headers = 200, dict[str, str]()
 
     async def update_params_for_auth(self, *_: Any) -> None:
         return
 
-    async def request(self, *_: Any, **__: Any) -> Client:
-        self.asked += 1
+    async def request(self, *_: Any, **__: Any) -> BlockingClient:
+        self.calls += 1
         self.under_way += 1
         assert self.under_way <= MAX_CONCURRENT_API_CALLS
         await self.answer.wait()
@@ -152,8 +160,8 @@ class Client:
         return b"{}"
 
 
-async def test_no_more_calls_are_under_way_than_may_be_and_all_are_answered() -> None:
-    client = Client()
+async def test_concurrent_calls_are_bounded_and_all_complete() -> None:
+    client = BlockingClient()
     cluster = Cluster(HttpConnection(cast(Any, client)))
     calls = [
         asyncio.create_task(cluster.get(NODE_OBJECTS, f"node-{number}"))
@@ -161,13 +169,13 @@ async def test_no_more_calls_are_under_way_than_may_be_and_all_are_answered() ->
     ]
     for _ in range(100):
         await asyncio.sleep(0)
-    assert client.under_way == client.asked == MAX_CONCURRENT_API_CALLS
+    assert client.under_way == client.calls == MAX_CONCURRENT_API_CALLS
     client.answer.set()
     assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [{}] * len(calls)
 
 
 @pytest.mark.parametrize(
-    ("header", "heard"),
+    ("header", "seconds"),
     [
         ("Sun, 06 Nov 1994 08:49:37 GMT", [784111777.0]),
         ("", []),
@@ -175,18 +183,18 @@ async def test_no_more_calls_are_under_way_than_may_be_and_all_are_answered() ->
         ("Sun, 99 Nov 1994 08:49:37 GMT", []),
     ],
 )
-async def test_the_servers_clock_is_heard_of(header: str, heard: list[float]) -> None:
-    client = Client()
+async def test_responses_carry_the_servers_clock(header: str, seconds: list[float]) -> None:
+    client = BlockingClient()
     client.headers["Date"] = header
     client.answer.set()
     cluster, dates = Cluster(HttpConnection(cast(Any, client))), list[float]()
     cluster.on_server_date = dates.append
     await cluster.get(NODE_OBJECTS, "node")
-    assert dates == heard
+    assert dates == seconds
 
 
-async def test_a_write_that_had_to_wait_is_not_sent_once_the_lease_is_lost() -> None:
-    client, leads = Client(), True
+async def test_a_queued_write_is_not_sent_once_the_lease_is_lost() -> None:
+    client, leads = BlockingClient(), True
 
     def require() -> None:
         if not leads:
@@ -205,4 +213,4 @@ async def test_a_write_that_had_to_wait_is_not_sent_once_the_lease_is_lost() -> 
     await asyncio.gather(*before)
     with pytest.raises(NotLeading):
         await write
-    assert client.asked == MAX_CONCURRENT_API_CALLS
+    assert client.calls == MAX_CONCURRENT_API_CALLS
