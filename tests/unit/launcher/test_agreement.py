@@ -42,7 +42,7 @@ class FakeWorker:
     name: str
     incarnation: int = 0
     state: RoundState = field(default_factory=RoundState)
-    build_plan: Plan = field(default_factory=Plan)
+    plan: Plan = field(default_factory=Plan)
     view: RendezvousView | None = None
     rank: RankObservation | None = None
     dying: int = 0  # ticks that a killed rank still takes
@@ -59,7 +59,7 @@ class FakeWorker:
                 self.rank = replace(self.rank, is_gone=True, exit_code=self.rank.exit_code or -9)
         seen = LauncherObservation(
             wall_time=now,
-            plan=self.build_plan.build_worker_plan(self.name),
+            plan=self.plan.build_worker_plan(self.name),
             view=self.view,
             ranks=() if self.rank is None else (self.rank,),
             operator_age=0.0,
@@ -101,7 +101,7 @@ class SimulatedJob:
 
     def set_plan(self, plan: Plan, *names: str) -> None:
         for name in names or self.workers:
-            self.workers[name].build_plan = plan
+            self.workers[name].plan = plan
 
     def build_plan(self, membership: int) -> Plan:
         members = tuple(Member(name, "127.0.0.1", (rank,)) for rank, name in enumerate(self.workers))
@@ -113,7 +113,7 @@ class SimulatedJob:
             worker.tick(self.now)
             if worker.state.membership is not None:
                 report = build_participant_report(
-                    worker.state, worker.build_plan.build_worker_plan(name), worker.build_settings()
+                    worker.state, worker.plan.build_worker_plan(name), worker.build_settings()
                 )
                 if not self.to_server[name] or self.to_server[name][-1] != report:
                     self.to_server[name].append(report)

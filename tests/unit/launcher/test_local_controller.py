@@ -308,13 +308,13 @@ def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
 @pytest.mark.parametrize("mode", [None, *SyncMode])
 def test_the_first_plan_has_the_users_mode(mode: SyncMode | None, tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    LocalController(runtime, 2, 5, lambda messages: pytest.fail(messages), mode)
+    LocalController(runtime, 2, 5, lambda reason: pytest.fail(reason), mode)
     assert json.loads(runtime.plan.read_text())["sync_mode"] == (mode or SyncMode.SYNC)
 
 
 def test_each_membership_of_a_local_job_gets_a_secret_of_its_own(tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    controller = LocalController(runtime, 2, 5, lambda messages: pytest.fail(messages))
+    controller = LocalController(runtime, 2, 5, lambda reason: pytest.fail(reason))
     secrets = []
     for version, membership in ((2, 1), (3, 2), (4, 2)):
         controller._publish(replace(controller._plan, version=version, membership=membership))
@@ -332,7 +332,7 @@ def test_nonsense_in_the_runtime_folder_ends_nothing(
     what: str, nonsense: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    controller = LocalController(runtime, 2, 5, lambda messages: pytest.fail(messages))
+    controller = LocalController(runtime, 2, 5, lambda reason: pytest.fail(reason))
     plan = json.loads(runtime.plan.read_text())
     (runtime.heartbeat if what == "heartbeat" else runtime.fault("one")).write_text(nonsense)
     with pytest.raises(TimeoutError):

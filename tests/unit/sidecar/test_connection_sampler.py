@@ -340,10 +340,10 @@ class TestKernel:
     def test_a_kernel_that_does_not_answer_is_reported_once(
         self, runtime: RuntimeFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def forbid(*_: object) -> socket.socket:
+        def forbid_socket(*_: object) -> socket.socket:
             raise PermissionError("not in this sandbox")
 
-        monkeypatch.setattr("pacekeeper.sidecar.connection_sampler.socket.socket", forbid)
+        monkeypatch.setattr("pacekeeper.sidecar.connection_sampler.socket.socket", forbid_socket)
         seen = ConnectionSampler(runtime)
         for sample in range(SAMPLES):
             seen.sample(float(sample))

@@ -81,7 +81,7 @@ def test_recorded_collections_count_as_garbage_collection() -> None:
     assert diagnose_cause(analyze_window(dp.build_window(program, seconds))).cause is SlowdownCause.GARBAGE_COLLECTION
 
 
-def test_noise_alone_has_no_cause() -> None:
+def test_noise_has_no_cause() -> None:
     finding = diagnose_job(
         SyntheticJob(SlowdownCause.NONE, JobShape(dp=8, pp=1, microbatches=4, steps=24), 0.0, noise=0.12, seed=1)
     )

@@ -33,10 +33,12 @@ def test_the_third_flow_gets_what_the_shared_link_leaves() -> None:
 
 
 def test_a_ring_is_as_fast_as_its_slowest_edge_and_leaves_the_rest_to_others() -> None:
-    source, destination, ways = build_ints(0, 1, 0, 1), build_ints(1, 0, 1, 0), build_ints(0, 0, 0, 1)
-    single = compute_flow_rates(build_uniform_topology(2, 2, capacity=10), source, destination, ways)
+    source, destination, routes = build_ints(0, 1, 0, 1), build_ints(1, 0, 1, 0), build_ints(0, 0, 0, 1)
+    single = compute_flow_rates(build_uniform_topology(2, 2, capacity=10), source, destination, routes)
     assert single.tolist() == [5.0, 10.0, 5.0, 10.0]
-    tied = compute_flow_rates(build_uniform_topology(2, 2, capacity=10), source, destination, ways, entity=[0, 0, 1, 1])
+    tied = compute_flow_rates(
+        build_uniform_topology(2, 2, capacity=10), source, destination, routes, entity=[0, 0, 1, 1]
+    )
     assert tied.tolist() == [5.0, 5.0, 5.0, 5.0]
     third = compute_flow_rates(
         build_uniform_topology(2, 2, capacity=10),
@@ -94,20 +96,20 @@ def test_no_flow_can_be_faster_without_a_slower_one_losing(seed: int) -> None:
     draws = np.random.default_rng(seed)
     topology, count = build_uniform_topology(6, 3, capacity=10), 60
     source, destination = draws.integers(6, size=count), draws.integers(6, size=count)
-    ways = np.where(source == destination, NO_ROUTE, draws.integers(3, size=count))
+    routes = np.where(source == destination, NO_ROUTE, draws.integers(3, size=count))
     entity = draws.integers(12, size=count)
-    found = compute_flow_rates(topology, source, destination, ways, entity=entity.tolist())
-    up, down = compute_link_loads(topology, source, destination, ways, found)
+    found = compute_flow_rates(topology, source, destination, routes, entity=entity.tolist())
+    up, down = compute_link_loads(topology, source, destination, routes, found)
     assert up.max() <= 10 + 1e-6
     assert down.max() <= 10 + 1e-6
     fastest_up, fastest_down = np.zeros(up.shape), np.zeros(down.shape)
-    going = ways != NO_ROUTE
-    np.maximum.at(fastest_up, (source[going], ways[going]), found[going])
-    np.maximum.at(fastest_down, (destination[going], ways[going]), found[going])
+    going = routes != NO_ROUTE
+    np.maximum.at(fastest_up, (source[going], routes[going]), found[going])
+    np.maximum.at(fastest_down, (destination[going], routes[going]), found[going])
     for each in set(entity[going].tolist()):
         its = np.flatnonzero((entity == each) & going)
         full = [
-            (load[ends[its], ways[its]] >= 10 - 1e-6) & (fastest[ends[its], ways[its]] <= found[its[0]] + 1e-6)
+            (load[ends[its], routes[its]] >= 10 - 1e-6) & (fastest[ends[its], routes[its]] <= found[its[0]] + 1e-6)
             for load, fastest, ends in ((up, fastest_up, source), (down, fastest_down, destination))
         ]
         assert np.any(full)

@@ -11,8 +11,8 @@ from pacekeeper_analysis.fabric.topology import NO_ROUTE, Topology, build_unifor
 
 def count_choices(topology: Topology, *flows: Sequence[int]) -> list[int]:
     """Flows are (source, destination, route)."""
-    source, destination, way = np.array(flows, dtype=np.int64).T
-    return [int(number) for number in topology.fingerprint_live_routes(source, destination, way)]
+    source, destination, route = np.array(flows, dtype=np.int64).T
+    return [int(number) for number in topology.fingerprint_live_routes(source, destination, route)]
 
 
 def test_all_links_are_alive() -> None:
@@ -21,8 +21,8 @@ def test_all_links_are_alive() -> None:
 
 def test_a_dead_link_is_one_choice_less_for_all_flows_that_could_use_it() -> None:
     cut = build_uniform_topology(3, 4).with_dead_links(up=[(0, 1)])
-    hit, by_another_way, back, elsewhere = count_choices(cut, (0, 1, 1), (0, 1, 3), (1, 0, 3), (1, 2, 3))
-    assert hit == by_another_way != 0
+    hit, by_another_route, back, elsewhere = count_choices(cut, (0, 1, 1), (0, 1, 3), (1, 0, 3), (1, 2, 3))
+    assert hit == by_another_route != 0
     assert (back, elsewhere) == (0, 0)
 
 

@@ -46,16 +46,16 @@ def build_samples(**last: Any) -> list[GpuSample]:
     return [replace(BUSY, taken_at=5.0 * i, **(last if i >= 108 else {})) for i in range(121)]
 
 
-def examine(given: list[GpuSample], busy_first: GpuSample | None = BUSY) -> GpuHealth:
+def examine_samples(given: list[GpuSample], busy_first: GpuSample | None = BUSY) -> GpuHealth:
     return examine_gpu("GPU-1", given, busy_first)
 
 
 class TestSigns:
     def test_a_sound_gpu_has_no_sign(self) -> None:
-        assert examine(build_samples()) == GpuHealth("GPU-1", pcie_width=16, pcie_generation=5, clock_share=0.9)
+        assert examine_samples(build_samples()) == GpuHealth("GPU-1", pcie_width=16, pcie_generation=5, clock_share=0.9)
 
     def test_an_unknown_gpu_has_no_sign(self) -> None:
-        assert examine([GpuSample(0.0), GpuSample(5.0)], None) == GpuHealth("GPU-1")
+        assert examine_samples([GpuSample(0.0), GpuSample(5.0)], None) == GpuHealth("GPU-1")
 
     @pytest.mark.parametrize(
         ("sign", "figures"),
@@ -71,7 +71,7 @@ class TestSigns:
         ],
     )
     def test_each_sign_is_found_by_its_metric_only(self, sign: GpuSign, figures: dict[str, Any]) -> None:
-        assert examine(build_samples(**figures)).signs == (sign,)
+        assert examine_samples(build_samples(**figures)).signs == (sign,)
 
     @pytest.mark.parametrize(
         "figures",
@@ -90,23 +90,23 @@ class TestSigns:
         ids=str,
     )
     def test_a_metric_below_its_limit_falling_missing_or_idle_is_no_sign(self, figures: dict[str, Any]) -> None:
-        assert examine(build_samples(**figures)).signs == ()
+        assert examine_samples(build_samples(**figures)).signs == ()
 
     def test_a_link_that_was_low_from_the_start_is_the_configuration(self) -> None:
         low = replace(BUSY, pcie_width=8)
-        assert examine(build_samples(pcie_width=8), busy_first=low).signs == (GpuSign.PCIE_LOW,)
+        assert examine_samples(build_samples(pcie_width=8), busy_first=low).signs == (GpuSign.PCIE_LOW,)
         assert GPU_SIGN_MEANINGS[GpuSign.PCIE_LOW].fault is FaultClass.CONFIGURATION
         assert GPU_SIGN_MEANINGS[GpuSign.PCIE_FELL].fault is FaultClass.HARDWARE
 
     def test_a_link_that_is_low_for_a_moment_is_no_sign(self) -> None:
         given = build_samples()
-        assert examine([*given[:-1], replace(given[-1], pcie_width=8)]).signs == ()
-        assert examine([replace(BUSY, pcie_width=8)]).signs == ()
+        assert examine_samples([*given[:-1], replace(given[-1], pcie_width=8)]).signs == ()
+        assert examine_samples([replace(BUSY, pcie_width=8)]).signs == ()
 
     @pytest.mark.parametrize("reason", [0x8, 0x40, 0x80], ids=["slowdown", "heat", "power brake"])
     def test_throttling_is_a_sign_from_six_minutes_of_ten_on(self, reason: int) -> None:
         def examine_minutes(count: int) -> GpuHealth:
-            return examine(
+            return examine_samples(
                 [replace(s, slowdown=reason if s.taken_at % 60 == 30 and s.taken_at < 60 * count else 4) for s in given]
             )
 
@@ -115,7 +115,7 @@ class TestSigns:
         assert examine_minutes(6).signs == (GpuSign.THROTTLED,)
 
     def test_one_bad_minute_is_no_throttling_however_often_it_is_seen(self) -> None:
-        assert examine(build_samples(slowdown=0x40)).signs == ()
+        assert examine_samples(build_samples(slowdown=0x40)).signs == ()
 
     def test_some_signs_are_warnings_and_some_are_witnesses_only(self) -> None:
         assert set(GPU_SIGN_MEANINGS) == set(GpuSign)
@@ -172,7 +172,7 @@ class TestXids:
 
 class TestReport:
     def test_the_report_travels_in_the_heartbeat(self) -> None:
-        beat = Heartbeat(gpus=(examine(build_samples(pcie_replays=1080)),))
+        beat = Heartbeat(gpus=(examine_samples(build_samples(pcie_replays=1080)),))
         assert Heartbeat.from_json(beat.to_json()) == beat
         assert beat.gpu_signs == (("GPU-1", ("PcieReplays",)),)
 

@@ -107,7 +107,7 @@ def test_a_hang_inside_one_tensor_group_names_its_rank_and_not_those_that_wait_e
 
 
 def test_a_rank_that_waits_elsewhere_with_an_operation_entered_is_not_waited_for() -> None:
-    """Rank 1 has entered the data groups' all-reduce without waiting for it, and waits in its tensor group for rank 0,
+    """Rank 1 has entered the data groups' all-reduce without waiting for it. It waits in its tensor group for rank 0,
     which waits in its data group for rank 4. No rank waits for rank 1, which has entered what rank 5 waits in."""
     job = StalledJob.from_mesh()
     job.set_inside(0, "d0", 7)

@@ -171,7 +171,7 @@ class TestAllRanks:
         assert list_kinds(found) >= {SignalKind.HISTORY, SignalKind.PROFILE}
 
     @pytest.mark.parametrize(("seconds", "named"), [(0.012, False), (0.03, True)])
-    def test_of_little_growth_only_what_is_no_chance_is_named(self, seconds: float, named: bool) -> None:
+    def test_only_growth_beyond_chance_is_named(self, seconds: float, named: bool) -> None:
         """3 % of a step, and 7 %."""
         found = localize_job(*[{**HEALTHY_WORK, SLOW_FUNCTION: seconds}] * 4)
         assert (found.finding.culprit == "train.py:augment on all ranks") == named

@@ -105,10 +105,7 @@ def test_each_membership_has_a_secret_of_its_own() -> None:
     ("ports", "place"),
     [
         ([4001, 4002], (4001, "0a")),
-        (
-            [4001, None],
-            (4001, ""),
-        ),  # an older launcher or sidecar, which receives no secret
+        ([4001, None], (4001, "")),  # an older launcher or sidecar, which receives no secret
         ([None, 4002], (29400, "")),
         ([None], (29400, "")),
         ([], (29400, "")),

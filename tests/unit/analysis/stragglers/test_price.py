@@ -31,46 +31,46 @@ def test_a_free_live_remedy_comes_first() -> None:
 
 
 def test_a_free_remedy_that_leaves_too_much_comes_after_one_that_is_due() -> None:
-    def choose(lost_seconds: float, bearable: float) -> str:
+    def choose_by_loss(lost_seconds: float, bearable: float) -> str:
         chosen = choose_remedy(
             [REPLACE, SHARES], 1.6, lost_seconds, sufficient_slowdown=1.1, tolerable_slowdown=bearable
         ).chosen
         assert chosen is not None
         return chosen.option.remedy
 
-    assert choose(30.0, 1.05) == "ReplaceWorker"
-    assert choose(30.0, 1.06) == "Rebalance", "it is bearable"
-    assert choose(29.0, 1.05) == "Rebalance", "nothing dear is due"
+    assert choose_by_loss(30.0, 1.05) == "ReplaceWorker"
+    assert choose_by_loss(30.0, 1.06) == "Rebalance", "it is bearable"
+    assert choose_by_loss(29.0, 1.05) == "Rebalance", "nothing expensive is due"
 
 
 @pytest.mark.parametrize("mended", [1.0, 1.1, 2.0])
 def test_the_slowdown_that_a_free_remedy_leaves_is_priced_however_well_it_mends(mended: float) -> None:
-    def choose(lost_seconds: float, left: float = 1.05, after: float = 1.0, refused: str = "") -> str | None:
+    def choose_by_loss(lost_seconds: float, left: float = 1.05, after: float = 1.0, refused: str = "") -> str | None:
         """Under SHARES, which win nothing more."""
-        dear = replace(REPLACE, slowdown_after=after, refused=refused)
+        expensive = replace(REPLACE, slowdown_after=after, refused=refused)
         chosen = choose_remedy(
-            [replace(SHARES, slowdown_after=left), dear], left, lost_seconds, 10.0, sufficient_slowdown=mended
+            [replace(SHARES, slowdown_after=left), expensive], left, lost_seconds, 10.0, sufficient_slowdown=mended
         ).chosen
         return None if chosen is None else chosen.option.remedy
 
-    assert choose(30.0) == "ReplaceWorker", "however soon it may be over"
-    assert choose(29.9) is None, "not due"
-    assert choose(30.0, refused="no spare is left") is None
-    assert choose(1e6, left=1.01) is None, "nothing is left to be won"
-    assert choose(1e6, after=1.1) is None, "it wins less"
+    assert choose_by_loss(30.0) == "ReplaceWorker", "however soon it may be over"
+    assert choose_by_loss(29.9) is None, "not due"
+    assert choose_by_loss(30.0, refused="no spare is left") is None
+    assert choose_by_loss(1e6, left=1.01) is None, "nothing is left to be won"
+    assert choose_by_loss(1e6, after=1.1) is None, "it wins less"
 
 
 def test_the_due_remedy_with_the_least_total_cost_is_taken() -> None:
     half = Option("Half", cost_seconds=10.0, slowdown_after=1.5)
 
-    def choose(lost_seconds: float, remaining_seconds: float) -> str | None:
+    def choose_by_loss(lost_seconds: float, remaining_seconds: float) -> str | None:
         chosen = choose_remedy([half, REPLACE], 2.0, lost_seconds, remaining_seconds).chosen
         return None if chosen is None else chosen.option.remedy
 
-    assert choose(9.0, 600.0) is None
-    assert choose(10.0, 600.0) == "Half"
-    assert choose(30.0, 600.0) == "ReplaceWorker"
-    assert choose(30.0, 30.0) == "Half", "20 s more for a third of 30 s"
+    assert choose_by_loss(9.0, 600.0) is None
+    assert choose_by_loss(10.0, 600.0) == "Half"
+    assert choose_by_loss(30.0, 600.0) == "ReplaceWorker"
+    assert choose_by_loss(30.0, 30.0) == "Half", "20 s more for a third of 30 s"
 
 
 def test_an_expensive_remedy_waits_until_the_loss_reaches_its_price() -> None:
@@ -148,7 +148,7 @@ def compute_costs(fault: Fault, spare: Option, earlier: float = 600.0) -> tuple[
 
 @pytest.mark.parametrize("earlier", [1.0, 600.0, math.inf])
 @pytest.mark.parametrize("refused", ["", "no spare is warm"])
-def test_the_policy_pays_never_more_than_twice_what_a_clairvoyant_pays(refused: str, earlier: float) -> None:
+def test_the_policy_never_pays_more_than_twice_what_a_clairvoyant_pays(refused: str, earlier: float) -> None:
     """With any rest after shares, any change and end of the fault, and any expectation of it."""
     bought = 0
     for seed in range(100):
@@ -256,8 +256,8 @@ def test_shares_at_their_limit_do_not_lead_to_local_sgd() -> None:
 class TestAwaited:
     """A remedy that is expensive, exact, and mends nearly as well: nothing inexact is taken until then."""
 
-    def choose(self, lost_seconds: float, remaining: float = 600.0, after: float = 1.0, **ways: Any) -> str | None:
-        around = Option("PlanTraffic", 5.0, after, **{"awaited": True, **ways})
+    def choose(self, lost_seconds: float, remaining: float = 600.0, after: float = 1.0, **changes: Any) -> str | None:
+        around = Option("PlanTraffic", 5.0, after, **{"awaited": True, **changes})
         chosen = choose_remedy([build_local_sgd(0.9), around], 2.0, lost_seconds, remaining).chosen
         return None if chosen is None else chosen.option.remedy
 
@@ -273,9 +273,9 @@ class TestAwaited:
         assert self.choose(5.0, remaining=11.0) == "PlanTraffic"
         assert self.choose(5.0, remaining=9.0) == "LocalSGD"
 
-    @pytest.mark.parametrize("ways", [{"awaited": False}, {"exact": False}, {"refused": "no"}, {"after": 1.99}])
-    def test_all_other_choices_are_as_before(self, ways: dict[str, Any]) -> None:
-        assert self.choose(5.0, **ways) == "LocalSGD"
+    @pytest.mark.parametrize("changes", [{"awaited": False}, {"exact": False}, {"refused": "no"}, {"after": 1.99}])
+    def test_all_other_choices_are_as_before(self, changes: dict[str, Any]) -> None:
+        assert self.choose(5.0, **changes) == "LocalSGD"
 
     def test_a_free_and_exact_remedy_is_taken_at_once(self) -> None:
         around = Option("PlanTraffic", 5.0, 1.0, awaited=True)

@@ -91,26 +91,26 @@ def test_a_persistently_slow_rank_gets_a_smaller_share(slow: float, noise: float
     assert diagnosis.slowdown == pytest.approx((WORK * slow + 0.005) / (WORK + 0.005), rel=0.08)
     assert diagnosis.rank_slowdown[2] == pytest.approx(slow, rel=0.05)
     assert f"rank 2 {diagnosis.rank_slowdown[2]:.2f} ×" in diagnosis.evidence[0]
-    way = choose_strategy(build_windows(own))
-    assert way is not None
-    assert (way.remedy, way.mode) == ("Rebalance", SyncMode.SYNC)
-    assert way.shares is not None
-    assert sum(way.shares) == 4 * BATCH
-    assert way.shares[2] == min(way.shares) < BATCH
+    strategy = choose_strategy(build_windows(own))
+    assert strategy is not None
+    assert (strategy.remedy, strategy.mode) == ("Rebalance", SyncMode.SYNC)
+    assert strategy.shares is not None
+    assert sum(strategy.shares) == 4 * BATCH
+    assert strategy.shares[2] == min(strategy.shares) < BATCH
 
 
 def test_shares_come_in_whole_microbatches_where_shapes_are_static() -> None:
     own = draw_work(1)
     own[:, 2] *= 2
-    way = choose_strategy([replace(window, share_granularity=2) for window in build_windows(own)])
-    assert way is not None
-    assert way.shares is not None
-    assert sorted(way.shares) == [4, 8, 10, 10]
-    assert way.shares[2] == 4
+    strategy = choose_strategy([replace(window, share_granularity=2) for window in build_windows(own)])
+    assert strategy is not None
+    assert strategy.shares is not None
+    assert sorted(strategy.shares) == [4, 8, 10, 10]
+    assert strategy.shares[2] == 4
     whole = diagnose_windows([replace(window, share_granularity=BATCH) for window in build_windows(own)])
-    ways = {way.remedy: way for way in strategies.propose_strategies(whole, threshold=THRESHOLD)}
-    assert ways["Rebalance"].refused, "each rank has one microbatch, and keeps it"
-    assert not ways["LocalSGD"].refused
+    proposed = {strategy.remedy: strategy for strategy in strategies.propose_strategies(whole, threshold=THRESHOLD)}
+    assert proposed["Rebalance"].refused, "each rank has one microbatch, and keeps it"
+    assert not proposed["LocalSGD"].refused
 
 
 def test_the_rest_of_an_equal_division_into_microbatches_is_not_uneven() -> None:
@@ -131,9 +131,8 @@ def test_the_evidence_names_the_cause_of_the_slowdown_and_the_gain_of_a_spare() 
     own = draw_work(noise=0.0)
     own[:, 3] *= 2
     explanation = diagnose_windows(build_windows(own, exposed=0.0)).evidence[-1]
-    assert (
-        "S 1.60; with every other rank ideal, S_w: rank 3 1.60, rank 0 1.00" in explanation
-    )  # 2 over the mean of 1, 1, 1, 2
+    # 2 over the mean of 1, 1, 1, 2
+    assert "S 1.60; with every other rank ideal, S_w: rank 3 1.60, rank 0 1.00" in explanation
     assert explanation.endswith("at their peers' speed: 2.00 × as fast")
     own[:, 3] /= 2
     own[::2, 1] *= 1.5  # intermittent: no rank is to blame
@@ -143,13 +142,13 @@ def test_the_evidence_names_the_cause_of_the_slowdown_and_the_gain_of_a_spare() 
 def test_the_promise_of_a_strategy_comes_true() -> None:
     own = draw_work(2)
     own[:, 2] *= 2
-    way = choose_strategy(build_windows(own))
-    assert way is not None
-    assert way.shares is not None
-    after = draw_work(3) * np.array(way.shares) / BATCH
+    strategy = choose_strategy(build_windows(own))
+    assert strategy is not None
+    assert strategy.shares is not None
+    after = draw_work(3) * np.array(strategy.shares) / BATCH
     after[:, 2] *= 2
-    assert diagnose_windows(build_windows(after, shares=way.shares)).step_seconds == pytest.approx(
-        way.step_seconds, rel=0.03
+    assert diagnose_windows(build_windows(after, shares=strategy.shares)).step_seconds == pytest.approx(
+        strategy.step_seconds, rel=0.03
     )
 
 
@@ -161,9 +160,9 @@ def test_shares_that_mend_as_well_as_integers_allow_are_the_end_of_it() -> None:
     diagnosis = diagnose_windows(build_windows(own, shares=shares))
     assert diagnosis.bottleneck is Bottleneck.COMPUTE
     assert diagnosis.culprits == (3,)
-    ways = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
-    assert {way.remedy for way in ways} == {"Rebalance", "LocalSGD"}
-    assert all(way.refused for way in ways)
+    proposed = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
+    assert {strategy.remedy for strategy in proposed} == {"Rebalance", "LocalSGD"}
+    assert all(strategy.refused for strategy in proposed)
 
 
 def test_coarse_shares_are_enough_where_they_mend_most_of_it() -> None:
@@ -171,28 +170,28 @@ def test_coarse_shares_are_enough_where_they_mend_most_of_it() -> None:
     own = draw_work(24)
     own[:, 3] *= 4
     diagnosis = diagnose_windows(build_windows(own))
-    ways = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
-    assert "exact" in strategies.explain_exact_preference(diagnosis, ways)
-    shares = next(way.shares for way in ways if way.shares is not None)
+    proposed = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
+    assert "exact" in strategies.explain_exact_preference(diagnosis, proposed)
+    shares = next(strategy.shares for strategy in proposed if strategy.shares is not None)
     mended = draw_work(25) * np.array(shares) / BATCH
     mended[:, 3] *= 4
     diagnosis = diagnose_windows(build_windows(mended, shares=shares))
     assert "exact" in strategies.explain_exact_preference(
         diagnosis, strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
     ), "and they stay enough"
-    not_allowed = [replace(way, refused="not allowed") for way in ways]
+    not_allowed = [replace(strategy, refused="not allowed") for strategy in proposed]
     assert strategies.explain_exact_preference(diagnose_windows(build_windows(own)), not_allowed) == ""
     erratic = draw_work(26) * np.where(np.arange(STEPS)[:, None] % 4 == np.arange(4), 6.0, 1.0)
-    assert strategies.explain_exact_preference(diagnose_windows(build_windows(erratic)), ways) == ""
+    assert strategies.explain_exact_preference(diagnose_windows(build_windows(erratic)), proposed) == ""
 
 
 def test_a_rank_that_has_recovered_gets_its_share_back() -> None:
     shares = (9, 9, 9, 5)
     given = build_windows(draw_work(5) * np.array(shares) / BATCH, shares=shares)
     assert diagnose_windows(given).culprits == ()
-    way = choose_strategy(given)
-    assert way is not None
-    assert way.shares == (8, 8, 8, 8)
+    strategy = choose_strategy(given)
+    assert strategy is not None
+    assert strategy.shares == (8, 8, 8, 8)
 
 
 def test_slow_steps_from_before_its_share_changed_do_not_prevent_that() -> None:
@@ -212,9 +211,9 @@ def test_slow_steps_from_before_its_share_changed_do_not_prevent_that() -> None:
             for window in build_windows(own, lengths=dealt)
         ]
         assert diagnose_windows(given).culprits == ()
-        way = choose_strategy(given)
-        assert way is not None
-        assert way.shares == (8, 8, 8, 8)
+        strategy = choose_strategy(given)
+        assert strategy is not None
+        assert strategy.shares == (8, 8, 8, 8)
 
 
 def test_where_shares_cannot_help_a_slow_rank_the_others_stop_waiting_for_it() -> None:
@@ -227,10 +226,10 @@ def test_where_shares_cannot_help_a_slow_rank_the_others_stop_waiting_for_it() -
     assert diagnosis.bottleneck is Bottleneck.COMPUTE
     assert diagnosis.culprits == (3,)
     assert diagnosis.rank_slowdown[3] == pytest.approx(1.8, rel=0.05)
-    way = choose_strategy(given)
-    assert way is not None
-    assert (way.remedy, way.mode) == ("LocalSGD", SyncMode.ASYNC_EDIT)
-    assert way.shares == (8, 8, 8, 8)
+    strategy = choose_strategy(given)
+    assert strategy is not None
+    assert (strategy.remedy, strategy.mode) == ("LocalSGD", SyncMode.ASYNC_EDIT)
+    assert strategy.shares == (8, 8, 8, 8)
 
 
 def test_shares_that_did_not_help_are_followed_by_a_strategy_that_does() -> None:
@@ -259,10 +258,10 @@ def test_shares_that_did_not_help_are_followed_by_a_strategy_that_does() -> None
         else replace(new, steps=tuple(step + STEPS for step in new.steps))
         for old, new in zip(before, after, strict=True)
     ]
-    way = choose_strategy(joined)
-    assert way is not None
-    assert way.mode is SyncMode.ASYNC_EDIT
-    assert way.shares == (BATCH,) * 4
+    strategy = choose_strategy(joined)
+    assert strategy is not None
+    assert strategy.mode is SyncMode.ASYNC_EDIT
+    assert strategy.shares == (BATCH,) * 4
 
 
 @pytest.mark.parametrize("paces", [(0.5, 1.0, 1.0, 1.0), (1.0, 1.25, 1.5, 1.75)])
@@ -270,21 +269,21 @@ def test_ranks_that_differ_without_a_few_slow_ones_get_shares_that_fit(paces: tu
     """One that is twice as fast as all the others, or ranks of four kinds."""
     diagnosis = diagnose_windows(build_windows(draw_work(21) * paces))
     assert diagnosis.bottleneck is Bottleneck.COMPUTE
-    way = choose_strategy(build_windows(draw_work(21) * paces))
-    assert way is not None
-    assert way.shares is not None
-    assert way.shares[0] == max(way.shares) > BATCH > way.shares[3]
-    assert way.step_seconds < 0.92 * diagnosis.step_seconds
+    strategy = choose_strategy(build_windows(draw_work(21) * paces))
+    assert strategy is not None
+    assert strategy.shares is not None
+    assert strategy.shares[0] == max(strategy.shares) > BATCH > strategy.shares[3]
+    assert strategy.step_seconds < 0.92 * diagnosis.step_seconds
 
 
 def test_a_bound_of_memory_can_rule_shares_out() -> None:
     own = draw_work(10)
     own[:, 1] *= 2
     diagnosis = diagnose_windows(build_windows(own))
-    way = strategies.propose_strategies(diagnosis, threshold=THRESHOLD, largest_share=BATCH)[0]
-    assert way.mode is SyncMode.ASYNC_EDIT
-    way = strategies.propose_strategies(diagnosis, threshold=THRESHOLD, smallest_share=BATCH + 1)[0]
-    assert way.mode is SyncMode.ASYNC_EDIT
+    strategy = strategies.propose_strategies(diagnosis, threshold=THRESHOLD, largest_share=BATCH)[0]
+    assert strategy.mode is SyncMode.ASYNC_EDIT
+    strategy = strategies.propose_strategies(diagnosis, threshold=THRESHOLD, smallest_share=BATCH + 1)[0]
+    assert strategy.mode is SyncMode.ASYNC_EDIT
 
 
 @pytest.mark.parametrize("slow", [1.5, 2.0, 3.0])
@@ -295,10 +294,10 @@ def test_intermittently_slow_ranks_are_not_waited_for(slow: float) -> None:
         diagnosis = diagnose_windows(build_windows(own))
         assert diagnosis.bottleneck is Bottleneck.VOLATILE
         assert diagnosis.culprits == ()
-        way = choose_strategy(build_windows(own))
-        assert way is not None
-        assert way.mode is SyncMode.ASYNC_EDIT
-        assert way.step_seconds < 0.9 * diagnosis.step_seconds
+        strategy = choose_strategy(build_windows(own))
+        assert strategy is not None
+        assert strategy.mode is SyncMode.ASYNC_EDIT
+        assert strategy.step_seconds < 0.9 * diagnosis.step_seconds
 
 
 def test_intermittently_slow_ranks_get_no_shares_that_fit_a_few_steps() -> None:
@@ -306,14 +305,15 @@ def test_intermittently_slow_ranks_get_no_shares_that_fit_a_few_steps() -> None:
     own = draw_work()[:8] * np.where(np.arange(4) == np.array([[1, 3, 1, 2, 1, 3, 1, 2]]).T, 1.8, 1.0)
     assert diagnose_windows(build_windows(own)).bottleneck is Bottleneck.VOLATILE
     assert [
-        way.remedy for way in strategies.propose_strategies(diagnose_windows(build_windows(own)), threshold=THRESHOLD)
+        strategy.remedy
+        for strategy in strategies.propose_strategies(diagnose_windows(build_windows(own)), threshold=THRESHOLD)
     ] == ["LocalSGD"]
     lucky = (10, 7, 8, 7)
     given = build_windows(own * np.array(lucky) / BATCH, shares=lucky)
     (equal,) = (
-        way
-        for way in strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
-        if way.remedy == "Rebalance"
+        strategy
+        for strategy in strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
+        if strategy.remedy == "Rebalance"
     )
     assert equal.shares == (BATCH,) * 4
     assert equal.step_seconds == pytest.approx(diagnose_windows(build_windows(own)).step_seconds, rel=0.02)
@@ -324,23 +324,25 @@ def test_the_revert_gives_no_such_shares_either() -> None:
     for rank, times in enumerate((1.0, 1.2, 1.0, 1.0)):
         some = [own * (times if step % 2 else 1.0) for step, own in enumerate(given[rank].compute_seconds)]
         given[rank] = replace(given[rank], compute_seconds=tuple(some), samples=(32,) * STEPS)
-    way = strategies.propose_revert_to_sync(given, threshold=THRESHOLD, bottleneck=Bottleneck.COMMUNICATION)
-    assert way is not None
-    assert way.shares is None
+    strategy = strategies.propose_revert_to_sync(given, threshold=THRESHOLD, bottleneck=Bottleneck.COMMUNICATION)
+    assert strategy is not None
+    assert strategy.shares is None
 
 
 def test_synchronizations_before_they_are_cheap_are_only_for_a_slow_link() -> None:
     """Each shows whether it is well again."""
     (for_link,) = (
-        way
-        for way in strategies.propose_strategies(diagnose_windows(build_windows(draw_work(), 2.0)), threshold=THRESHOLD)
-        if way.sync_seconds
+        strategy
+        for strategy in strategies.propose_strategies(
+            diagnose_windows(build_windows(draw_work(), 2.0)), threshold=THRESHOLD
+        )
+        if strategy.sync_seconds
     )
     turns = draw_work() * np.where(np.arange(STEPS)[:, None] % 4 == np.arange(4), 3.0, 1.0)
     (for_turns,) = (
-        way
-        for way in strategies.propose_strategies(diagnose_windows(build_windows(turns, 0.6)), threshold=THRESHOLD)
-        if way.sync_seconds
+        strategy
+        for strategy in strategies.propose_strategies(diagnose_windows(build_windows(turns, 0.6)), threshold=THRESHOLD)
+        if strategy.sync_seconds
     )
     assert for_link.sync_seconds == pytest.approx(20.0, rel=0.05), "a tenth of the time"
     assert for_turns.sync_seconds is not None
@@ -350,12 +352,13 @@ def test_synchronizations_before_they_are_cheap_are_only_for_a_slow_link() -> No
 @pytest.mark.parametrize(("longer", "every"), [(1, 128), (10, 16), (50, None)])
 def test_edit_synchronizes_soon_enough_for_ranks_to_leave(longer: int, every: int | None) -> None:
     """They checkpoint and end at a synchronization only, within their pod's 30 s, however long a transfer takes."""
-    given = build_windows(
-        draw_work() * longer, 0.5 * longer, baseline=FIRST * longer
-    )  # 0.08 s of own work, this number of times
-    found_ways = strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
-    assert [way.sync_every for way in found_ways if way.mode is SyncMode.EDIT] == ([] if every is None else [every])
-    assert SyncMode.ASYNC_EDIT in {way.mode for way in found_ways}
+    # 0.08 s of own work, this number of times
+    given = build_windows(draw_work() * longer, 0.5 * longer, baseline=FIRST * longer)
+    found_strategies = strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
+    assert [strategy.sync_every for strategy in found_strategies if strategy.mode is SyncMode.EDIT] == (
+        [] if every is None else [every]
+    )
+    assert SyncMode.ASYNC_EDIT in {strategy.mode for strategy in found_strategies}
 
 
 @pytest.mark.parametrize(
@@ -365,17 +368,17 @@ def test_edit_synchronizes_soon_enough_for_ranks_to_leave(longer: int, every: in
 )
 def test_edit_is_compared_with_async_edit_after_its_warm_up(own: float, exposed: float, mode: SyncMode) -> None:
     """That begins with a tenth of the time, and ends with the wait for a step in hand each 30 s: EDiT has none."""
-    way = choose_strategy(build_windows(draw_work(noise=0.002) * own / WORK, exposed * own, baseline=1.02 * own))
-    assert way is not None
-    assert (way.remedy, way.mode) == ("LocalSGD", mode)
+    strategy = choose_strategy(build_windows(draw_work(noise=0.002) * own / WORK, exposed * own, baseline=1.02 * own))
+    assert strategy is not None
+    assert (strategy.remedy, strategy.mode) == ("LocalSGD", mode)
 
 
 def test_noise_on_all_ranks_makes_each_step_wait_for_one() -> None:
     own = WORK * (1 + np.random.default_rng(0).exponential(0.6, (STEPS, 8)))
     assert diagnose_windows(build_windows(own)).bottleneck is Bottleneck.VOLATILE
-    way = choose_strategy(build_windows(own))
-    assert way is not None
-    assert way.mode is SyncMode.ASYNC_EDIT
+    strategy = choose_strategy(build_windows(own))
+    assert strategy is not None
+    assert strategy.mode is SyncMode.ASYNC_EDIT
 
 
 @pytest.mark.parametrize("exposed", [0.005, 0.1])
@@ -387,19 +390,19 @@ def test_the_price_of_async_edit_is_that_of_a_simulation(exposed: float) -> None
         return np.asarray(WORK * slow * (1 + 0.05 * random.standard_normal((steps, 4))) * [1.0, 1.0, 1.0, 1.4])
 
     given = build_windows(draw_own_seconds(STEPS), exposed)
-    way = next(
-        way
-        for way in strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
-        if way.mode is SyncMode.ASYNC_EDIT
+    strategy = next(
+        strategy
+        for strategy in strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
+        if strategy.mode is SyncMode.ASYNC_EDIT
     )
-    assert way.sync_seconds is not None
+    assert strategy.sync_seconds is not None
     seconds, done = 0.0, 0
     for _ in range(200):
-        ends = draw_own_seconds(round(way.sync_seconds / WORK) + 20).cumsum(axis=0)
-        steps = (ends < way.sync_seconds).sum(axis=0) + 1  # each ends the step that it has in hand
+        ends = draw_own_seconds(round(strategy.sync_seconds / WORK) + 20).cumsum(axis=0)
+        steps = (ends < strategy.sync_seconds).sum(axis=0) + 1  # each ends the step that it has in hand
         seconds += ends[steps - 1, np.arange(4)].max() + exposed
         done += int(steps.sum())
-    assert way.step_seconds == pytest.approx(seconds / (done / 4), rel=0.06)
+    assert strategy.step_seconds == pytest.approx(seconds / (done / 4), rel=0.06)
 
 
 def test_a_single_hiccup_is_no_bottleneck() -> None:
@@ -415,12 +418,12 @@ def test_a_link_that_has_become_slow_is_found(exposed: float, noise: float) -> N
     assert diagnosis.bottleneck is Bottleneck.COMMUNICATION
     assert diagnosis.culprits == ()
     assert diagnosis.exposed_seconds == pytest.approx(exposed)
-    way = choose_strategy(build_windows(draw_work(12, noise=noise), exposed))
-    assert way is not None
-    assert way.remedy == "LocalSGD"
-    assert way.sync_seconds is not None
-    assert exposed / way.sync_seconds < 0.03
-    assert way.step_seconds == pytest.approx(WORK, rel=0.08)
+    strategy = choose_strategy(build_windows(draw_work(12, noise=noise), exposed))
+    assert strategy is not None
+    assert strategy.remedy == "LocalSGD"
+    assert strategy.sync_seconds is not None
+    assert exposed / strategy.sync_seconds < 0.03
+    assert strategy.step_seconds == pytest.approx(WORK, rel=0.08)
 
 
 def test_communication_that_was_always_there_is_no_bottleneck() -> None:
@@ -455,15 +458,15 @@ def test_garbage_in_different_steps_is_collected_in_the_same() -> None:
     pauses = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.1, WORK, 0.0)
     diagnosis = diagnose_windows(build_windows(draw_work(15), garbage=pauses))
     assert diagnosis.bottleneck is Bottleneck.GC
-    way = choose_strategy(build_windows(draw_work(15), garbage=pauses))
-    assert way is not None
-    assert (way.remedy, way.mode) == ("PlanGC", SyncMode.SYNC)
-    assert way.gc_every is not None
-    assert round(1 / (pauses > 0).mean()) <= way.gc_every <= 1.5 / (pauses > 0).mean(), "no more often than needed"
-    together = np.where(np.arange(STEPS)[:, None] % way.gc_every == 0, WORK, 0.0).repeat(4, axis=1)
+    strategy = choose_strategy(build_windows(draw_work(15), garbage=pauses))
+    assert strategy is not None
+    assert (strategy.remedy, strategy.mode) == ("PlanGC", SyncMode.SYNC)
+    assert strategy.gc_every is not None
+    assert round(1 / (pauses > 0).mean()) <= strategy.gc_every <= 1.5 / (pauses > 0).mean(), "no more often than needed"
+    together = np.where(np.arange(STEPS)[:, None] % strategy.gc_every == 0, WORK, 0.0).repeat(4, axis=1)
     assert diagnose_windows(build_windows(draw_work(15), garbage=together)).bottleneck is Bottleneck.NONE
     assert diagnose_windows(build_windows(draw_work(15), garbage=together)).step_seconds == pytest.approx(
-        way.step_seconds, rel=0.1
+        strategy.step_seconds, rel=0.1
     )
 
 
@@ -472,9 +475,9 @@ def test_little_garbage_is_collected_together_too_since_that_is_free() -> None:
     diagnosis = diagnose_windows(build_windows(draw_work(15), garbage=pauses))
     assert diagnosis.bottleneck is Bottleneck.GC
     assert strategies.MIN_FREE_REMEDY_SLOWDOWN <= diagnosis.slowdown < strategies.compute_recovery_threshold(THRESHOLD)
-    way = choose_strategy(build_windows(draw_work(15), garbage=pauses))
-    assert way is not None
-    assert way.remedy == "PlanGC"
+    strategy = choose_strategy(build_windows(draw_work(15), garbage=pauses))
+    assert strategy is not None
+    assert strategy.remedy == "PlanGC"
     less = diagnose_windows(build_windows(draw_work(15), garbage=0.3 * pauses))
     assert less.bottleneck is Bottleneck.NONE, "that is not worth a word"
 
@@ -532,7 +535,7 @@ class TestKnownSlow:
         own = WORK * noise * np.where(np.arange(256) < 8, 1.06, 1.0)
         given = build_windows(own, shares=(32,) * 256)
 
-        def rebalance(paces: dict[int, float]) -> Strategy:
+        def rebalance_by_paces(paces: dict[int, float]) -> Strategy:
             diagnosis = strategies.diagnose_bottleneck(
                 given, THRESHOLD, known_relative_times=KnownRelativeTimes(paces, 0.036)
             )
@@ -541,14 +544,14 @@ class TestKnownSlow:
             of_compute = replace(
                 diagnosis, bottleneck=Bottleneck.COMPUTE, slowdown=diagnosis.effects[Bottleneck.COMPUTE]
             )
-            found_ways = strategies.propose_strategies(of_compute, threshold=THRESHOLD)
-            return next(way for way in found_ways if way.remedy == "Rebalance")
+            found_strategies = strategies.propose_strategies(of_compute, threshold=THRESHOLD)
+            return next(strategy for strategy in found_strategies if strategy.remedy == "Rebalance")
 
-        way = rebalance(dict.fromkeys(range(8), 1.06))
-        assert way.refused == ""
-        assert way.to_option().min_win == MIN_KNOWN_RANKS_WIN
-        assert way.shares is not None
-        assert set(way.shares[:8]) <= {30, 31}
+        strategy = rebalance_by_paces(dict.fromkeys(range(8), 1.06))
+        assert strategy.refused == ""
+        assert strategy.to_option().min_win == MIN_KNOWN_RANKS_WIN
+        assert strategy.shares is not None
+        assert set(strategy.shares[:8]) <= {30, 31}
 
     def test_a_recovered_rank_costs_nothing(self) -> None:
         diagnosis = strategies.diagnose_bottleneck(
@@ -708,10 +711,10 @@ def test_sequences_of_different_lengths_are_for_the_scripts_loader_if_it_does_no
     given = build_windows(draw_work(16) * tokens / tokens.mean(), lengths=tokens)
     diagnosis = diagnose_windows(given)
     assert diagnosis.bottleneck is Bottleneck.LENGTHS
-    (way,) = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
-    assert way.remedy == "BalanceLengths"
-    assert "give its dataloader their lengths" in way.refused
-    assert way.step_seconds == pytest.approx(WORK + 0.005, rel=0.08)
+    (strategy,) = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
+    assert strategy.remedy == "BalanceLengths"
+    assert "give its dataloader their lengths" in strategy.refused
+    assert strategy.step_seconds == pytest.approx(WORK + 0.005, rel=0.08)
     assert diagnose_windows([replace(window, lengths=()) for window in given]).bottleneck is Bottleneck.VOLATILE
 
 
@@ -719,15 +722,15 @@ def test_a_loader_that_knows_lengths_receives_their_cost() -> None:
     given = build_sequence_windows(draw_sequences(0))
     diagnosis = diagnose_windows(given)
     assert diagnosis.bottleneck is Bottleneck.LENGTHS
-    way = choose_strategy(given)
-    assert way is not None
-    assert (way.remedy, way.mode, way.to_option().exact) == ("BalanceLengths", SyncMode.SYNC, True)
-    cost = way.apply_to(Plan(members=(SHARED,))).sequence_cost
+    strategy = choose_strategy(given)
+    assert strategy is not None
+    assert (strategy.remedy, strategy.mode, strategy.to_option().exact) == ("BalanceLengths", SyncMode.SYNC, True)
+    cost = strategy.apply_to(Plan(members=(SHARED,))).sequence_cost
     assert cost is not None
     assert SequenceCost(*cost).compute_seconds([300, 1000, 3000]) == pytest.approx(
         COST.compute_seconds([300, 1000, 3000]), rel=0.1
     )
-    assert way.step_seconds == pytest.approx(
+    assert strategy.step_seconds == pytest.approx(
         COST.compute_seconds(draw_sequences(0)).sum(axis=2).mean() + 0.005, rel=0.03
     )
 
@@ -740,9 +743,9 @@ def test_a_loader_that_uses_that_cost_already_is_not_changed() -> None:
     )
     assert first is not None
     assert later.bottleneck is Bottleneck.LENGTHS
-    (way,) = strategies.propose_strategies(later, threshold=THRESHOLD, sequence_cost=first.sequence_cost)
-    assert "already" in way.refused
-    assert way.step_seconds == pytest.approx(later.step_seconds, rel=0.03)
+    (strategy,) = strategies.propose_strategies(later, threshold=THRESHOLD, sequence_cost=first.sequence_cost)
+    assert "already" in strategy.refused
+    assert strategy.step_seconds == pytest.approx(later.step_seconds, rel=0.03)
 
 
 def test_a_loader_receives_a_changed_cost_again() -> None:
@@ -751,10 +754,10 @@ def test_a_loader_receives_a_changed_cost_again() -> None:
     lengths *= lengths.sum(axis=(1, 2), keepdims=True) / 4 / lengths.sum(axis=2, keepdims=True)
     diagnosis = diagnose_windows(build_sequence_windows(lengths))
     assert diagnosis.bottleneck is Bottleneck.LENGTHS
-    (way,) = strategies.propose_strategies(diagnosis, threshold=THRESHOLD, sequence_cost=(0.0, 1.0, 0.0))
-    assert not way.refused
-    assert way.sequence_cost is not None
-    assert way.step_seconds < 0.9 * diagnosis.step_seconds
+    (strategy,) = strategies.propose_strategies(diagnosis, threshold=THRESHOLD, sequence_cost=(0.0, 1.0, 0.0))
+    assert not strategy.refused
+    assert strategy.sequence_cost is not None
+    assert strategy.step_seconds < 0.9 * diagnosis.step_seconds
 
 
 @pytest.mark.parametrize("began", [0, 12])
@@ -765,8 +768,8 @@ def test_sequences_are_balanced_for_little_too_since_that_stays(began: int) -> N
     assert diagnosis.bottleneck is Bottleneck.LENGTHS
     assert strategies.MIN_FREE_REMEDY_SLOWDOWN <= diagnosis.slowdown < strategies.compute_recovery_threshold(THRESHOLD)
     assert len(diagnosis.window.steps) == STEPS - began
-    (way,) = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
-    assert not way.refused
+    (strategy,) = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
+    assert not strategy.refused
     assert diagnose_windows(build_sequence_windows(draw_sequences(6, sigma=0.01))).bottleneck is Bottleneck.NONE
 
 
@@ -775,9 +778,9 @@ def test_a_slow_rank_is_distinguished_from_long_sequences() -> None:
     assert diagnosis.bottleneck is Bottleneck.COMPUTE
     assert diagnosis.culprits == (0,)
     assert diagnosis.rank_slowdown[0] == pytest.approx(2.0, rel=0.05)
-    ways = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
-    assert "exact" in strategies.explain_exact_preference(diagnosis, ways)
-    (shares,) = (way.shares for way in ways if way.remedy == "Rebalance")
+    proposed = strategies.propose_strategies(diagnosis, threshold=THRESHOLD)
+    assert "exact" in strategies.explain_exact_preference(diagnosis, proposed)
+    (shares,) = (strategy.shares for strategy in proposed if strategy.remedy == "Rebalance")
     assert shares is not None
     assert shares[0] == min(shares) < BATCH
 
@@ -857,22 +860,22 @@ def test_an_unmanaged_script_receives_the_reason_why_nothing_can_be_done() -> No
     given = [replace(window, samples=(0,) * STEPS) for window in build_windows(own)]
     assert diagnose_windows(given).culprits == (0,)
     rebalance = next(
-        way
-        for way in strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
-        if way.remedy == "Rebalance"
+        strategy
+        for strategy in strategies.propose_strategies(diagnose_windows(given), threshold=THRESHOLD)
+        if strategy.remedy == "Rebalance"
     )
     assert "does not use the library" in rebalance.refused
 
 
 def test_a_strategy_becomes_the_plans_next_version() -> None:
     plan = Plan(version=4, members=(SHARED,), shares=(9, 9, 9, 5), sync_every=7)
-    way = Strategy("LocalSGD", SyncMode.ASYNC_EDIT, 1.0, 1.0, "", shares=(8, 8, 8, 8), sync_seconds=3.0)
-    assert way.apply_to(plan) == replace(
+    strategy = Strategy("LocalSGD", SyncMode.ASYNC_EDIT, 1.0, 1.0, "", shares=(8, 8, 8, 8), sync_seconds=3.0)
+    assert strategy.apply_to(plan) == replace(
         plan, version=5, sync_mode=SyncMode.ASYNC_EDIT, shares=(8, 8, 8, 8), sync_seconds=3.0
     )
-    assert not way.to_option().exact
-    assert way.to_option("not allowed").refused == "not allowed"
-    assert replace(way, refused="no").to_option("not allowed").refused == "no"
+    assert not strategy.to_option().exact
+    assert strategy.to_option("not allowed").refused == "not allowed"
+    assert replace(strategy, refused="no").to_option("not allowed").refused == "no"
 
 
 def build_local_windows(
@@ -917,11 +920,13 @@ def test_the_cost_of_a_broken_rank_in_a_local_sgd_mode() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_revert_is_proposed_when_the_bottleneck_is_over(seed: int) -> None:
     for bottleneck in (Bottleneck.COMMUNICATION, Bottleneck.VOLATILE, Bottleneck.COMPUTE):
-        way = strategies.propose_revert_to_sync(build_local_windows(seed), threshold=THRESHOLD, bottleneck=bottleneck)
-        assert way is not None
-        assert (way.remedy, way.mode, way.shares) == ("Sync", SyncMode.SYNC, None)
-        assert way.step_seconds == pytest.approx(FIRST, rel=0.05)
-        assert way.slowdown_after < 1.05
+        strategy = strategies.propose_revert_to_sync(
+            build_local_windows(seed), threshold=THRESHOLD, bottleneck=bottleneck
+        )
+        assert strategy is not None
+        assert (strategy.remedy, strategy.mode, strategy.shares) == ("Sync", SyncMode.SYNC, None)
+        assert strategy.step_seconds == pytest.approx(FIRST, rel=0.05)
+        assert strategy.slowdown_after < 1.05
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -979,21 +984,23 @@ def test_the_revert_has_shares_of_whole_microbatches() -> None:
     fine = [
         replace(window, samples=(32,) * STEPS, share_granularity=8) for window in build_local_windows(4, rank_3=1.5)
     ]
-    way = strategies.propose_revert_to_sync(fine, threshold=THRESHOLD, bottleneck=Bottleneck.VOLATILE, global_batch=256)
-    assert way is not None
-    assert way.shares is not None
-    assert sum(way.shares) == 256
-    assert way.shares[3] == min(way.shares) < 64
-    assert {share % 8 for share in way.shares} == {0}
+    strategy = strategies.propose_revert_to_sync(
+        fine, threshold=THRESHOLD, bottleneck=Bottleneck.VOLATILE, global_batch=256
+    )
+    assert strategy is not None
+    assert strategy.shares is not None
+    assert sum(strategy.shares) == 256
+    assert strategy.shares[3] == min(strategy.shares) < 64
+    assert {share % 8 for share in strategy.shares} == {0}
 
 
 def test_the_revert_has_shares_that_fit_a_rank_that_stays_slow() -> None:
     fine = [replace(window, samples=(32,) * STEPS) for window in build_local_windows(4, rank_3=1.3)]
-    way = strategies.propose_revert_to_sync(fine, threshold=THRESHOLD, bottleneck=Bottleneck.VOLATILE)
-    assert way is not None
-    assert way.shares is not None
-    assert sum(way.shares) == 4 * 32
-    assert 24 <= way.shares[3] <= 28
+    strategy = strategies.propose_revert_to_sync(fine, threshold=THRESHOLD, bottleneck=Bottleneck.VOLATILE)
+    assert strategy is not None
+    assert strategy.shares is not None
+    assert sum(strategy.shares) == 4 * 32
+    assert 24 <= strategy.shares[3] <= 28
 
 
 def test_lengths_that_the_loader_will_balance_do_not_prevent_the_revert() -> None:
@@ -1002,9 +1009,9 @@ def test_lengths_that_the_loader_will_balance_do_not_prevent_the_revert() -> Non
         replace(window, sync_mode="AsyncEDiT", transfers=(0.006,) * 5, step_seconds=window.compute_seconds)
         for window in build_sequence_windows(draw_sequences(6))
     ]
-    way = strategies.propose_revert_to_sync(given, threshold=THRESHOLD, bottleneck=Bottleneck.COMMUNICATION)
-    assert way is not None
-    assert way.step_seconds == pytest.approx(COST.compute_seconds(draw_sequences(6)).sum(axis=2).mean(), rel=0.1)
+    strategy = strategies.propose_revert_to_sync(given, threshold=THRESHOLD, bottleneck=Bottleneck.COMMUNICATION)
+    assert strategy is not None
+    assert strategy.step_seconds == pytest.approx(COST.compute_seconds(draw_sequences(6)).sum(axis=2).mean(), rel=0.1)
     unknown = [replace(window, squares=()) for window in given]
     assert strategies.propose_revert_to_sync(unknown, threshold=THRESHOLD, bottleneck=Bottleneck.COMMUNICATION) is None
 
@@ -1084,8 +1091,8 @@ def test_a_bottleneck_at_the_threshold_makes_no_job_flap(strength: float, often:
         now, share = 5.0 * number, often + swing * np.sin(number / 40)
         if mode is SyncMode.SYNC:
             slow = np.random.default_rng(number).random((STEPS, 4)) < share
-            way = choose_strategy(build_windows(draw_work(number, noise=0.03) * np.where(slow, strength, 1.0)))
-            wants = way is not None and way.mode is not SyncMode.SYNC
+            strategy = choose_strategy(build_windows(draw_work(number, noise=0.03) * np.where(slow, strength, 1.0)))
+            wants = strategy is not None and strategy.mode is not SyncMode.SYNC
         else:
             given = build_local_windows(number, slow=strength, often=share)
             wants = (
@@ -1102,7 +1109,7 @@ def test_prices_prefer_exact_training_to_local_sgd() -> None:
     own = draw_work(20)
     own[:, 0] *= 2
     diagnosis = diagnose_windows(build_windows(own))
-    options = [way.to_option() for way in strategies.propose_strategies(diagnosis, threshold=THRESHOLD)]
+    options = [strategy.to_option() for strategy in strategies.propose_strategies(diagnosis, threshold=THRESHOLD)]
     choice = price.choose_remedy(options[::-1], diagnosis.slowdown, 0.0, sufficient_slowdown=THRESHOLD)
     assert choice.chosen is not None
     assert choice.chosen.option.remedy == "Rebalance"

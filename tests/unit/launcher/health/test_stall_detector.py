@@ -200,12 +200,12 @@ async def test_nccls_answer_is_part_of_the_next_report_and_delays_none(
 ) -> None:
     answered, questions = asyncio.Event(), []
 
-    async def query(environment: object) -> str:
+    async def query_nccl(environment: object) -> str:
         questions.append(environment)
         await answered.wait()
         return "communicator 0xa1 of 8: dead: rank 3"
 
-    monkeypatch.setattr(nccl_ras, "query_ras", query)
+    monkeypatch.setattr(nccl_ras, "query_ras", query_nccl)
     _stop_process(sleeping_process)
     bench.writer.state.device = Device.STARTED
     inspector, stacks = Inspector(SETTINGS, bench, bench.faults.append), {0: StackFile(bench.path.with_suffix(".s"))}

@@ -85,7 +85,7 @@ def test_a_single_ranks_lines_have_no_prefix_unless_the_user_requests_one() -> N
     assert plan_stream(OutputOptions(prefix_template="$rank>"), place=single).prefix == "5>"
 
 
-def rank_start(tmp_path: Path) -> RankStart:
+def build_rank_start(tmp_path: Path) -> RankStart:
     environment = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     return RankStart("1-0", 0, 1, "s.py", False, [], environment, "ring", "stack", 0)
 
@@ -105,7 +105,7 @@ async def test_redirected_and_teed_streams_are_written_to_files(
     )
     ranks = RankOutput(RankOptions(output=output))
     (tmp_path / "error.json").write_text("of an earlier rank")
-    stdout, stderr = ranks.open(rank_start(tmp_path), 0, shares_console=True)
+    stdout, stderr = ranks.open(build_rank_start(tmp_path), 0, shares_console=True)
     assert not (tmp_path / "error.json").exists()
     os.write(stdout.write_end, b"one\nloss 3\nbar 10%\rtwo")
     os.write(stderr.write_end, b"warning\nValueError: 3\n")
@@ -130,7 +130,7 @@ async def test_a_folder_that_takes_no_files_leaves_the_output_on_the_console(
 ) -> None:
     (tmp_path / "file").touch()
     output = OutputOptions(tmp_path / "file", redirects=ALL)
-    streams = RankOutput(RankOptions(output=output)).open(rank_start(tmp_path), 0, shares_console=False)
+    streams = RankOutput(RankOptions(output=output)).open(build_rank_start(tmp_path), 0, shares_console=False)
     assert all(isinstance(stream, OutputPipe) for stream in streams)
     assert "no log file for rank 0" in caplog.text
     for stream in streams:

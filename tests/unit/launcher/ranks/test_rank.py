@@ -431,13 +431,13 @@ def test_a_rank_whose_start_fails_exits_there_and_reports_the_reason(
     """What is above on its stack belongs to its parent: it would remove the folder that the others work in."""
     tester, fork = os.getpid(), os.fork
 
-    def refuse(*_: object) -> int:
+    def refuse_fork(*_: object) -> int:
         if broken == "os.fork" and os.getpid() == tester:
             return fork()  # the warm process
         raise OSError("broken")
 
     module, _, name = broken.rpartition(".")
-    monkeypatch.setattr({"os": os, "rank": rank}[module], name, refuse)
+    monkeypatch.setattr({"os": os, "rank": rank}[module], name, refuse_fork)
     monkeypatch.chdir(tmp_path)
     unwound = tmp_path / "unwound"
     try:

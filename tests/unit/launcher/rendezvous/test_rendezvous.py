@@ -61,9 +61,8 @@ def test_the_rounds_number_is_above_all_that_were_seen_and_not_below_the_plans()
 
 def test_a_missing_worker_is_named_to_those_that_are_ready() -> None:
     ended = build_report("a", ParticipantStatus.READY, 4)
-    rendezvous = advance_rendezvous(
-        build_running_rendezvous(), index_by_worker(ended)
-    )  # b hangs, and its connection has been closed
+    # b hangs, and its connection has been closed
+    rendezvous = advance_rendezvous(build_running_rendezvous(), index_by_worker(ended))
     assert rendezvous.build_view("a", "first").missing == ("b",)
     rendezvous = advance_rendezvous(rendezvous, index_by_worker(ended, build_report("b", ParticipantStatus.ENDING, 4)))
     assert rendezvous.build_view("a", "first").missing == ("b",), "its ranks are not gone"

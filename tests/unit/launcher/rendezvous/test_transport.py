@@ -199,18 +199,18 @@ async def test_a_recording_of_one_connection_proves_nothing_on_another() -> None
     async with run_server() as (rendezvous_server, port):
         recorded = bytearray()
 
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def relay_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             from_host, to_host = await asyncio.open_connection("127.0.0.1", port)
 
-            async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter, keep: bytearray) -> None:
+            async def pump_bytes(source: asyncio.StreamReader, target: asyncio.StreamWriter, keep: bytearray) -> None:
                 while part := await source.read(1 << 16):
                     keep += part
                     target.write(part)
                 target.close()
 
-            await asyncio.gather(pump(reader, to_host, recorded), pump(from_host, writer, bytearray()))
+            await asyncio.gather(pump_bytes(reader, to_host, recorded), pump_bytes(from_host, writer, bytearray()))
 
-        listener = await asyncio.start_server(relay, "127.0.0.1", 0)
+        listener = await asyncio.start_server(relay_connection, "127.0.0.1", 0)
         async with connect_participants(listener.sockets[0].getsockname()[1], "a") as (member,):
             await wait_until(lambda: member.client.view)
         assert recorded.count(b"\n") >= 2, "the greeting, and a report"
@@ -273,10 +273,10 @@ async def open_channels(
     """Yield the server's end and the client's."""
     ends: asyncio.Queue[tuple[AuthenticatedChannel, asyncio.StreamWriter]] = asyncio.Queue()
 
-    async def authenticate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def authenticate_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await ends.put((await authenticate_client(reader, writer, lambda _: _return_secret(server_secret)), writer))
 
-    server = await asyncio.start_server(authenticate, "127.0.0.1", 0)
+    server = await asyncio.start_server(authenticate_connection, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
     participant = await authenticate_to_server(reader, writer, 1, client_secret)
     rendezvous_server, host_writer = await ends.get()

@@ -534,15 +534,15 @@ def count_lines(run: Callable[[], object], where: str) -> int:
     """Count how many lines of files whose path contains `where` are run."""
     count = 0
 
-    def trace(frame: Any, *_: Any) -> Any:
+    def trace_lines(frame: Any, *_: Any) -> Any:
         nonlocal count
         if where not in frame.f_code.co_filename:
             return None
         count += 1
-        return trace
+        return trace_lines
 
     before = sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(trace_lines)
     try:
         run()
     finally:

@@ -49,7 +49,7 @@ def draw_microbatches(loader: Loader) -> list[list[int]]:
     return found
 
 
-def flatten(lists: Iterable[list[int]]) -> list[int]:
+def flatten_lists(lists: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(lists))
 
 
@@ -61,7 +61,9 @@ def compute_imbalance(loads: Array, targets: Array | None = None) -> float:
 
 def compute_rank_costs(loaders: list[Loader], lengths: Array) -> Array:
     """Return the cost of the next step for each rank."""
-    return np.array([COST.compute_seconds(lengths[flatten(draw_microbatches(loader))]).sum() for loader in loaders])
+    return np.array(
+        [COST.compute_seconds(lengths[flatten_lists(draw_microbatches(loader))]).sum() for loader in loaders]
+    )
 
 
 @pytest.mark.parametrize("shares", [None, (24, 24, 16, 16, 16, 16, 8, 8)])
@@ -80,7 +82,7 @@ def test_the_predicted_imbalance_nearly_vanishes(shares: tuple[int, ...] | None)
     assert after.mean() < 0.01
 
 
-def test_matching_microbatches_of_ranks_cost_alike() -> None:
+def test_matching_microbatches_of_ranks_cost_the_same() -> None:
     """Sharded ranks meet in each microbatch: a step costs the sum over microbatches of the slowest rank."""
     lengths = draw_lognormal_lengths(3)
     late = []
@@ -108,8 +110,8 @@ def test_each_global_batch_holds_the_same_samples(seed: int) -> None:
     for _ in range(5):
         dealt = [draw_microbatches(loader) for loader in plain]
         chosen = [draw_microbatches(loader) for loader in balanced]
-        assert sorted(flatten(map(flatten, dealt))) == sorted(flatten(map(flatten, chosen)))
-        assert [len(flatten(its)) for its in chosen] == list(shares)
+        assert sorted(flatten_lists(map(flatten_lists, dealt))) == sorted(flatten_lists(map(flatten_lists, chosen)))
+        assert [len(flatten_lists(its)) for its in chosen] == list(shares)
         assert [[len(one) for one in its] for its in chosen] == [[len(one) for one in its] for its in dealt]
 
 
@@ -151,7 +153,7 @@ def test_a_rank_knows_the_lengths_of_its_samples() -> None:
     (loader,) = build_loaders((6,), ranks=1, batch=6, lengths=lambda index: lengths[index])
     drawn = loader.next_step()
     assert drawn is not None
-    mine = lengths[flatten(batch.tolist() for batch in drawn[1])]
+    mine = lengths[flatten_lists(batch.tolist() for batch in drawn[1])]
     assert drawn[0].lengths == pytest.approx((mine.sum(), (mine * mine).sum()))
     plain = build_loaders((6,), ranks=1, batch=6)[0].next_step()
     assert plain is not None
@@ -174,7 +176,7 @@ def test_lengths_take_no_memory_of_their_own() -> None:
         assert sequences.sum_lengths([samples - 1, 2]) == (samples + 1, (samples - 1) ** 2 + 4)
         assert tracemalloc.get_traced_memory()[1] < 4_000_000
         tracemalloc.stop()
-        assert sorted(flatten(sequences.split_by_shares([5, 3, samples - 1, 7], (3, 1), COST))) == [0, 1, 2, 3]
+        assert sorted(flatten_lists(sequences.split_by_shares([5, 3, samples - 1, 7], (3, 1), COST))) == [0, 1, 2, 3]
     assert sorted(requests) == [2, 3, 5, 7, samples - 1], "each once"
 
 
@@ -201,7 +203,7 @@ def test_another_cost_takes_effect_on_the_same_step_of_all_ranks(workers: int) -
             for loader in changed:
                 loader.set_cost(QUADRATIC if step == 3 else None)
         dealt = [[draw_microbatches(loader) for loader in loaders] for loaders in (plain, linear, quadratic, changed)]
-        assert len({tuple(sorted(flatten(map(flatten, ranks)))) for ranks in dealt}) == 1
+        assert len({tuple(sorted(flatten_lists(map(flatten_lists, ranks)))) for ranks in dealt}) == 1
         assert dealt[3] == (dealt[2] if 3 + late <= step < 8 + late else dealt[1])
         assert dealt[1] != dealt[2], "this batch shows nothing"
 
@@ -227,7 +229,7 @@ def test_each_sample_is_used_once_an_epoch_across_changes_of_cost_and_shares(wor
             if step % 4 == 3:
                 loader.set_cost(None)
                 loader.set_shares((3, 5) if step % 8 == 3 else (6, 2))
-            seen += flatten(draw_microbatches(loader))
+            seen += flatten_lists(draw_microbatches(loader))
     assert [sorted(seen[first : first + size]) for first in (0, size, 2 * size)] == [list(range(size))] * 3
 
 
@@ -256,7 +258,7 @@ def test_the_ranks_of_a_replica_lease_by_the_same_cost() -> None:
     for interval in range(6):
         for rank, loader in enumerate(loaders):
             for _ in range(1 + interval % 3 if rank < 2 else 2):
-                seen += flatten(draw_microbatches(loader))
+                seen += flatten_lists(draw_microbatches(loader))
         for loader in loaders:
             loader.set_cost(QUADRATIC if interval % 2 else None)
     stream = loaders[0]._sampler._stream.get_indices([(0, len(tickets))])
@@ -275,7 +277,7 @@ def test_a_cost_needs_lengths() -> None:
 def test_parts_are_exact_and_near_the_optimum() -> None:
     costs = np.array([9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1], dtype=np.int64)
     parts = split_balanced(costs, (4, 4, 4))
-    assert sorted(flatten(parts)) == list(range(12))
+    assert sorted(flatten_lists(parts)) == list(range(12))
     assert max(int(costs[part].sum()) for part in parts) <= 17  # of 48
     assert [sorted(part) for part in split_balanced(costs[:3], (3, 0))] == [[0, 1, 2], []]
     assert sum(len(part) for part in split_balanced(np.zeros(5, dtype=np.int64), (3, 2))) == 5

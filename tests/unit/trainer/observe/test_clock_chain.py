@@ -29,7 +29,7 @@ from pacekeeper_analysis.whatif import data_parallel
 from testing.training.async_device import DeviceRank, DeviceWorld, Event, FakeGroup, FakeWork, GroupLinks, Stream
 
 pytestmark = [
-    pytest.mark.usefixtures("either_way"),
+    pytest.mark.usefixtures("python_or_c"),
     pytest.mark.skipif(
         torch_internals.HookOpName is None,
         reason="the double has process groups' own hooks, which torch has from 2.15 on",
@@ -133,7 +133,7 @@ def record_windows(
     """Of all ranks after STEPS steps. clock: another one than the right one; its script reads the loss at each step."""
     links = GroupLinks(RANKS)
 
-    def train(rank: DeviceRank) -> None:
+    def train_rank(rank: DeviceRank) -> None:
         ring = folder / f"{rank.number}"
         under_test = RankUnderTest.build(rank, links, ring, clock and clock(rank))
         recorder, random = under_test.recorder, np.random.default_rng(rank.number)
@@ -152,7 +152,7 @@ def record_windows(
             assert sum(not step.reached for step in recorder._in_flight) <= MAX_STEPS_AHEAD
         recorder.finish()
 
-    devices.run(*[train] * RANKS)
+    devices.run(*[train_rank] * RANKS)
     found = []
     for number in range(RANKS):
         history = RankHistory(WINDOW)
@@ -442,7 +442,7 @@ def test_ranks_that_run_ahead_of_their_devices_synchronize_after_the_same_steps(
         links = GroupLinks(RANKS)
         counts: list[list[int]] = [[] for _ in range(RANKS)]
 
-        def train(rank: DeviceRank) -> None:
+        def train_rank(rank: DeviceRank) -> None:
             under_test = RankUnderTest.build(rank, links, tmp_path / f"{asynchronous}{rank.number}")
             pace = StepTimer(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
             for _ in range(5):
@@ -462,7 +462,7 @@ def test_ranks_that_run_ahead_of_their_devices_synchronize_after_the_same_steps(
                 counts[rank.number].append(steps)
             assert pace.step_seconds == pytest.approx(0.09 if rank.number == SLOW else 0.04)
 
-        virtual_time(DeviceWorld(asynchronous)).run(*[train] * RANKS)
+        virtual_time(DeviceWorld(asynchronous)).run(*[train_rank] * RANKS)
         return counts
 
     assert count_intervals(True) == count_intervals(False) == [[5 if rank == SLOW else 12] * 5 for rank in range(RANKS)]

@@ -146,7 +146,7 @@ class TestSpans:
         assert find_complete_start(given[-2:]) == 900, "no step is sure to be whole"
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_the_end_of_a_window_longer_than_the_ring_is_reported(tmp_path: Path) -> None:
     """All of its steps and waits would be compared with what is left of them."""
     create_ring(RuntimeFolder(tmp_path).create().ring(0), rank=0, round_=1, capacity=64)
@@ -222,7 +222,7 @@ def test_the_plan_is_polled_periodically(tmp_path: Path) -> None:
     assert file.read_profile(0.6) is None
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_a_failure_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,7 @@ def write_step(ring: RingWriter, step: int) -> None:
     ring.write(RecordKind.COMPUTE, start, start + 9 * 10**8, step, Phase.TRAIN, 8.0)
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_a_ring_holds_the_windows_of_a_job_of_eighty_layers(tmp_path: Path) -> None:
     """32 steps, `detection.windowSteps`: the window of a launcher, or of a sidecar that has just started."""
     runtime = RuntimeFolder(tmp_path).create()
@@ -183,7 +183,7 @@ def test_a_ring_holds_the_windows_of_a_job_of_eighty_layers(tmp_path: Path) -> N
         assert window.lengths == pytest.approx([100.0 + step for step in window.steps])
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_unread_records_that_were_overwritten_are_detected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The rest of the step that they belonged to is in no window; the figures of the others are right."""
     runtime = RuntimeFolder(tmp_path).create()
@@ -290,7 +290,7 @@ def test_lengths_count_where_all_steps_have_them() -> None:
     assert (history.build_window(0).lengths, history.build_window(0).squares) == ((90.0, 60.0), (1000.0, 800.0))
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_a_recorder_writes_the_lengths_before_the_step(tmp_path: Path) -> None:
     create_ring(tmp_path / "ring", rank=0, round_=1, capacity=64)
     recorder, history = Recorder(RingWriter(tmp_path / "ring")), RankHistory(window_steps=4)

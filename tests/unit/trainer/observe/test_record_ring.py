@@ -28,7 +28,7 @@ from pacekeeper_analysis.protocol.records import (
     compute_ring_bytes,
 )
 
-pytestmark = pytest.mark.usefixtures("either_way")
+pytestmark = pytest.mark.usefixtures("python_or_c")
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_a_number_arrives_on_the_host_without_a_stop() -> None:
     DeviceWorld().run(fetch_number)
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_waits_count_where_they_block_the_steps_work(tmp_path: Path) -> None:
     def wait_in_steps(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
@@ -149,7 +149,7 @@ def test_waits_count_where_they_block_the_steps_work(tmp_path: Path) -> None:
     assert ((own["end_ns"] - own["start_ns"]) / MS).tolist() == pytest.approx([50.0] * 3)
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_path: Path) -> None:
     def collect_in_steps(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
@@ -170,7 +170,7 @@ def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_pa
     assert found["kind"].tolist() == [RecordKind.GC, RecordKind.STEP, RecordKind.COMPUTE] * 2
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_garbage_just_behind_the_end_of_a_step_is_waited_for(tmp_path: Path) -> None:
     """Python collects at any time: also where the end of the step is marked and the next one has not begun."""
 
@@ -209,7 +209,7 @@ class ReportedStep:
         self.loss_sum = torch.tensor(loss)
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_losses_arrive_a_step_or_two_later_and_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))  # the double's
 

@@ -41,9 +41,8 @@ def test_a_rank_joins_at_the_boundary_that_is_nearest_to_the_clock() -> None:
     assert not should_synchronize(elapsed=1.4, step_seconds=1.0, seconds=2.0)
     assert should_synchronize(elapsed=1.6, step_seconds=1.0, seconds=2.0)
     assert should_synchronize(elapsed=2.5, step_seconds=0.0, seconds=2.0)
-    assert should_synchronize(
-        elapsed=0.6, step_seconds=1.0, seconds=2.0, in_flight_seconds=1.0
-    )  # decided when the step begins
+    # decided when the step begins
+    assert should_synchronize(elapsed=0.6, step_seconds=1.0, seconds=2.0, in_flight_seconds=1.0)
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,11 @@ def test_the_cost_of_a_copy_is_counted_at_both_ends(tmp_path: Path) -> None:
 
     def build_counter(end: str) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
-        def count() -> Iterator[None]:
+        def count_block() -> Iterator[None]:
             yield
             counted.append(end)
 
-        return count
+        return count_block
 
     home, abroad = build_snapshots(tmp_path / "home"), build_snapshots(tmp_path / "abroad")
     with socket.create_server(("127.0.0.1", 0)) as listener:
