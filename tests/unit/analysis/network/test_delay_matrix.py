@@ -269,7 +269,7 @@ def build_ends(worker: str, *links: LinkWindow) -> Evidence:
     return Evidence("why", worker, 1, links=links)
 
 
-def build_end(local: str, remote: str, rank: int, **changes: Any) -> LinkWindow:
+def build_end(local: str, remote: str, rank: int | None, **changes: Any) -> LinkWindow:
     return replace(LinkWindow(local, remote, rank, 0, 5.0, 20 * MB, 0.2), **changes)
 
 
@@ -389,7 +389,10 @@ class TestJoin:
 
     def test_an_end_of_no_rank_is_unknown(self) -> None:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
-        assert join_link_ends([build_ends("w0", build_end(a, b, -1)), build_ends("w1", build_end(b, a, 1))]) == ([], 2)
+        assert join_link_ends([build_ends("w0", build_end(a, b, None)), build_ends("w1", build_end(b, a, 1))]) == (
+            [],
+            2,
+        )
 
     def test_ranks_on_one_node_are_marked(self) -> None:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
