@@ -1,7 +1,7 @@
-"""Launchers and host together in a made-up world: messages are slow, ranks die, launchers and the host start again.
+"""Launchers and server together in a simulation: messages are slow, ranks die, launchers and the server restart.
 
-Whatever the order, a worker never starts a round twice or beside living ranks of another one, and once the world is
-quiet all run in the same round, and stay in it.
+In any order of events, a worker never starts a round twice or next to living ranks of another one. Once the events
+end, all run in the same round, and stay in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PORT = 1
 
 @dataclass
 class FakeWorker:
-    """A launcher's state machine with one rank that does what the test says."""
+    """A launcher's state machine with one rank that does what the test requests."""
 
     name: str
     incarnation: int = 0
@@ -48,7 +48,7 @@ class FakeWorker:
     dying: int = 0  # ticks that a killed rank still takes
     rounds: list[int] = field(default_factory=list)
 
-    def settings(self) -> LauncherSettings:
+    def build_settings(self) -> LauncherSettings:
         return LauncherSettings(worker=self.name, address="127.0.0.1", incarnation=str(self.incarnation))
 
     def tick(self, now: float) -> None:
@@ -65,11 +65,11 @@ class FakeWorker:
             operator_age=0.0,
             peers_age=0.0,
         )
-        self.state, commands = decide_commands(self.state, seen, now, self.settings())
+        self.state, commands = decide_commands(self.state, seen, now, self.build_settings())
         for command in commands:
             match command:
                 case StartRound():
-                    assert self.rank is None or self.rank.is_gone, "a round started beside living ranks"
+                    assert self.rank is None or self.rank.is_gone, "a round started next to living ranks"
                     assert command.round not in self.rounds, "a round started twice"
                     self.rounds.append(command.round)
                     self.rank = RankObservation(0, completed_step=True, monitored=True)
@@ -81,69 +81,71 @@ class FakeWorker:
             self.rank = replace(self.rank, exit_code=1)
             self.dying = 3
 
-    def start_again(self) -> None:
-        """The launcher's process dies, its rank with it, and another takes its place; the plan is on disk."""
+    def restart(self) -> None:
+        """The launcher's process dies, its rank with it, and another replaces it; the plan is on disk."""
         self.incarnation += 1
         self.state, self.view, self.rank, self.dying, self.rounds = RoundState(), None, None, 0, []
 
 
-class World:
-    """Workers, a host, and two queues of messages for each pair: in order, but late."""
+class SimulatedJob:
+    """Workers, a server, and two queues of messages for each pair: in order, but late."""
 
     def __init__(self, workers: int, chance: random.Random) -> None:
         self.chance = chance
         self.now = 0.0
         self.workers = {name: FakeWorker(name) for name in "abcdefgh"[:workers]}
-        self.halls: dict[int, Rendezvous] = {}
+        self.rendezvous_by_membership: dict[int, Rendezvous] = {}
         self.reports: dict[str, ParticipantReport] = {}
-        self.to_host: dict[str, list[ParticipantReport]] = {name: [] for name in self.workers}
-        self.from_host: dict[str, list[RendezvousView]] = {name: [] for name in self.workers}
+        self.to_server: dict[str, list[ParticipantReport]] = {name: [] for name in self.workers}
+        self.from_server: dict[str, list[RendezvousView]] = {name: [] for name in self.workers}
 
-    def give(self, plan: Plan, *names: str) -> None:
+    def set_plan(self, plan: Plan, *names: str) -> None:
         for name in names or self.workers:
             self.workers[name].plan = plan
 
-    def plan(self, membership: int) -> Plan:
+    def build_plan(self, membership: int) -> Plan:
         members = tuple(Member(name, "127.0.0.1", (rank,)) for rank, name in enumerate(self.workers))
         return Plan(version=membership, membership=membership, round=membership, members=members, restarts=10**6)
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         self.now += TICK
         for name, worker in self.workers.items():
             worker.tick(self.now)
             if worker.state.membership is not None:
-                said = build_participant_report(worker.state, worker.plan.build_worker_plan(name), worker.settings())
-                if not self.to_host[name] or self.to_host[name][-1] != said:
-                    self.to_host[name].append(said)
-            if self.to_host[name] and self.chance.random() < 0.5:
-                self._arrive(self.to_host[name].pop(0))
-            if self.from_host[name] and self.chance.random() < 0.5:
-                worker.view = self.from_host[name].pop(0)
+                report = build_participant_report(
+                    worker.state, worker.plan.build_worker_plan(name), worker.build_settings()
+                )
+                if not self.to_server[name] or self.to_server[name][-1] != report:
+                    self.to_server[name].append(report)
+            if self.to_server[name] and self.chance.random() < 0.5:
+                self._receive_report(self.to_server[name].pop(0))
+            if self.from_server[name] and self.chance.random() < 0.5:
+                worker.view = self.from_server[name].pop(0)
 
-    def restart_host(self) -> None:
-        """What the host knew is lost; connections break, and what was under way with them."""
-        self.halls, self.reports = {}, {}
+    def restart_server(self) -> None:
+        """Lose the server's state. Connections break, and their messages are lost."""
+        self.rendezvous_by_membership, self.reports = {}, {}
         for name in self.workers:
             self.disconnect(name)
 
     def disconnect(self, name: str) -> None:
         self.reports.pop(name, None)
-        self.to_host[name].clear()
-        self.from_host[name].clear()
+        self.to_server[name].clear()
+        self.from_server[name].clear()
 
-    def _arrive(self, said: ParticipantReport) -> None:
-        self.reports[said.worker] = said
-        membership = said.membership
+    def _receive_report(self, report: ParticipantReport) -> None:
+        self.reports[report.worker] = report
+        membership = report.membership
         here = {name: one for name, one in self.reports.items() if one.membership == membership}
-        before = self.halls.get(membership, Rendezvous(membership))
-        meeting = advance_rendezvous(before, here)
-        if meeting.stage is RendezvousStage.RUNNING and meeting.port is None:
-            meeting = replace(meeting, port=PORT)
-        self.halls[membership] = meeting
-        for name, one in here.items() if meeting != before else [(said.worker, said)]:
-            self.from_host[name].append(meeting.build_view(name, one.incarnation))
+        before = self.rendezvous_by_membership.get(membership, Rendezvous(membership))
+        rendezvous = advance_rendezvous(before, here)
+        if rendezvous.stage is RendezvousStage.RUNNING and rendezvous.port is None:
+            rendezvous = replace(rendezvous, port=PORT)
+        self.rendezvous_by_membership[membership] = rendezvous
+        for name, one in here.items() if rendezvous != before else [(report.worker, report)]:
+            self.from_server[name].append(rendezvous.build_view(name, one.incarnation))
 
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         states = [worker.state for worker in self.workers.values()]
         return (
             all(state.stage is LauncherState.RUNNING and state.ending_since is None for state in states)
@@ -152,44 +154,44 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_in_the_end_all_run_in_the_same_round(seed: int) -> None:
+def test_all_workers_end_in_the_same_round(seed: int) -> None:
     chance = random.Random(seed)
-    world = World(chance.randint(2, 5), chance)
+    job = SimulatedJob(chance.randint(2, 5), chance)
     membership = 1
-    world.give(world.plan(membership))
+    job.set_plan(job.build_plan(membership))
     for _ in range(chance.randint(5, 25)):
         for _ in range(chance.randint(1, 40)):
-            world.turn()
-        victim = chance.choice(list(world.workers))
+            job.advance()
+        victim = chance.choice(list(job.workers))
         match chance.choice(["fail", "fail", "several", "launcher", "host", "plan", "blip"]):
             case "fail":
-                world.workers[victim].fail()
+                job.workers[victim].fail()
             case "several":
-                for worker in world.workers.values():
+                for worker in job.workers.values():
                     worker.fail()
             case "launcher":
-                world.workers[victim].start_again()
-                world.disconnect(victim)
+                job.workers[victim].restart()
+                job.disconnect(victim)
             case "host":
-                world.workers["a"].start_again()
-                world.restart_host()
+                job.workers["a"].restart()
+                job.restart_server()
             case "plan":
                 membership += 1
-                names = list(world.workers)
+                names = list(job.workers)
                 chance.shuffle(names)
                 for name in names:
-                    world.give(world.plan(membership), name)
+                    job.set_plan(job.build_plan(membership), name)
                     for _ in range(chance.randint(0, 5)):
-                        world.turn()
+                        job.advance()
             case "blip":
-                world.disconnect(victim)
+                job.disconnect(victim)
     for _ in range(2_000):
-        world.turn()
-        if world.settled():
+        job.advance()
+        if job.is_settled():
             break
-    stages = {name: worker.state for name, worker in world.workers.items()}
-    assert world.settled(), f"{stages}\n{world.halls}"
-    before = {name: worker.state.round for name, worker in world.workers.items()}
+    stages = {name: worker.state for name, worker in job.workers.items()}
+    assert job.is_settled(), f"{stages}\n{job.rendezvous_by_membership}"
+    before = {name: worker.state.round for name, worker in job.workers.items()}
     for _ in range(500):
-        world.turn()
-    assert {name: worker.state.round for name, worker in world.workers.items()} == before, "rounds without a reason"
+        job.advance()
+    assert {name: worker.state.round for name, worker in job.workers.items()} == before, "rounds without a reason"

@@ -1,4 +1,4 @@
-"""The launcher's small edges: control groups, interfaces, output, words, settings, the command line."""
+"""The launcher's small edges: control groups, interfaces, output, messages, settings, the command line."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_control_groups_of_both_versions_are_read(
     assert cgroup.read_cpu_limit(tmp_path, tmp_path / "membership") == processors
 
 
-def test_where_no_control_group_is_told_of_nothing_is_known(tmp_path: Path) -> None:
+def test_without_a_control_group_nothing_is_known(tmp_path: Path) -> None:
     missing = tmp_path / "membership"
     assert cgroup.count_oom_kills(tmp_path, missing) == 0
     assert cgroup.read_cpu_limit(tmp_path, missing) == float("inf")
@@ -85,7 +85,7 @@ def test_the_interface_of_an_address_is_found() -> None:
     assert set(interfaces._list_interfaces_v4()) >= {"127.0.0.1"}
 
 
-async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is_kept() -> None:
+async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is_stored() -> None:
     target = io.BytesIO()
     stream = OutputPipe(target, b"[3] ")
     os.write(stream.write_end, b"".join(b"line %d\n" % number for number in range(100)) + b"no end")
@@ -97,7 +97,7 @@ async def test_output_is_passed_on_by_line_with_the_rank_in_front_and_its_end_is
     assert stream.tail().splitlines()[0] == f"line {101 - TAIL_LINES}"
 
 
-async def test_of_lines_without_an_end_only_so_much_is_kept() -> None:
+async def test_a_limited_part_of_a_line_without_an_end_is_stored() -> None:
     stream = OutputPipe(io.BytesIO())
     for _ in range(40):
         os.write(stream.write_end, b"x" * 2**15)
@@ -120,7 +120,7 @@ async def test_a_single_ranks_output_is_passed_on_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "message"),
     [
         (FAULT, "rank 3 was killed by SIGKILL in round 2 after step 7"),
         (replace(FAULT, out_of_memory=True), "rank 3 was killed by SIGKILL, out of memory in round 2 after step 7"),
@@ -131,11 +131,11 @@ async def test_a_single_ranks_output_is_passed_on_at_once() -> None:
         (replace(FAULT, kind=FaultKind.TERMINATING), "Terminating in round 2"),
     ],
 )
-def test_faults_in_words(fault: FaultReport, words: str) -> None:
-    assert describe_fault(fault) == words
+def test_faults_are_described(fault: FaultReport, message: str) -> None:
+    assert describe_fault(fault) == message
 
 
-def test_settings_name_the_variable_and_the_remedy() -> None:
+def test_errors_of_settings_name_the_variable_and_the_remedy() -> None:
     good = {"PACEKEEPER_WORKER": "w", "PACEKEEPER_POD_IP": "127.0.0.1"}
     assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang_deadline is None
     assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang_deadline == 2.5
@@ -168,7 +168,7 @@ def test_a_plan_that_cannot_be_read_leaves_the_one_before_in_force(tmp_path: Pat
     assert file.read() == WorkerPlan(version=2)
 
 
-def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_receives_the_environment_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PACEKEEPER_JOB", "gpt")
@@ -214,7 +214,7 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
 
 
-def test_a_rank_gets_what_the_options_say(tmp_path: Path) -> None:
+def test_a_rank_receives_the_options(tmp_path: Path) -> None:
     plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
     options = RankOptions("trainer", "x", virtual_local_rank=True, output=OutputOptions(tmp_path / "logs"))
@@ -232,7 +232,7 @@ def test_a_rank_gets_what_the_options_say(tmp_path: Path) -> None:
     assert second.arguments == macros.substitute(list(script.arguments), "1"), "as torchrun replaces them"
 
 
-def test_nothing_is_missing_that_torchrun_sets(tmp_path: Path) -> None:
+def test_no_variable_of_torchrun_is_missing(tmp_path: Path) -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(LocalElasticAgent._start_workers)))
     (theirs,) = (
         {key.value for key in node.keys if isinstance(key, ast.Constant)}
@@ -258,19 +258,19 @@ def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(
     plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(0,), world_size=1, store="127.0.0.1:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
 
-    def given() -> list[str | None]:
+    def list_values() -> list[str | None]:
         (start,) = build_rank_starts(
             StartRound(1, 4711, plan), Script("s.py", False, ()), settings, RuntimeFolder(tmp_path)
         )
         return [start.environment.get(name) for name in names]
 
-    assert given() == ["2000", None, "1"]
+    assert list_values() == ["2000", None, "1"]
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
     monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "0")
-    assert given() == [None, None, None]
+    assert list_values() == [None, None, None]
 
 
-def test_a_fault_that_a_full_volume_refuses_is_handed_over_when_there_is_room(
+def test_a_fault_that_a_full_volume_refuses_is_reported_when_there_is_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = RuntimeFolder(tmp_path / "run")
@@ -287,7 +287,7 @@ def test_a_fault_that_a_full_volume_refuses_is_handed_over_when_there_is_room(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["run", "missing.py"], "missing.py: no such file"),
         (["run", __file__], "PACEKEEPER_WORKER is not set"),
@@ -295,13 +295,13 @@ def test_a_fault_that_a_full_volume_refuses_is_handed_over_when_there_is_room(
         ([], "usage"),
     ],
 )
-def test_the_command_line_says_what_is_wrong(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_command_line_reports_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PACEKEEPER_WORKER", raising=False)
     assert cli.main(arguments) == 2
     output = capsys.readouterr()
-    assert words in output.out + output.err
+    assert message in output.out + output.err
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "two"])

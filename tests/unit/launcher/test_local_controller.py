@@ -51,7 +51,7 @@ BEAT = Heartbeat(
 )
 
 
-def stall(*stopped: int, round_: int = 2) -> FaultReport:
+def build_stall(*stopped: int, round_: int = 2) -> FaultReport:
     """All ranks wait in a collective but those that are stopped."""
     ranks = tuple(
         RankState(rank, "TRAIN", 9.0, 7, "NONE" if rank in stopped else "ALL_REDUCE", 1, 7, 7, 3.0,
@@ -62,24 +62,24 @@ def stall(*stopped: int, round_: int = 2) -> FaultReport:
 
 
 def test_a_hang_starts_the_next_membership_for_one_restart() -> None:
-    outcome = evaluate_faults(PLAN, [stall(2)], [stall(2)], BEAT)
+    outcome = evaluate_faults(PLAN, [build_stall(2)], [build_stall(2)], BEAT)
     assert outcome.plan == replace(PLAN, version=4, membership=2, round=3, restarts=3)
     assert "rank 2" in outcome.messages[0]
 
 
 def test_a_stall_without_a_culprit_and_one_of_an_older_round_change_nothing() -> None:
-    busy = stall()
+    busy = build_stall()
     busy = replace(busy, ranks=(replace(busy.ranks[0], phase="EVALUATE", collective="NONE"), *busy.ranks[1:]))
     assert evaluate_faults(PLAN, [busy], [busy], BEAT).plan is PLAN
-    old = stall(2, round_=1)
+    old = build_stall(2, round_=1)
     assert evaluate_faults(PLAN, [old], [old], BEAT).plan is PLAN
 
 
 def test_a_hang_without_a_restart_left_ends_the_run() -> None:
-    assert evaluate_faults(PLAN, [stall(2)], [stall(2)], replace(BEAT, restarts=5)).give_up_reason
+    assert evaluate_faults(PLAN, [build_stall(2)], [build_stall(2)], replace(BEAT, restarts=5)).give_up_reason
 
 
-def test_a_failed_launcher_ends_the_run_with_the_scripts_words() -> None:
+def test_a_failed_launcher_ends_the_run_with_the_scripts_message() -> None:
     fault = FaultReport(
         "f", FaultKind.RANK_FAILED, LOCAL_WORKER, 2, 0.0, rank=1, exit_code=1, error="Traceback\nValueError: no\n"
     )
@@ -87,15 +87,15 @@ def test_a_failed_launcher_ends_the_run_with_the_scripts_words() -> None:
     assert outcome.give_up_reason == "rank 1 ended with code 1 in round 2 before its first step: ValueError: no"
 
 
-def test_a_failed_launcher_ends_the_run_even_where_the_script_has_said_nothing() -> None:
+def test_a_failed_launcher_ends_the_run_even_if_the_script_reported_nothing() -> None:
     for faults in ([], [FaultReport("f", FaultKind.RANK_FAILED, LOCAL_WORKER, 2, 0.0, rank=1, exit_code=3)]):
         assert evaluate_faults(PLAN, faults, [], replace(BEAT, state=LauncherState.FAILED)).give_up_reason
 
 
-def test_ends_at_the_same_step_end_the_run_by_the_limit() -> None:
-    """One fault a round, each told by itself."""
+def test_repeated_failures_at_the_same_step_end_the_run_by_the_limit() -> None:
+    """One fault per round, each reported separately."""
     faults: list[FaultReport] = []
-    words, repetition = [], RepeatedFailure()
+    messages, repetition = [], RepeatedFailure()
     for number in (1, 2, 3):
         faults.append(
             FaultReport(
@@ -113,21 +113,21 @@ def test_ends_at_the_same_step_end_the_run_by_the_limit() -> None:
         beat = replace(BEAT, round=number + 1)
         outcome = evaluate_faults(PLAN, faults, faults[-1:], beat, repetition, no_progress_limit=3)
         repetition = outcome.repetition
-        words.append(outcome.give_up_reason)
+        messages.append(outcome.give_up_reason)
         assert not evaluate_faults(PLAN, faults, faults[-1:], beat, repetition, no_progress_limit=0).give_up_reason
-    assert words[:2] == ["", ""]
-    assert "3 rounds have ended after step 59" in words[2]
-    assert "rank 1 ended with code 3" in words[2]
+    assert messages[:2] == ["", ""]
+    assert "3 rounds have ended after step 59" in messages[2]
+    assert "rank 1 ended with code 3" in messages[2]
 
 
 def test_the_third_hang_at_a_step_has_more_time_and_is_the_last() -> None:
     """Of a rank that stands still outside of collectives, which is the script's."""
     repetition, given_up = RepeatedFailure(), ""
     for number, seconds in ((1, 3.0), (2, 3.0), (3, 3.0), (3, 400.0)):
-        told = stall(round_=number)
-        outside = replace(told.ranks[2], collective="NONE", waiting_seconds=seconds)
-        told = replace(told, completed_step=True, ranks=(*told.ranks[:2], outside, told.ranks[3]))
-        outcome = evaluate_faults(PLAN, [told], [told], replace(BEAT, round=number), repetition, no_progress_limit=3)
+        fault = build_stall(round_=number)
+        outside = replace(fault.ranks[2], collective="NONE", waiting_seconds=seconds)
+        fault = replace(fault, completed_step=True, ranks=(*fault.ranks[:2], outside, fault.ranks[3]))
+        outcome = evaluate_faults(PLAN, [fault], [fault], replace(BEAT, round=number), repetition, no_progress_limit=3)
         repetition, given_up = outcome.repetition, outcome.give_up_reason
         assert (outcome.plan is PLAN) is (number == 3)
         assert bool(given_up) is (seconds > 300)
@@ -135,7 +135,7 @@ def test_the_third_hang_at_a_step_has_more_time_and_is_the_last() -> None:
     assert "rank 2" in given_up
 
 
-def windows(*seconds_per_sample: float, shares: tuple[int, ...] = (8, 8, 8, 8)) -> list[RankWindow]:
+def build_windows(*seconds_per_sample: float, shares: tuple[int, ...] = (8, 8, 8, 8)) -> list[RankWindow]:
     steps = tuple(range(32))
     lasts = max(cost * share for cost, share in zip(seconds_per_sample, shares, strict=True))
     return [
@@ -144,7 +144,7 @@ def windows(*seconds_per_sample: float, shares: tuple[int, ...] = (8, 8, 8, 8)) 
     ]
 
 
-def volatile(slow: float = 2.5) -> list[RankWindow]:
+def build_volatile_windows(slow: float = 2.5) -> list[RankWindow]:
     """In each step another rank takes longer."""
     steps = tuple(range(32))
     own = 0.08 * np.where(np.random.default_rng(0).integers(0, 4, (32, 1)) == np.arange(4), slow, 1.0)
@@ -152,7 +152,7 @@ def volatile(slow: float = 2.5) -> list[RankWindow]:
     return [RankWindow(r, steps, lasts, tuple(own[:, r]), (8,) * 32, sync_mode="Sync") for r in range(4)]
 
 
-def local(windows: list[RankWindow]) -> list[RankWindow]:
+def build_local_windows(windows: list[RankWindow]) -> list[RankWindow]:
     """The same own work under AsyncEDiT, with quick synchronizations."""
     return [
         replace(window, sync_mode="AsyncEDiT", step_seconds=window.compute_seconds, transfers=(0.001,) * 4)
@@ -160,16 +160,16 @@ def local(windows: list[RankWindow]) -> list[RankWindow]:
     ]
 
 
-def judged(
+def evaluate_once(
     plan: Plan, given: list[RankWindow], adapting: AdaptationState | None = None, now: float = 0.0
 ) -> LocalDecision:
     return evaluate_step_times(plan, given, adapting or AdaptationState(), now)
 
 
-def repeatedly(
+def evaluate_repeatedly(
     plan: Plan, given: list[RankWindow], adapting: AdaptationState | None = None, now: float = 0.0
 ) -> LocalDecision:
-    """As many judgments as a change of mode takes."""
+    """Evaluate as often as a change of mode takes."""
     outcome = LocalDecision(plan, adaptation=adapting or AdaptationState())
     for number in range(MIN_MODE_CHANGE_VOTES):
         assert outcome.plan is plan
@@ -181,7 +181,7 @@ def repeatedly(
 
 
 def test_a_slow_rank_gets_a_smaller_share_at_once() -> None:
-    outcome = judged(PLAN, windows(0.01, 0.01, 0.02, 0.01))
+    outcome = evaluate_once(PLAN, build_windows(0.01, 0.01, 0.02, 0.01))
     assert outcome.plan.shares is not None
     assert sum(outcome.plan.shares) == 32
     assert outcome.plan.shares[2] == min(outcome.plan.shares)
@@ -191,14 +191,14 @@ def test_a_slow_rank_gets_a_smaller_share_at_once() -> None:
 
 
 def test_equal_ranks_and_balanced_shares_stay_as_they_are() -> None:
-    assert judged(PLAN, windows(0.01, 0.01, 0.01, 0.01)).plan is PLAN
-    shares = judged(PLAN, windows(0.01, 0.01, 0.02, 0.01)).plan.shares
+    assert evaluate_once(PLAN, build_windows(0.01, 0.01, 0.01, 0.01)).plan is PLAN
+    shares = evaluate_once(PLAN, build_windows(0.01, 0.01, 0.02, 0.01)).plan.shares
     assert shares is not None
     balanced = replace(PLAN, shares=shares)
-    assert repeatedly(balanced, windows(0.01, 0.01, 0.02, 0.01, shares=shares)).plan is balanced
+    assert evaluate_repeatedly(balanced, build_windows(0.01, 0.01, 0.02, 0.01, shares=shares)).plan is balanced
 
 
-def test_sequences_are_balanced_by_what_they_cost_and_then_left_alone() -> None:
+def test_sequences_are_balanced_by_their_cost_and_not_changed_again() -> None:
     lengths = np.random.default_rng(0).lognormal(6.0, 0.8, (32, 4, 8))
     squares = np.square(lengths).sum(axis=2)
     given = [
@@ -209,40 +209,40 @@ def test_sequences_are_balanced_by_what_they_cost_and_then_left_alone() -> None:
             lengths=tuple(lengths[:, window.rank].sum(axis=1)),
             squares=tuple(squares[:, window.rank]),
         )
-        for window in windows(0.01, 0.01, 0.01, 0.01)
+        for window in build_windows(0.01, 0.01, 0.01, 0.01)
     ]
-    outcome = judged(PLAN, given)
+    outcome = evaluate_once(PLAN, given)
     assert outcome.plan == replace(PLAN, version=4, sequence_cost=outcome.plan.sequence_cost)
     assert outcome.plan.sequence_cost is not None
     assert "BalanceLengths" in outcome.messages[-1]
-    assert judged(outcome.plan, given).plan is outcome.plan, "as uneven as before, by the same cost"
+    assert evaluate_once(outcome.plan, given).plan is outcome.plan, "as uneven as before, by the same cost"
 
 
 def test_a_rank_that_has_recovered_gets_its_share_back() -> None:
     uneven = (9, 9, 5, 9)
-    outcome = judged(replace(PLAN, shares=uneven), windows(0.01, 0.01, 0.01, 0.01, shares=uneven))
+    outcome = evaluate_once(replace(PLAN, shares=uneven), build_windows(0.01, 0.01, 0.01, 0.01, shares=uneven))
     assert outcome.plan.shares == (8, 8, 8, 8)
 
 
-def test_unwatched_shares_and_windows_over_a_change_are_left_alone() -> None:
-    unknown = [replace(window, samples=(0,) * 32) for window in windows(0.01, 0.01, 0.012, 0.01)]
-    assert judged(PLAN, unknown).plan is PLAN
-    changed = [replace(w, samples=(4,) * 28 + w.samples[28:]) for w in windows(0.01, 0.01, 0.02, 0.01)]
-    assert judged(PLAN, changed).plan is PLAN
-    assert judged(PLAN, []).plan is PLAN
+def test_unmonitored_shares_and_windows_over_a_change_are_not_changed() -> None:
+    unknown = [replace(window, samples=(0,) * 32) for window in build_windows(0.01, 0.01, 0.012, 0.01)]
+    assert evaluate_once(PLAN, unknown).plan is PLAN
+    changed = [replace(w, samples=(4,) * 28 + w.samples[28:]) for w in build_windows(0.01, 0.01, 0.02, 0.01)]
+    assert evaluate_once(PLAN, changed).plan is PLAN
+    assert evaluate_once(PLAN, []).plan is PLAN
 
 
-def test_slow_ranks_that_come_and_go_lead_to_async_edit_when_several_judgements_say_so() -> None:
-    outcome = repeatedly(PLAN, volatile(), now=50.0)
+def test_intermittently_slow_ranks_lead_to_async_edit_after_several_evaluations() -> None:
+    outcome = evaluate_repeatedly(PLAN, build_volatile_windows(), now=50.0)
     assert outcome.plan.sync_mode is SyncMode.ASYNC_EDIT
     assert outcome.plan.version == PLAN.version + 1
     assert outcome.adaptation == AdaptationState(Bottleneck.VOLATILE, hysteresis=Hysteresis().with_change(50.0))
     assert "come and go" in outcome.messages[0]
 
 
-def test_a_judgement_to_the_contrary_begins_the_count_anew() -> None:
-    outcome = judged(PLAN, volatile())
-    outcome = judged(PLAN, windows(0.01, 0.01, 0.01, 0.01), outcome.adaptation)
+def test_an_evaluation_to_the_contrary_restarts_the_count() -> None:
+    outcome = evaluate_once(PLAN, build_volatile_windows())
+    outcome = evaluate_once(PLAN, build_windows(0.01, 0.01, 0.01, 0.01), outcome.adaptation)
     assert outcome.adaptation.change_votes == 0
 
 
@@ -252,38 +252,43 @@ AFTER_A_WHILE = AdaptationState(
 )
 
 
-def test_back_to_sync_when_the_trouble_is_over_and_the_mode_was_held_long_enough() -> None:
-    calm = local(windows(0.01, 0.01, 0.01, 0.01))
-    assert repeatedly(ASYNC, calm, AFTER_A_WHILE, now=SYNC_MODE_COOL_DOWN_SECONDS - 1).plan is ASYNC
-    outcome = repeatedly(ASYNC, calm, AFTER_A_WHILE, now=SYNC_MODE_COOL_DOWN_SECONDS)
+def test_sync_returns_when_no_rank_is_slow_and_the_mode_was_held_long_enough() -> None:
+    calm = build_local_windows(build_windows(0.01, 0.01, 0.01, 0.01))
+    assert evaluate_repeatedly(ASYNC, calm, AFTER_A_WHILE, now=SYNC_MODE_COOL_DOWN_SECONDS - 1).plan is ASYNC
+    outcome = evaluate_repeatedly(ASYNC, calm, AFTER_A_WHILE, now=SYNC_MODE_COOL_DOWN_SECONDS)
     assert outcome.plan.sync_mode is SyncMode.SYNC
     assert outcome.adaptation.bottleneck is Bottleneck.NONE
     assert not outcome.adaptation.hysteresis.allows(SYNC_MODE_COOL_DOWN_SECONDS + 1)
-    assert repeatedly(ASYNC, local(volatile()), AFTER_A_WHILE, now=1e6).plan is ASYNC
+    assert (
+        evaluate_repeatedly(ASYNC, build_local_windows(build_volatile_windows()), AFTER_A_WHILE, now=1e6).plan is ASYNC
+    )
 
 
-def test_nothing_is_judged_while_the_ranks_are_in_another_mode_than_the_plan() -> None:
-    assert repeatedly(ASYNC, volatile(), AFTER_A_WHILE, now=1e6).plan is ASYNC
-    assert repeatedly(PLAN, local(windows(0.01, 0.01, 0.01, 0.01)), now=1e6).plan is PLAN
-    mixed = [*volatile()[:2], *local(volatile())[2:]]
-    assert repeatedly(PLAN, mixed).plan is PLAN
+def test_nothing_is_evaluated_while_the_ranks_are_in_another_mode_than_the_plan() -> None:
+    assert evaluate_repeatedly(ASYNC, build_volatile_windows(), AFTER_A_WHILE, now=1e6).plan is ASYNC
+    assert evaluate_repeatedly(PLAN, build_local_windows(build_windows(0.01, 0.01, 0.01, 0.01)), now=1e6).plan is PLAN
+    mixed = [*build_volatile_windows()[:2], *build_local_windows(build_volatile_windows())[2:]]
+    assert evaluate_repeatedly(PLAN, mixed).plan is PLAN
 
 
 def test_a_mode_that_the_user_has_chosen_stays() -> None:
     fixed = replace(AFTER_A_WHILE, is_mode_fixed=True)
-    assert repeatedly(ASYNC, local(windows(0.01, 0.01, 0.01, 0.01)), fixed, now=1e6).plan is ASYNC
-    assert repeatedly(PLAN, volatile(), fixed, now=1e6).plan is PLAN
-    shares = judged(PLAN, windows(0.01, 0.01, 0.02, 0.01), fixed).plan.shares
+    assert (
+        evaluate_repeatedly(ASYNC, build_local_windows(build_windows(0.01, 0.01, 0.01, 0.01)), fixed, now=1e6).plan
+        is ASYNC
+    )
+    assert evaluate_repeatedly(PLAN, build_volatile_windows(), fixed, now=1e6).plan is PLAN
+    shares = evaluate_once(PLAN, build_windows(0.01, 0.01, 0.02, 0.01), fixed).plan.shares
     assert shares is not None
     assert shares[2] == min(shares)
 
 
-def refuse(reason: str, version: int) -> Heartbeat:
+def build_refusal(reason: str, version: int) -> Heartbeat:
     return replace(BEAT, plan_version=version, training=replace(BEAT.training, refused=reason))
 
 
-def test_a_refused_plan_is_taken_back_and_nothing_else_is_tried() -> None:
-    beat = refuse("plan 3: no replicas to average", ASYNC.version)
+def test_a_refused_plan_is_reverted_and_nothing_else_is_tried() -> None:
+    beat = build_refusal("plan 3: no replicas to average", ASYNC.version)
     before = replace(PLAN, version=2)
     outcome = evaluate_refusal(ASYNC, before, beat, AFTER_A_WHILE)
     assert outcome.plan == replace(PLAN, version=ASYNC.version + 1)
@@ -291,11 +296,11 @@ def test_a_refused_plan_is_taken_back_and_nothing_else_is_tried() -> None:
     again = evaluate_refusal(outcome.plan, ASYNC, replace(beat, plan_version=4), outcome.adaptation)
     assert again.plan is outcome.plan
     assert not again.messages
-    assert repeatedly(outcome.plan, volatile(), outcome.adaptation).plan is outcome.plan
+    assert evaluate_repeatedly(outcome.plan, build_volatile_windows(), outcome.adaptation).plan is outcome.plan
 
 
 def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
-    beat = refuse("plan 2: …", ASYNC.version - 1)
+    beat = build_refusal("plan 2: …", ASYNC.version - 1)
     assert evaluate_refusal(ASYNC, PLAN, beat, AdaptationState()).plan is ASYNC
     assert evaluate_refusal(ASYNC, PLAN, replace(BEAT, plan_version=ASYNC.version), AdaptationState()).plan is ASYNC
 
@@ -303,13 +308,13 @@ def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
 @pytest.mark.parametrize("mode", [None, *SyncMode])
 def test_the_first_plan_has_the_users_mode(mode: SyncMode | None, tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    LocalController(runtime, 2, 5, lambda words: pytest.fail(words), mode)
+    LocalController(runtime, 2, 5, lambda reason: pytest.fail(reason), mode)
     assert json.loads(runtime.plan.read_text())["sync_mode"] == (mode or SyncMode.SYNC)
 
 
 def test_each_membership_of_a_local_job_gets_a_secret_of_its_own(tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    controller = LocalController(runtime, 2, 5, lambda words: pytest.fail(words))
+    controller = LocalController(runtime, 2, 5, lambda reason: pytest.fail(reason))
     secrets = []
     for version, membership in ((2, 1), (3, 2), (4, 2)):
         controller._publish(replace(controller._plan, version=version, membership=membership))
@@ -327,14 +332,14 @@ def test_nonsense_in_the_runtime_folder_ends_nothing(
     what: str, nonsense: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    controller = LocalController(runtime, 2, 5, lambda words: pytest.fail(words))
+    controller = LocalController(runtime, 2, 5, lambda reason: pytest.fail(reason))
     plan = json.loads(runtime.plan.read_text())
     (runtime.heartbeat if what == "heartbeat" else runtime.fault("one")).write_text(nonsense)
     with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(controller.run(), 0.3))  # it looks on, several times
+        asyncio.run(asyncio.wait_for(controller.run(), 0.3))  # it polls on, several times
     assert json.loads(runtime.plan.read_text()) == plan
     assert not runtime.fault("one").exists()
-    assert len(caplog.records) <= 1, "the same is said once"
+    assert len(caplog.records) <= 1, "the same is logged once"
 
 
 class TestTheFolderOfARun:
@@ -344,8 +349,10 @@ class TestTheFolderOfARun:
         monkeypatch.setattr(local_module, "_MIN_SHARED_MEMORY_BYTES", 0)
         return tmp_path
 
-    def test_another_run_leaves_it_alone_whatever_it_sees_of_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In another process namespace (`docker run --ipc=host`) the first run's process id is nobody's."""
+    def test_the_folder_of_a_running_run_is_not_removed_even_if_its_process_is_invisible(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In another process namespace (`docker run --ipc=host`) no process has the first run's process id."""
         real = Path.exists
         monkeypatch.setattr(Path, "exists", lambda path: not str(path).startswith("/proc/") and real(path))
         with open_local_runtime() as first:
@@ -353,16 +360,16 @@ class TestTheFolderOfARun:
                 assert first.root != second.root
                 assert first.rings.is_dir()
             assert not second.root.exists()
-            in_fork(lambda: local_module._sweep_stale_folders(first.root.parent))
+            run_in_fork(lambda: local_module._sweep_stale_folders(first.root.parent))
             assert first.rings.is_dir(), "a process of the first run does not remove it, either"
         assert not first.root.exists()
 
-    def test_one_that_was_killed_is_swept_and_one_that_is_being_swept_is_not_taken(
+    def test_the_folder_of_a_killed_run_is_removed_and_one_being_removed_is_not_taken(
         self, parent: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         dead = parent / "pacekeeper-run-1-dead"
         (dead / "rings").mkdir(parents=True)
-        others = parent / "pacekeeper-1-older"  # of a version that held nothing
+        others = parent / "pacekeeper-1-older"  # of a version that held no lock
         others.mkdir()
         flock, swept = fcntl.flock, list[str]()
 
@@ -380,20 +387,20 @@ class TestTheFolderOfARun:
             assert swept != [str(runtime.root)]
             assert runtime.rings.is_dir()
 
-    def test_where_there_are_no_locks_a_run_begins_and_sweeps_nothing(
+    def test_without_file_locks_a_run_begins_and_removes_nothing(
         self, parent: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(*_: object) -> None:
+        def raise_no_locks(*_: object) -> None:
             raise OSError("no locks available")
 
         (parent / "pacekeeper-run-1-dead").mkdir()
-        monkeypatch.setattr(fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "flock", raise_no_locks)
         with open_local_runtime() as runtime:
             assert runtime.rings.is_dir()
         assert [path.name for path in parent.iterdir()] == ["pacekeeper-run-1-dead"]
 
 
-def in_fork(call: Callable[[], object]) -> None:
+def run_in_fork(call: Callable[[], object]) -> None:
     pid = os.fork()
     if pid == 0:
         try:

@@ -18,8 +18,8 @@ from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
 
 
-class InItsPlace:
-    """In the place of the warm process: the first rank has ended, which it has not said yet; the others sleep."""
+class FakeWarmProcess:
+    """A substitute for the warm process: the first rank has ended, which is not reported yet; the others sleep."""
 
     def __init__(self) -> None:
         self.forked: list[RankForked] = []
@@ -37,9 +37,9 @@ class InItsPlace:
         return self.forked
 
 
-async def test_a_rank_that_has_just_ended_keeps_no_signal_from_the_others(tmp_path: Path) -> None:
-    warm, runtime = InItsPlace(), RuntimeFolder(tmp_path / "run").create()
-    ranks = RankProcesses(warm, runtime)  # type: ignore[arg-type]  # all that is asked of it here
+async def test_a_rank_that_has_just_ended_withholds_no_signal_from_the_others(tmp_path: Path) -> None:
+    warm, runtime = FakeWarmProcess(), RuntimeFolder(tmp_path / "run").create()
+    ranks = RankProcesses(warm, runtime)  # type: ignore[arg-type]  # all that is used of it here
     plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(0, 1), world_size=2, workers=1, store="127.0.0.2:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
     ranks.start(build_rank_starts(StartRound(3, 4711, plan), Script("s.py", False, ()), settings, runtime))

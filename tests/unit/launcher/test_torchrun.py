@@ -1,4 +1,4 @@
-"""A command line of torchrun, given to `pacekeeper run`. The parser of torch itself says which options there are."""
+"""A command line of torchrun, given to `pacekeeper run`. The parser of torch itself defines which options there are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POD = {"PACEKEEPER_WORKER": "gpt-w0-1", "PACEKEEPER_NPROC": "8"}
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def ranks(line: str, environment: Mapping[str, str] | None = None, devices: Path = Path("/none")) -> int | None:
+def choose_ranks(line: str, environment: Mapping[str, str] | None = None, devices: Path = Path("/none")) -> int | None:
     return torchrun.choose_local_ranks(parse_arguments([*line.split(), "train.py"]), environment or {}, devices)
 
 
@@ -45,20 +45,20 @@ def test_every_option_of_torchrun_is_known_in_each_spelling_with_its_variable_an
             assert known[name] == (action.nargs == 0, isinstance(action, (env, check_env))), name
 
 
-def test_the_documentation_says_what_each_option_does() -> None:
+def test_the_documentation_describes_each_option() -> None:
     assert torchrun.format_option_table() in (ROOT / "docs/torchrun.md").read_text()
     for option in (*torchrun.TORCHRUN_OPTIONS, *torchrun.SHARED_OPTIONS):
-        assert option.help, f"{option.name} does nothing, and nothing is said about it"
+        assert option.help, f"{option.name} does nothing, and no text describes it"
 
 
-def test_what_follows_the_script_is_the_scripts() -> None:
+def test_arguments_after_the_script_belong_to_the_script() -> None:
     line = (
         "--nproc-per-node=8 --nnodes=2 --rdzv-backend=c10d --rdzv_endpoint=host:29400 --max-restarts=3 -m train --lr 1"
     )
-    asked = parse_arguments([*line.split(), "--master-port", "2"])
-    assert (asked.script, asked.module, asked.max_restarts) == ("train", True, 3)
-    assert asked.arguments == ["--lr", "1", "--master-port", "2"]
-    assert asked.master_port is None
+    parsed = parse_arguments([*line.split(), "--master-port", "2"])
+    assert (parsed.script, parsed.module, parsed.max_restarts) == ("train", True, 3)
+    assert parsed.arguments == ["--lr", "1", "--master-port", "2"]
+    assert parsed.master_port is None
 
 
 @pytest.mark.parametrize(
@@ -75,26 +75,26 @@ def test_what_follows_the_script_is_the_scripts() -> None:
         ("--nproc-per-node auto", len(os.sched_getaffinity(0))),
     ],
 )
-def test_without_a_plan_all_ranks_are_here(line: str, expected: int | None) -> None:
-    assert ranks(line) == expected
+def test_without_a_plan_all_ranks_are_local(line: str, expected: int | None) -> None:
+    assert choose_ranks(line) == expected
 
 
-def test_gpus_are_counted_as_far_as_they_are_visible(tmp_path: Path) -> None:
+def test_only_visible_gpus_are_counted(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
         (tmp_path / name).touch()
-    assert ranks("--nproc-per-node gpu", devices=tmp_path) == 3
-    assert ranks("--nproc-per-node auto", {"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
+    assert choose_ranks("--nproc-per-node gpu", devices=tmp_path) == 3
+    assert choose_ranks("--nproc-per-node auto", {"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
     with pytest.raises(InputError, match="none is visible"):
-        ranks("--nproc-per-node gpu", {"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+        choose_ranks("--nproc-per-node gpu", {"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
 
 
 @pytest.mark.parametrize("line", ["", "--nproc-per-node 8 --nnodes 64", "--nproc-per-node gpu", "--standalone"])
-def test_in_a_pod_the_plan_says_how_many(line: str) -> None:
-    assert ranks(line, POD) is None
+def test_in_a_pod_the_plan_sets_the_number_of_ranks(line: str) -> None:
+    assert choose_ranks(line, POD) is None
 
 
 @pytest.mark.parametrize(
-    ("line", "environment", "words"),
+    ("line", "environment", "message"),
     [
         ("--nproc-per-node 4", POD, r"--nproc-per-node 4: the TrainingJob has 8 ranks a worker; set its spec"),
         ("--nproc-per-node many", POD, r"--nproc-per-node many: give a number"),
@@ -110,22 +110,22 @@ def test_in_a_pod_the_plan_says_how_many(line: str) -> None:
         ("--print-completion bash", {}, r"--print-completion: .* run torchrun"),
     ],
 )
-def test_contradictions_are_told_with_the_remedy(line: str, environment: dict[str, str], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        ranks(line, environment)
+def test_contradictions_are_reported_with_the_remedy(line: str, environment: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        choose_ranks(line, environment)
 
 
-def options(line: str, environment: Mapping[str, str] | None = None, ranks: int | None = 2) -> RankOptions:
+def build_options(line: str, environment: Mapping[str, str] | None = None, ranks: int | None = 2) -> RankOptions:
     return torchrun.build_rank_options(parse_arguments([*line.split(), "train.py"]), environment or {}, ranks)
 
 
-def test_what_is_passed_over_is_said_in_one_line() -> None:
+def test_ignored_options_are_reported_in_one_line() -> None:
     line = "--standalone --rdzv-id x --rdzv-conf a=1 --local-addr h --nnodes 1 --nproc-per-node 2 --max-restarts 3"
-    asked = parse_arguments([*line.split(), "train.py"])
-    assert torchrun.describe_ignored_options(asked, True, {}) == (
+    parsed = parse_arguments([*line.split(), "train.py"])
+    assert torchrun.describe_ignored_options(parsed, True, {}) == (
         "--rdzv-conf, --local-addr ignored: the rendezvous is on this machine"
     )
-    in_a_pod = torchrun.describe_ignored_options(asked, False, {"PYTHON_EXEC": "/usr/bin/python"})
+    in_a_pod = torchrun.describe_ignored_options(parsed, False, {"PYTHON_EXEC": "/usr/bin/python"})
     assert in_a_pod.startswith("--nnodes ignored: the plan sets the workers")
     assert "--max-restarts ignored: the plan has its own" in in_a_pod
     assert "PYTHON_EXEC ignored: ranks run in the launcher's Python" in in_a_pod
@@ -136,8 +136,8 @@ def test_what_is_passed_over_is_said_in_one_line() -> None:
     )
 
 
-def test_what_torchrun_reads_of_the_environment_counts_unless_the_command_line_says_it() -> None:
-    asked = parse_arguments(["--nproc_per_node", "2", "train.py"])
+def test_the_environment_of_torchrun_applies_unless_the_command_line_overrides_it() -> None:
+    parsed = parse_arguments(["--nproc_per_node", "2", "train.py"])
     environment = {
         "PET_NPROC_PER_NODE": "4",
         "PET_NNODES": "1",
@@ -148,19 +148,19 @@ def test_what_torchrun_reads_of_the_environment_counts_unless_the_command_line_s
         "PET_LOGS_SPECS": "none is read of this",
         "PET_RDZV_CONF": "",
     }
-    words = torchrun.apply_variables(asked, environment)
-    assert words == (
+    message = torchrun.apply_variables(parsed, environment)
+    assert message == (
         "from the environment: PET_NNODES=1, PET_RDZV_ID=x, PET_NO_PYTHON=1, PET_MAX_RESTARTS=3, PET_MODULE=0"
     )
-    assert (asked.nproc_per_node, asked.nnodes, asked.no_python, asked.module) == ("2", "1", True, False)
-    assert torchrun.parse_max_restarts(asked) == 3
-    assert torchrun.build_rank_options(asked, environment, 2).run_id == "x"
+    assert (parsed.nproc_per_node, parsed.nnodes, parsed.no_python, parsed.module) == ("2", "1", True, False)
+    assert torchrun.parse_max_restarts(parsed) == 3
+    assert torchrun.build_rank_options(parsed, environment, 2).run_id == "x"
     with pytest.raises(InputError, match="PET_STANDALONE=yes: give 1, or 0"):
         torchrun.apply_variables(parse_arguments(["train.py"]), {"PET_STANDALONE": "yes"})
-    asked = parse_arguments(["train.py"])
-    torchrun.apply_variables(asked, {"PET_MAX_RESTARTS": "many"})
+    parsed = parse_arguments(["train.py"])
+    torchrun.apply_variables(parsed, {"PET_MAX_RESTARTS": "many"})
     with pytest.raises(InputError, match="--max-restarts many: give a number"):
-        torchrun.parse_max_restarts(asked)
+        torchrun.parse_max_restarts(parsed)
     assert torchrun.parse_max_restarts(parse_arguments(["train.py"])) == torchrun.DEFAULT_MAX_RESTARTS
 
 
@@ -169,7 +169,7 @@ def test_options_of_the_ranks_are_read_as_torchrun_reads_them() -> None:
         "--role trainer --rdzv-id x --redirect=3 -t 0:1,11:2 --local_ranks_filter=0,2 --shutdown-timeout 0 "
         "--duplicate-stdout-filters a,,b,c --log-line-prefix-template ${rank}:"
     )
-    assert options(line) == RankOptions(
+    assert build_options(line) == RankOptions(
         role="trainer",
         run_id="x",
         grace_seconds=0.0,
@@ -181,11 +181,11 @@ def test_options_of_the_ranks_are_read_as_torchrun_reads_them() -> None:
             stdout_filters=("a,b", "c"),
         ),
     )
-    assert options("") == RankOptions()
+    assert build_options("") == RankOptions()
     variables = {torchrun.LOG_PREFIX_VARIABLE: "[${rank}]", torchrun.SHUTDOWN_TIMEOUT_VARIABLE: "7"}
-    read = options("", variables)
+    read = build_options("", variables)
     assert (read.output.prefix_template, read.grace_seconds) == ("[${rank}]", 7.0)
-    assert options("--shutdown-timeout 3", variables).grace_seconds == 3.0
+    assert build_options("--shutdown-timeout 3", variables).grace_seconds == 3.0
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_options_of_the_ranks_are_read_as_torchrun_reads_them() -> None:
         ("--log-dir /dev/null -t 3", False),
     ],
 )
-def test_log_files_are_there_where_an_option_asks_for_them(line: str, wanted: bool) -> None:
-    asked = parse_arguments([*line.split(), "train.py"])
-    assert torchrun.needs_log_files(asked, torchrun.build_rank_options(asked, {}, 1)) is wanted
+def test_log_files_are_created_if_an_option_requests_them(line: str, wanted: bool) -> None:
+    parsed = parse_arguments([*line.split(), "train.py"])
+    assert torchrun.needs_log_files(parsed, torchrun.build_rank_options(parsed, {}, 1)) is wanted
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("--no-python -m", "--no-python and --module contradict"),
         ("-r 4", "--redirects 4: give 1"),
@@ -215,9 +215,9 @@ def test_log_files_are_there_where_an_option_asks_for_them(line: str, wanted: bo
         ("--shutdown-timeout soon", "--shutdown-timeout soon: give whole seconds"),
     ],
 )
-def test_nonsense_is_refused_with_the_remedy(line: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        options(line)
+def test_nonsense_is_rejected_with_the_remedy(line: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build_options(line)
 
 
 @pytest.mark.parametrize(
@@ -225,17 +225,17 @@ def test_nonsense_is_refused_with_the_remedy(line: str, words: str) -> None:
     [("", 0), ("--master-port 29501", 29501), ("--standalone --master-port 1", 0), ("--rdzv-backend c10d", 0)],
 )
 def test_the_store_listens_where_torchrun_would_have_it(line: str, port: int) -> None:
-    assert options(line).master_port == port
-    assert options(line, ranks=None).master_port == 0, "in a pod"
+    assert build_options(line).master_port == port
+    assert build_options(line, ranks=None).master_port == 0, "in a pod"
 
 
-def test_ranks_have_so_long_to_leave_as_the_option_says() -> None:
-    assert _build_local_settings(Script("s.py", False, (), options=options("--shutdown-timeout 3"))).grace == 3.0
+def test_the_option_sets_the_time_that_ranks_have_to_leave() -> None:
+    assert _build_local_settings(Script("s.py", False, (), options=build_options("--shutdown-timeout 3"))).grace == 3.0
     assert _build_local_settings(Script("s.py", False, ())).grace == LauncherSettings.grace
 
 
 def test_with_virtual_local_ranks_each_rank_sees_its_own_gpu() -> None:
-    virtual = options("--virtual-local-rank", ranks=None)
+    virtual = build_options("--virtual-local-rank", ranks=None)
     assert build_rank_environment(RankOptions(), 1, {}) == {"LOCAL_RANK": "1"}
     mine = {"LOCAL_RANK": "0", "PACEKEEPER_LOCAL_RANK": "1"}
     assert build_rank_environment(virtual, 1, {}) == {**mine, "CUDA_VISIBLE_DEVICES": "1"}
@@ -245,14 +245,14 @@ def test_with_virtual_local_ranks_each_rank_sees_its_own_gpu() -> None:
     amd = {"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert build_rank_environment(virtual, 1, amd) == {**mine, "HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}
     with pytest.raises(InputError, match="local rank 1 has no GPU in CUDA_VISIBLE_DEVICES=7"):
-        options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7"}, ranks=2)
+        build_options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7"}, ranks=2)
     with pytest.raises(InputError, match="local rank 1 has no GPU"):
-        options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7", "PACEKEEPER_NPROC": "2"}, ranks=None)
+        build_options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7", "PACEKEEPER_NPROC": "2"}, ranks=None)
     library = Environment.read(build_rank_environment(virtual, 1, {}))
     assert (library.local_rank, library.device_index) == (1, 0)
 
 
-def test_it_is_told_before_anything_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_before_a_process_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.touch()
     with pytest.raises(InputError, match="--nnodes 2"):

@@ -1,4 +1,4 @@
-"""From NCCL's plugin (in the hands of a stand-in for NCCL) over sidecars to the delay matrix."""
+"""From NCCL's plugin, called by a stand-in for NCCL, over sidecars to the delay matrix."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> NcclDriver:
     return build_driver(tmp_path_factory.mktemp("nccl"))
 
 
-def worker(folder: Path, place: int) -> tuple[RuntimeFolder, RankRings]:
+def build_worker(folder: Path, place: int) -> tuple[RuntimeFolder, RankRings]:
     runtime = RuntimeFolder(folder / f"w{place}").create()
     create_ring(runtime.ring(0), rank=FIRST_RANK + place, round_=1, capacity=64)
     RingWriter(runtime.ring(0))
     return runtime, RankRings(runtime, window_steps=2)
 
 
-def asked(driver: NcclDriver, folder: Path, slow: tuple[int, int] = (-1, -1)) -> list[Evidence]:
-    """What each worker answers, as the operator reads it."""
+def collect_answers(driver: NcclDriver, folder: Path, slow: tuple[int, int] = (-1, -1)) -> list[Evidence]:
+    """Return each worker's answer as the operator reads it."""
     answers = []
     for place in range(WORKERS):
-        runtime, rings = worker(folder, place)
+        runtime, rings = build_worker(folder, place)
         peer = slow[1] if place == slow[0] else -1
         driver.run_scenario(6, "traffic", WORKERS, place, peer, transport=runtime.transport(0))
         sent = rings.build_evidence("why", f"w{place}", 1, PARTS)
@@ -49,7 +49,7 @@ def asked(driver: NcclDriver, folder: Path, slow: tuple[int, int] = (-1, -1)) ->
 
 
 def test_a_slow_pair_is_a_hot_cell(driver: NcclDriver, tmp_path: Path) -> None:
-    cells, unknown = join_link_ends(asked(driver, tmp_path, slow=(1, 2)))
+    cells, unknown = join_link_ends(collect_answers(driver, tmp_path, slow=(1, 2)))
     assert unknown == 0
     found = diagnose_links(cells)
     (spot,) = found.hot_spots
@@ -61,43 +61,43 @@ def test_a_slow_pair_is_a_hot_cell(driver: NcclDriver, tmp_path: Path) -> None:
     assert found.cells == WORKERS * (WORKERS - 1)
 
 
-def test_transfers_that_are_alike_show_nothing(driver: NcclDriver, tmp_path: Path) -> None:
-    found = diagnose_links(join_link_ends(asked(driver, tmp_path))[0])
+def test_equal_transfers_show_nothing(driver: NcclDriver, tmp_path: Path) -> None:
+    found = diagnose_links(join_link_ends(collect_answers(driver, tmp_path))[0])
     assert (found.is_known, found.hot_spots) == (True, ())
 
 
-def test_a_rank_whose_plugin_does_not_run_is_unknown_to_the_others(driver: NcclDriver, tmp_path: Path) -> None:
-    told = [answer for answer in asked(driver, tmp_path, slow=(1, 2)) if answer.worker != "w2"]
-    cells, unknown = join_link_ends(told)
+def test_a_rank_without_the_plugin_is_unknown_to_the_others(driver: NcclDriver, tmp_path: Path) -> None:
+    answers_of_others = [answer for answer in collect_answers(driver, tmp_path, slow=(1, 2)) if answer.worker != "w2"]
+    cells, unknown = join_link_ends(answers_of_others)
     assert unknown == 3, "one of each who sends to it"
     assert not {cell.destination for cell in cells} & {FIRST_RANK + 2}
 
 
-def test_the_question_has_the_next_seconds_measured(driver: NcclDriver, tmp_path: Path) -> None:
-    runtime, rings = worker(tmp_path, 0)
+def test_a_request_has_the_next_seconds_measured(driver: NcclDriver, tmp_path: Path) -> None:
+    runtime, rings = build_worker(tmp_path, 0)
     driver.run_scenario(6, "traffic", WORKERS, 0, -1, transport=runtime.transport(0))
-    forever = _steps_until(runtime)
+    unlimited = _read_steps_until(runtime)
     assert rings.build_evidence("why", "w0", 1, (EvidencePart.WINDOWS,)).flows == ()
-    assert _steps_until(runtime) == forever, "nobody has asked for links"
+    assert _read_steps_until(runtime) == unlimited, "no request for links was made"
     before = time.monotonic_ns()
     rings.build_evidence("why", "w0", 1, PARTS)
-    assert before < _steps_until(runtime) - NCCL_STEP_MEASUREMENT_SECONDS * 1e9 < time.monotonic_ns()
+    assert before < _read_steps_until(runtime) - NCCL_STEP_MEASUREMENT_SECONDS * 1e9 < time.monotonic_ns()
 
 
-def test_of_too_many_flows_the_largest_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _, rings = worker(tmp_path, 0)
+def test_the_largest_of_too_many_flows_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, rings = build_worker(tmp_path, 0)
     rings.refresh()
     many = tuple(FlowWindow(1, 0, 1 + peer, FIRST_RANK, 0, peer) for peer in range(MAX_WORKER_FLOWS + 5))
     monkeypatch.setattr(RankRings, "_read_flows", lambda *_: many)
-    told = rings.build_evidence("why", "w0", 1, PARTS).flows
-    assert (len(told), min(flow.sent_bytes for flow in told)) == (MAX_WORKER_FLOWS, 5)
+    flows = rings.build_evidence("why", "w0", 1, PARTS).flows
+    assert (len(flows), min(flow.sent_bytes for flow in flows)) == (MAX_WORKER_FLOWS, 5)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no such file"], ids=["none", "empty", "another"])
-def test_where_the_plugin_does_not_run_nothing_else_changes(
+def test_nothing_else_changes_without_the_plugin(
     content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime, rings = worker(tmp_path, 0)
+    runtime, rings = build_worker(tmp_path, 0)
     if content is not None:
         runtime.transport(0).write_bytes(content)
     with caplog.at_level(logging.WARNING):
@@ -107,5 +107,5 @@ def test_where_the_plugin_does_not_run_nothing_else_changes(
     assert join_link_ends([answer]) == ([], 0)
 
 
-def _steps_until(runtime: RuntimeFolder) -> int:
+def _read_steps_until(runtime: RuntimeFolder) -> int:
     return int(np.fromfile(runtime.transport(0), TRANSPORT_HEADER, count=1)["steps_until_ns"][0])

@@ -14,8 +14,8 @@ from pacekeeper.sidecar.sidecar import _quantize_silence
 from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState
 
 
-def heard(*signs: tuple[float, int | None]) -> float:
-    """The silence after looks at these times, at which the launcher's newest sign was that one."""
+def measure_silence(*signs: tuple[float, int | None]) -> float:
+    """Return the silence after checks at these times, at which the launcher's newest sign was that one."""
     silence = LauncherSilence()
     for now, sign in signs:
         silence.update(sign, now)
@@ -34,16 +34,16 @@ def heard(*signs: tuple[float, int | None]) -> float:
     ],
 )
 def test_silence_is_counted_from_the_last_sign(signs: list[tuple[float, int | None]], seconds: float) -> None:
-    assert heard(*signs) == pytest.approx(seconds)
+    assert measure_silence(*signs) == pytest.approx(seconds)
 
 
 def test_a_pause_of_the_sidecar_itself_is_no_silence() -> None:
-    """The machine stood still for an hour: at the first look afterwards the launcher has had no time to speak."""
-    assert heard((100.0, 1), (100.5, 1), (3_700.0, 1)) == pytest.approx(1.5)
-    assert heard((100.0, 1), (100.5, 1), (3_700.0, 1), (3_700.5, 2)) == 0.0
+    """The machine stood still for an hour: at the first check afterward the launcher has had no time for a sign."""
+    assert measure_silence((100.0, 1), (100.5, 1), (3_700.0, 1)) == pytest.approx(1.5)
+    assert measure_silence((100.0, 1), (100.5, 1), (3_700.0, 1), (3_700.5, 2)) == 0.0
 
 
-def test_each_second_of_a_short_silence_is_told_and_a_long_one_only_with_the_polls() -> None:
+def test_each_second_of_a_short_silence_is_reported_and_a_long_one_only_with_the_polls() -> None:
     assert [_quantize_silence(seconds) for seconds in (0.0, 4.9, 5.0, 5.9, 6.0, 8.2, 15.0, 400.0)] == [
         0, 0, 5, 5, 6, 8, 15, 15,
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def test_the_launchers_signs_are_seen_and_its_heartbeat_is_stamped(tmp_path: Pat
     os.utime(runtime.liveness, (0, 0))
     for now in (11.0, 11.5, 11.9):
         seen.check(now)
-    assert seen.heartbeat.launcher_silent_seconds == 0.0, "so long a pause is usual"
+    assert seen.heartbeat.launcher_silent_seconds == 0.0, "a pause of this duration is usual"
     seen.check(12.0)
     assert seen.heartbeat.launcher_silent_seconds == 1.0
     sign.touch(11.0 + 0.9 * LIVENESS_INTERVAL_SECONDS)
@@ -76,7 +76,7 @@ def test_the_launchers_signs_are_seen_and_its_heartbeat_is_stamped(tmp_path: Pat
     assert not runtime.liveness.exists()
 
 
-def test_a_sign_that_an_earlier_launcher_left_is_none_of_the_next_ones(tmp_path: Path) -> None:
+def test_a_sign_of_an_earlier_launcher_does_not_count_for_the_next_one(tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
     runtime.liveness.touch()
     LivenessFile(runtime.liveness)

@@ -34,8 +34,8 @@ NO_ADDRESSES: list[Any] = [
 
 
 @dataclass
-class Pod:
-    """One operator: it leads, or says who does."""
+class OperatorPod:
+    """One operator: it leads, or names the leader."""
 
     leader: str | None = None
     calls: int = 0
@@ -46,8 +46,8 @@ class Pod:
         self.tokens.append(request.headers["Authorization"])
         if self.leader is None:
             return web.Response(status=204)
-        said = {"error": "this operator does not lead", "leader": self.leader}
-        return web.json_response(said, status=503, headers={"Connection": "close"})
+        named = {"error": "this operator does not lead", "leader": self.leader}
+        return web.json_response(named, status=503, headers={"Connection": "close"})
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ async def serve(authority: Authority, port: int) -> AsyncIterator[Serve]:
     """Serves a pod at an address."""
     async with AsyncExitStack() as stack:
 
-        async def do(address: str, pod: Pod, context: ssl.SSLContext | None = None) -> Callable[[], Any]:
+        async def serve_pod(address: str, pod: OperatorPod, context: ssl.SSLContext | None = None) -> Callable[[], Any]:
             app = web.Application()
             app.add_routes([web.post("/v1/plan", pod.answer)])
             runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -74,7 +74,7 @@ async def serve(authority: Authority, port: int) -> AsyncIterator[Serve]:
             await web.TCPSite(runner, address, port, ssl_context=context or authority.server_context()).start()
             return runner.cleanup
 
-        yield do
+        yield serve_pod
 
 
 @pytest.fixture
@@ -87,136 +87,134 @@ async def client(authority: Authority, port: int, tmp_path: Path) -> AsyncIterat
         yield client
 
 
-async def poll(client: OperatorClient) -> None:
+async def fetch_plan(client: OperatorClient) -> None:
     await client.fetch_plan(Heartbeat(worker="j-w0-0"), None, 0)
 
 
-async def test_it_calls_whom_one_that_does_not_lead_names_and_stays_with_it(
+async def test_the_client_calls_the_leader_that_a_follower_names_and_stays_with_it(
     serve: Serve, client: OperatorClient, port: int
 ) -> None:
-    standby, leader = Pod(f"{FIRST}:{port}"), Pod()
+    standby, leader = OperatorPod(f"{FIRST}:{port}"), OperatorPod()
     await serve(SERVICE, standby)
     await serve(FIRST, leader)
     for _ in range(3):
-        await poll(client)
+        await fetch_plan(client)
     assert (standby.calls, leader.calls) == (1, 3)
 
 
-async def test_it_goes_back_to_the_service_when_the_leader_is_gone(
+async def test_the_client_returns_to_the_service_when_the_leader_is_gone(
     serve: Serve, client: OperatorClient, port: int
 ) -> None:
-    standby, leader = Pod(f"{FIRST}:{port}"), Pod()
+    standby, leader = OperatorPod(f"{FIRST}:{port}"), OperatorPod()
     await serve(SERVICE, standby)
     end = await serve(FIRST, leader)
-    await poll(client)
+    await fetch_plan(client)
     await end()
     with pytest.raises(OperatorUnavailable):
-        await poll(client)
+        await fetch_plan(client)
     standby.leader = None  # it leads now
-    await poll(client)
+    await fetch_plan(client)
     assert standby.calls == 2
 
 
-async def test_a_leader_that_leads_no_more_sends_it_on(serve: Serve, client: OperatorClient, port: int) -> None:
-    first, second = Pod(), Pod()
-    await serve(SERVICE, Pod(f"{FIRST}:{port}"))
+async def test_a_former_leader_redirects_the_client(serve: Serve, client: OperatorClient, port: int) -> None:
+    first, second = OperatorPod(), OperatorPod()
+    await serve(SERVICE, OperatorPod(f"{FIRST}:{port}"))
     await serve(FIRST, first)
     await serve(SECOND, second)
-    await poll(client)
+    await fetch_plan(client)
     first.leader = f"{SECOND}:{port}"
-    await poll(client)
+    await fetch_plan(client)
     assert second.calls == 1
 
 
-async def test_a_leader_that_knows_no_other_is_left_for_the_service(
+async def test_the_client_returns_to_the_service_if_a_former_leader_names_no_other(
     serve: Serve, client: OperatorClient, port: int
 ) -> None:
-    service, first = Pod(f"{FIRST}:{port}"), Pod()
+    service, first = OperatorPod(f"{FIRST}:{port}"), OperatorPod()
     await serve(SERVICE, service)
     await serve(FIRST, first)
-    await poll(client)
+    await fetch_plan(client)
     first.leader = ""
     with pytest.raises(OperatorUnavailable):
-        await poll(client)
+        await fetch_plan(client)
     service.leader = None
-    await poll(client)
+    await fetch_plan(client)
     assert service.calls == 2
 
 
-async def test_nobody_is_told_the_token_who_does_not_prove_to_be_the_operator(
+async def test_the_token_is_sent_only_to_an_authenticated_operator(
     serve: Serve, client: OperatorClient, port: int, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    stranger = Pod()
-    await serve(SERVICE, Pod(f"{FIRST}:{port}"))
+    stranger = OperatorPod()
+    await serve(SERVICE, OperatorPod(f"{FIRST}:{port}"))
     await serve(FIRST, stranger, Authority(other).server_context())
     with pytest.raises(OperatorUnavailable, match=r"[Cc]ertificate"):
-        await poll(client)
+        await fetch_plan(client)
     assert stranger.tokens == []
 
 
-async def test_an_address_that_cannot_be_reached_is_not_tried_again_soon(
-    serve: Serve, client: OperatorClient, port: int
-) -> None:
-    """The way to pods may be closed where that to the Service is not; the Service leads to the right one, too."""
-    service = Pod(f"{FIRST}:{port}")  # where nobody listens
+async def test_an_unreachable_address_is_not_tried_again_soon(serve: Serve, client: OperatorClient, port: int) -> None:
+    """The path to pods may be closed where that to the Service is not; the Service leads to the right one, too."""
+    service = OperatorPod(f"{FIRST}:{port}")  # where no process listens
     await serve(SERVICE, service)
     for _ in range(3):
         with pytest.raises(OperatorUnavailable):
-            await poll(client)
+            await fetch_plan(client)
     assert service.calls == 3
     service.leader = None
-    await poll(client)
+    await fetch_plan(client)
 
 
 @pytest.mark.parametrize("status", [401, 429, 503])
-async def test_other_refusals_are_no_words_about_the_leader(
+async def test_other_refusals_do_not_change_the_leader(
     serve: Serve, client: OperatorClient, port: int, status: int
 ) -> None:
-    class Refusing(Pod):
+    class RefusingPod(OperatorPod):
         async def answer(self, request: web.Request) -> web.Response:
             await super().answer(request)
             return web.json_response({"error": "not now"}, status=status)
 
-    service, leader = Pod(f"{FIRST}:{port}"), Refusing()
+    service, leader = OperatorPod(f"{FIRST}:{port}"), RefusingPod()
     await serve(SERVICE, service)
     await serve(FIRST, leader)
     for _ in range(3):
         with pytest.raises(OperatorUnavailable, match=str(status)):
-            await poll(client)
+            await fetch_plan(client)
     assert (service.calls, leader.calls) == (1, 3)
 
 
-async def test_an_answer_that_is_no_plan_is_none(serve: Serve, client: OperatorClient) -> None:
-    class Odd(Pod):
+async def test_an_invalid_plan_is_rejected(serve: Serve, client: OperatorClient) -> None:
+    class InvalidPod(OperatorPod):
         async def answer(self, _request: web.Request) -> web.Response:
             return web.Response(text="[1]")
 
-    await serve(SERVICE, Odd())
+    await serve(SERVICE, InvalidPod())
     with pytest.raises(OperatorUnavailable):
-        await asyncio.wait_for(poll(client), 60)
+        await asyncio.wait_for(fetch_plan(client), 60)
 
 
 class TestNamed:
     @pytest.mark.parametrize(
-        ("said", "found"),
+        ("named", "found"),
         [
             ("10.0.0.1:8443", "10.0.0.1:8443"),
             ("[fd00::1]:8443", "[fd00::1]:8443"),
             ("", ""),
-            *((said, "") for said in NO_ADDRESSES),
+            *((named, "") for named in NO_ADDRESSES),
         ],
     )
-    def test_only_the_address_of_a_machine_is_one(self, said: Any, found: str) -> None:
-        assert parse_named_leader({"error": "", "leader": said}) == found
+    def test_only_the_address_of_a_machine_is_accepted(self, named: Any, found: str) -> None:
+        assert parse_named_leader({"error": "", "leader": named}) == found
 
     @pytest.mark.parametrize("answer", [{"error": "not yet"}, [], "leader", None, 1])
-    def test_other_answers_name_nobody(self, answer: Any) -> None:
+    def test_other_answers_name_no_leader(self, answer: Any) -> None:
         assert parse_named_leader(answer) is None
 
 
-def test_what_gave_no_answer_is_avoided_for_a_while_and_others_are_not() -> None:
+def test_an_address_without_an_answer_is_avoided_for_a_while_and_others_are_not() -> None:
     leader = LeaderAddress()
     leader.update("a:1", 0.0)
     leader.mark_unreachable("a:1", 0.0)
@@ -226,6 +224,6 @@ def test_what_gave_no_answer_is_avoided_for_a_while_and_others_are_not() -> None
     leader.update("b:1", 1.0)
     assert leader.address == "b:1"
     leader.mark_unreachable("a:1", 2.0)
-    assert leader.address == "b:1", "an older call's end says nothing of it"
+    assert leader.address == "b:1", "the end of an older call does not change it"
     leader.update("a:1", 2.0 + leading.LEADER_AVOID_SECONDS)
     assert leader.address == "a:1"

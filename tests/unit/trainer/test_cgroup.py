@@ -12,7 +12,7 @@ from pacekeeper.cgroup import compute_memory_left, read_cpu_wait_seconds
 MIB = 1 << 20
 
 
-def group(folder: Path, limit: str, taken: int, unused: int = 0) -> None:
+def write_group(folder: Path, limit: str, taken: int, unused: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(limit + "\n")
     (folder / "memory.current").write_text(f"{taken}\n")
@@ -28,17 +28,17 @@ def membership(tmp_path: Path) -> Path:
 
 def test_the_tightest_limit_counts_and_unused_files_do_not(tmp_path: Path, membership: Path) -> None:
     root = tmp_path / "cgroup"
-    group(root / "pod/container", "max", 60 * MIB)
+    write_group(root / "pod/container", "max", 60 * MIB)
     assert compute_memory_left(root, membership) == math.inf
-    group(root / "pod", str(100 * MIB), 90 * MIB, unused=20 * MIB)
+    write_group(root / "pod", str(100 * MIB), 90 * MIB, unused=20 * MIB)
     assert compute_memory_left(root, membership) == 30 * MIB
-    group(root / "pod/container", str(65 * MIB), 60 * MIB)
+    write_group(root / "pod/container", str(65 * MIB), 60 * MIB)
     assert compute_memory_left(root, membership) == 5 * MIB
-    group(root / "pod/container", str(50 * MIB), 60 * MIB)
+    write_group(root / "pod/container", str(50 * MIB), 60 * MIB)
     assert compute_memory_left(root, membership) == 0
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_limits_of_version_1_are_read(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     membership.write_text("4:memory:/pod\n")
     folder = root / "memory/pod"
@@ -51,14 +51,12 @@ def test_version_1(tmp_path: Path) -> None:
     assert compute_memory_left(root, membership) == 30 * MIB
 
 
-def test_where_nothing_can_be_read_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
+def test_without_a_readable_file_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
     assert compute_memory_left(tmp_path / "none", membership) == math.inf
     assert compute_memory_left(tmp_path / "none", tmp_path / "none") == math.inf
 
 
-def test_how_long_somebody_waited_for_a_processor_is_the_groups_own_or_the_machines(
-    tmp_path: Path, membership: Path
-) -> None:
+def test_time_waited_for_a_processor_is_read_of_the_group_or_of_the_machine(tmp_path: Path, membership: Path) -> None:
     machine = tmp_path / "pressure"
     assert read_cpu_wait_seconds(tmp_path / "cgroup", membership, machine) is None
     machine.write_text("some avg10=1.00 avg60=1.00 avg300=1.00 total=5000000\nfull avg10=0.00 total=9\n")

@@ -1,4 +1,4 @@
-"""Which device a rank takes, and what it says where there is none for it."""
+"""Which device a rank takes, and what it reports where there is none for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pacekeeper_analysis.errors import InputError
         (torch.device("cuda", 2), 0, 4, "cuda:2"),
     ],
 )
-def test_a_rank_takes_its_own_gpu_or_what_it_is_told(
+def test_a_rank_takes_its_own_gpu_or_the_one_that_is_set(
     wanted: str | torch.device | None, local_rank: int, gpus: int, device: str
 ) -> None:
     assert choose_device(wanted, local_rank, gpus) == torch.device(device)
@@ -37,7 +37,7 @@ def test_a_rank_takes_its_own_gpu_or_what_it_is_told(
         ("gpu", 0, 0, "device='gpu' is unknown; take"),
     ],
 )
-def test_a_device_that_is_not_there_is_named(wanted: str | None, local_rank: int, gpus: int, message: str) -> None:
+def test_a_missing_device_is_named(wanted: str | None, local_rank: int, gpus: int, message: str) -> None:
     with pytest.raises(InputError) as caught:
         choose_device(wanted, local_rank, gpus)
     assert message in str(caught.value)

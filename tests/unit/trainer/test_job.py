@@ -1,4 +1,4 @@
-"""What a script can give to a `Job`, as its editor and its type checker show it."""
+"""What a script can pass to a `Job`, as its editor and its type checker show it."""
 
 from __future__ import annotations
 

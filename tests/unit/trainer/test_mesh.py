@@ -1,4 +1,4 @@
-"""What a mesh says of the number of ranks that a job can train with."""
+"""With which numbers of ranks a job with a given mesh can train."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pacekeeper_analysis.errors import InputError
         ({"sync": 2, "shard": 4}, 8),  # with fewer ranks there is no such mesh
     ],
 )
-def test_with_which_numbers_of_ranks_it_can_train(mesh: dict[str, int], least: int) -> None:
+def test_supported_numbers_of_ranks_follow_from_the_mesh(mesh: dict[str, int], least: int) -> None:
     assert count_replica_ranks(mesh, 8) == least
     resolve_mesh_shape(mesh, least)
     if least < 8:
         resolve_mesh_shape(mesh, 3 * least)
 
 
-def test_others_are_refused() -> None:
+def test_other_numbers_of_ranks_are_rejected() -> None:
     with pytest.raises(InputError, match="does not fit 6 ranks"):
         resolve_mesh_shape({"sync": -1, "shard": 4}, 6)

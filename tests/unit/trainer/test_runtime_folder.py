@@ -15,13 +15,13 @@ def test_the_environment_names_the_folder() -> None:
     assert RuntimeFolder.from_environment({"PACEKEEPER_RUNTIME": ""}).root == Path("/run/pacekeeper")
 
 
-def test_making_the_folder_twice_is_making_it_once(tmp_path: Path) -> None:
+def test_creating_the_folder_twice_is_creating_it_once(tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path / "deep" / "folder").create().create()
     folders = ["communicators", "errors", "faults", "links", "paths", "patterns", "rings", "snapshots", "stacks"]
     assert sorted(path.name for path in runtime.root.iterdir()) == folders
 
 
-def test_what_is_written_is_read_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_written_values_are_read_and_no_other_file_is_left(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert read_json(path) is None
     write_json(path, {"version": 1})
@@ -30,7 +30,7 @@ def test_what_is_written_is_read_and_nothing_else_is_left(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_plan_with_its_secret_is_readable_by_this_user_alone(tmp_path: Path) -> None:
+def test_the_plan_with_its_secret_is_readable_by_this_user_only(tmp_path: Path) -> None:
     path, plan = tmp_path / "plan.json", WorkerPlan(role=WorkerRole.MEMBER, secret="5ec2e7")
     left_over = path.with_name(f".{path.name}.{os.getpid()}")
     left_over.touch(mode=0o644)  # by a process of this number that was killed
@@ -41,29 +41,29 @@ def test_the_plan_with_its_secret_is_readable_by_this_user_alone(tmp_path: Path)
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_how_long_ago_a_file_was_touched_is_counted_by_time_that_nobody_sets(tmp_path: Path) -> None:
+def test_the_age_of_a_file_is_counted_by_a_clock_that_is_never_set(tmp_path: Path) -> None:
     path = tmp_path / "contact"
     touched = TouchedFile(path)
 
-    def touch(wall: float) -> None:
+    def touch_at(wall: float) -> None:
         path.touch()
         os.utime(path, (wall, wall))
 
     assert touched.age(now=100.0, wall=5_000.0) == math.inf
-    touch(4_998.0)
-    assert touched.age(now=100.0, wall=5_000.0) == 2.0, "it lay there before the first look"
+    touch_at(4_998.0)
+    assert touched.age(now=100.0, wall=5_000.0) == 2.0, "it lay there before the first check"
     assert touched.age(now=103.0, wall=1_403.0) == 5.0, "the clock was set back by an hour"
-    touch(1_404.0)
+    touch_at(1_404.0)
     assert touched.age(now=104.0, wall=1_404.0) == 0.0
     assert touched.age(now=110.0, wall=9_999.0) == 6.0, "or forward"
     path.unlink()
     assert touched.age(now=111.0, wall=9_999.0) == math.inf
-    touch(9_999.0)
+    touch_at(9_999.0)
     assert touched.age(now=112.0, wall=10_000.0) == 1.0
 
 
 def test_a_file_from_the_clocks_future_is_infinitely_old_until_it_is_touched(tmp_path: Path) -> None:
-    """The clock was set back, and then the launcher started again: nothing says when the operator was heard."""
+    """The clock was set back, and then the launcher restarted: nothing shows when the operator was reached last."""
     path = tmp_path / "contact"
     path.touch()
     os.utime(path, (9_000.0, 9_000.0))

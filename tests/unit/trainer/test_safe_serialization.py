@@ -1,4 +1,4 @@
-"""Plain values: what is read is what was written, and reading runs nothing, whatever the bytes."""
+"""Plain values: what is read is what was written, and reading any bytes runs nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Grown:
 allow_classes(Color, Point, Grown)
 
 
-def same(found: Any, wanted: Any) -> bool:
+def is_same(found: Any, wanted: Any) -> bool:
     if type(found) is not type(wanted):
         return False
     if isinstance(wanted, torch.Tensor):
@@ -52,9 +52,9 @@ def same(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, np.ndarray):
         return found.dtype == wanted.dtype and np.array_equal(found, wanted)
     if isinstance(wanted, dict):
-        return list(found) == list(wanted) and all(same(found[key], wanted[key]) for key in wanted)
+        return list(found) == list(wanted) and all(is_same(found[key], wanted[key]) for key in wanted)
     if isinstance(wanted, (list, tuple)):
-        return len(found) == len(wanted) and all(map(same, found, wanted))
+        return len(found) == len(wanted) and all(map(is_same, found, wanted))
     return bool(found == wanted)
 
 
@@ -70,16 +70,16 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_what_is_read_is_what_was_written(value: Any) -> None:
-    assert same(unpack_value(pack_value(value)), value)
-    assert same(unpack_value(pack_value({"deep": [value]})), {"deep": [value]})
+def test_values_are_read_as_they_were_written(value: Any) -> None:
+    assert is_same(unpack_value(pack_value(value)), value)
+    assert is_same(unpack_value(pack_value({"deep": [value]})), {"deep": [value]})
 
 
-def test_a_number_that_is_none_stays_so() -> None:
+def test_a_number_that_is_nan_stays_nan() -> None:
     assert math.isnan(unpack_value(pack_value(math.nan)))
 
 
-def test_bytes_behind_it_do_no_harm() -> None:
+def test_trailing_bytes_do_no_harm() -> None:
     assert unpack_value(pack_value([1, torch.ones(3).tolist()]) + b"\0" * 99) == [1, [1.0] * 3]
 
 
@@ -102,7 +102,7 @@ def test_tensors_that_are_read_share_nothing() -> None:
         (object(), "the state", "builtins.object"),
     ],
 )
-def test_what_is_not_plain_is_named_with_its_place_and_the_remedy(state: Any, place: str, what: str) -> None:
+def test_an_unsupported_value_is_named_with_its_place_and_the_remedy(state: Any, place: str, what: str) -> None:
     with pytest.raises(InputError, match=rf"^{place}: .*{what}.* cannot be saved; let state_dict\(\) return tensors"):
         pack_value(state)
 
@@ -115,8 +115,8 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def _with(skeleton: Any, layout: Any = ()) -> bytes:
-    """What somebody who knows the format could send."""
+def _build_packed(skeleton: Any, layout: Any = ()) -> bytes:
+    """Build what an attacker who knows the format could send."""
     description = json.dumps([skeleton, layout]).encode()
     return b"PKPLAIN1" + len(description).to_bytes(8, "little") + description
 
@@ -128,38 +128,38 @@ HOSTILE = {
     "a giant length": b"PKPLAIN1" + b"\xff" * 8 + b"{}",
     "cut off": GOOD[:-500],
     "brackets": b"PKPLAIN1" + (100_000).to_bytes(8, "little") + b"[" * 100_000,
-    "no tag that we know": _with({"system": "rm"}),
-    "two tags": _with({"tuple": [], "dict": []}),
-    "a class that is not allowed": _with({"object": ["Popen", "true"]}),
-    "a class of this module": _with({"object": ["Unknown", 1]}),
-    "no member": _with({"member": ["Color", "__class__"]}),
-    "a member of no enumeration": _with({"member": ["Point", "x"]}),
-    "too few fields": _with({"object": ["Point", 1]}),
-    "too many fields": _with({"object": ["Point", 1, 2, 3]}),
-    "objects in an array": _with({"array": ["|O", [1], 0]}, [["uint8", 8]]),
-    "a tensor that is not there": _with({"tensor": 7}),
-    "a tensor larger than the rest": _with({"tensor": 0}, [["float32", 1 << 40]]),
-    "a negative length": _with({"tensor": 0}, [["float32", -1]]),
-    "a type that is none": _with({"tensor": 0}, [["load", 1]]),
-    "a name in torch that is no type": _with({"torch": "load"}),
-    "a key that cannot be one": _with({"dict": [[[], 1]]}),
-    "sharded over nothing": _with({"sharded": [0, [0], [1], [1]]}, [["uint8", 0]]),
+    "no tag that we know": _build_packed({"system": "rm"}),
+    "two tags": _build_packed({"tuple": [], "dict": []}),
+    "a class that is not allowed": _build_packed({"object": ["Popen", "true"]}),
+    "a class of this module": _build_packed({"object": ["Unknown", 1]}),
+    "no member": _build_packed({"member": ["Color", "__class__"]}),
+    "a member of no enumeration": _build_packed({"member": ["Point", "x"]}),
+    "too few fields": _build_packed({"object": ["Point", 1]}),
+    "too many fields": _build_packed({"object": ["Point", 1, 2, 3]}),
+    "objects in an array": _build_packed({"array": ["|O", [1], 0]}, [["uint8", 8]]),
+    "a tensor that is not there": _build_packed({"tensor": 7}),
+    "a tensor larger than the rest": _build_packed({"tensor": 0}, [["float32", 1 << 40]]),
+    "a negative length": _build_packed({"tensor": 0}, [["float32", -1]]),
+    "a type that is none": _build_packed({"tensor": 0}, [["load", 1]]),
+    "a name in torch that is no type": _build_packed({"torch": "load"}),
+    "a key that cannot be one": _build_packed({"dict": [[[], 1]]}),
+    "sharded over nothing": _build_packed({"sharded": [0, [0], [1], [1]]}, [["uint8", 0]]),
 }
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
-def test_bytes_of_somebody_else_are_an_input_error(content: bytes) -> None:
+def test_bytes_of_an_attacker_are_an_input_error(content: bytes) -> None:
     with pytest.raises(InputError, match="not what Pacekeeper writes"):
         unpack_value(content)
 
 
 def test_fields_that_an_older_version_did_not_write_are_at_their_defaults() -> None:
-    assert unpack_value(_with({"object": ["Grown", 1]})) == Grown(1)
+    assert unpack_value(_build_packed({"object": ["Grown", 1]})) == Grown(1)
 
 
 def test_a_pickle_is_not_unpickled(tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
-    for content in (bomb, b"PKPLAIN1" + len(bomb).to_bytes(8, "little") + bomb, _with({"bytes": 0}) + bomb):
+    for content in (bomb, b"PKPLAIN1" + len(bomb).to_bytes(8, "little") + bomb, _build_packed({"bytes": 0}) + bomb):
         with pytest.raises(InputError):
             unpack_value(content)
     assert unpack_value(pack_value(bomb)) == bomb

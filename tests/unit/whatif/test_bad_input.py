@@ -33,18 +33,18 @@ def trace() -> JobTrace:
     return SyntheticJob(SlowdownCause.SLOW_WORKER, SHAPE, strength=1.0, noise=0.02, seed=1).build_trace()
 
 
-def row_of(trace: JobTrace, step: int, dp_rank: int, stage: int, optype: str, seq: int = 0) -> int:
+def find_row(trace: JobTrace, step: int, dp_rank: int, stage: int, optype: str, seq: int = 0) -> int:
     rows = (trace.step == step) & (trace.dp_rank == dp_rank) & (trace.stage == stage) & (trace.seq_id == seq)
     return int(np.flatnonzero(rows & (trace.optype == OPERATION_TYPES.index(optype)))[0])
 
 
-def with_value(trace: JobTrace, column: str, row: int, value: float) -> JobTrace:
+def change_value(trace: JobTrace, column: str, row: int, value: float) -> JobTrace:
     values = getattr(trace, column).copy()
     values[row] = value
     return replace(trace, **{column: values})
 
 
-def without(trace: JobTrace, row: int) -> JobTrace:
+def remove_row(trace: JobTrace, row: int) -> JobTrace:
     return trace.select_rows(np.arange(len(trace)) != row)
 
 
@@ -67,7 +67,7 @@ def without(trace: JobTrace, row: int) -> JobTrace:
     ],
 )
 def test_a_damaged_row_costs_its_step(trace: JobTrace, column: str, value: float, reason: str) -> None:
-    damaged = with_value(trace, column, row_of(trace, 2, 1, 0, FORWARD, seq=1), value)
+    damaged = change_value(trace, column, find_row(trace, 2, 1, 0, FORWARD, seq=1), value)
     whatif = analyze_window(build_window_from_trace(damaged))
     healthy = analyze_window(build_window_from_trace(trace.select_rows(trace.step != 2)))
     assert whatif.steps == (0, 1, 3, 4)
@@ -78,7 +78,7 @@ def test_a_damaged_row_costs_its_step(trace: JobTrace, column: str, value: float
 
 
 def test_a_missing_row_costs_its_step(trace: JobTrace) -> None:
-    whatif = analyze_window(build_window_from_trace(without(trace, row_of(trace, 0, 0, 1, OPTIMIZER))))
+    whatif = analyze_window(build_window_from_trace(remove_row(trace, find_row(trace, 0, 0, 1, OPTIMIZER))))
     assert whatif.steps == (1, 2, 3, 4)
     assert "dp_rank 0, stage 1 has 0 operations optimizer" in whatif.skipped[0].reason
 
@@ -113,7 +113,9 @@ def test_a_missing_row_costs_its_step(trace: JobTrace) -> None:
         ),
     ],
 )
-def test_a_trace_that_cannot_be_analysed(trace: JobTrace, change: Callable[[JobTrace], JobTrace], message: str) -> None:
+def test_a_trace_that_cannot_be_analyzed_names_the_reason(
+    trace: JobTrace, change: Callable[[JobTrace], JobTrace], message: str
+) -> None:
     with pytest.raises(TraceError, match=message):
         build_window_from_trace(change(trace))
 
@@ -127,7 +129,7 @@ def test_a_trace_that_cannot_be_analysed(trace: JobTrace, change: Callable[[JobT
         ({"pp_size": 4}, "dp_size is missing"),
     ],
 )
-def test_metadata_that_contradicts_itself(values: dict[str, object], message: str) -> None:
+def test_metadata_that_contradicts_itself_is_rejected(values: dict[str, object], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         TraceMetadata.from_mapping(values)
 
@@ -149,7 +151,7 @@ def test_columns_are_checked(trace: JobTrace) -> None:
             build_trace_from_columns(broken, trace.metadata)
 
 
-def test_files_that_cannot_be_read(trace: JobTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_named(trace: JobTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = tmp_path / "trace-x.parquet"
     write_parquet(whole, trace)
     cut, empty, text = tmp_path / "cut.parquet", tmp_path / "empty.parquet", tmp_path / "text.parquet"
@@ -170,7 +172,7 @@ def test_files_that_cannot_be_read(trace: JobTrace, tmp_path: Path, capsys: pyte
         assert message in capsys.readouterr().err
 
 
-def test_a_trace_survives_being_written(trace: JobTrace, tmp_path: Path) -> None:
+def test_a_trace_is_the_same_after_it_was_written(trace: JobTrace, tmp_path: Path) -> None:
     write_parquet(tmp_path / "trace.parquet", trace)
     (tmp_path / "meta.json").write_text('{"dp_size": 2, "pp_size": 2}')
     read = read_parquet(tmp_path / "trace.parquet", read_metadata(tmp_path / "meta.json"))
@@ -186,12 +188,12 @@ MUTATIONS = 300
 def test_mutated_traces_never_give_a_wrong_figure(trace: JobTrace) -> None:
     """Every figure comes from complete steps whose rows are as recorded: a damaged row's step is not among them."""
     rng = np.random.default_rng(11)
-    expected = dict(zip(*figures(trace), strict=True))
+    expected = dict(zip(*compute_figures(trace), strict=True))
     survived = 0
     for _ in range(MUTATIONS):
-        mutated, touched = mutate(trace, rng)
+        mutated, touched = mutate_trace(trace, rng)
         try:
-            steps, seconds = figures(mutated)
+            steps, seconds = compute_figures(mutated)
         except TraceError:
             continue
         survived += 1
@@ -201,13 +203,13 @@ def test_mutated_traces_never_give_a_wrong_figure(trace: JobTrace) -> None:
     assert survived > MUTATIONS / 2
 
 
-def figures(trace: JobTrace) -> tuple[tuple[int, ...], list[float]]:
+def compute_figures(trace: JobTrace) -> tuple[tuple[int, ...], list[float]]:
     whatif = analyze_window(build_window_from_trace(trace))
     return whatif.steps, [float(value) for value in whatif.step_s]
 
 
-def mutate(trace: JobTrace, rng: np.random.Generator) -> tuple[JobTrace, set[int]]:
-    """The trace with a few kinds of damage, and the steps that they are in."""
+def mutate_trace(trace: JobTrace, rng: np.random.Generator) -> tuple[JobTrace, set[int]]:
+    """Return the trace with a few kinds of damage, and the steps that they are in."""
     touched: set[int] = set()
     for _ in range(int(rng.integers(1, 4))):
         rows = rng.choice(len(trace), size=int(rng.integers(1, 6)), replace=False)
@@ -216,7 +218,7 @@ def mutate(trace: JobTrace, rng: np.random.Generator) -> tuple[JobTrace, set[int
         if kind == 0:
             trace = trace.select_rows(~np.isin(np.arange(len(trace)), rows))
         elif kind == 1:
-            trace = doubled(trace, rows)
+            trace = duplicate_rows(trace, rows)
         else:
             column = ("duration", "start_ts", "optype", "seq_id")[kind - 2]
             values = getattr(trace, column).copy()
@@ -230,6 +232,6 @@ def mutate(trace: JobTrace, rng: np.random.Generator) -> tuple[JobTrace, set[int
     return trace, touched
 
 
-def doubled(trace: JobTrace, rows: np.ndarray) -> JobTrace:
+def duplicate_rows(trace: JobTrace, rows: np.ndarray) -> JobTrace:
     order = np.concatenate([np.arange(len(trace)), rows])
     return replace(trace, **{name: getattr(trace, name)[order] for name in trace.to_columns()})

@@ -66,10 +66,10 @@ ROWS = [
 
 @pytest.fixture
 def paper() -> WhatIf:
-    return analyze_window(build_window_from_trace(paper_trace()))
+    return analyze_window(build_window_from_trace(build_paper_trace()))
 
 
-def paper_trace() -> JobTrace:
+def build_paper_trace() -> JobTrace:
     dp_rank, stage, optype, start, end = (np.array(column) for column in zip(*ROWS, strict=True))
     rows = len(ROWS)
     computes = np.isin(optype, ["forward-compute", "backward-compute", "grads-reduce-scatter"])
@@ -88,7 +88,7 @@ def paper_trace() -> JobTrace:
     return build_trace_from_columns(columns, TraceMetadata(dp_size=2, pp_size=2, world_size=4))
 
 
-def test_recorded_and_ideal_step(paper: WhatIf) -> None:
+def test_recorded_and_ideal_step_are_computed(paper: WhatIf) -> None:
     assert paper.step_s == pytest.approx([13.0])
     # Means: forward (1+1+1+3)/4 = 1.5, backward (2+2+2+6)/4 = 3; so 1.5 + 1.5 + 3 + 3 + 0.5 + 0.5.
     assert paper.ideal_step_s == pytest.approx(10.0)
@@ -97,7 +97,7 @@ def test_recorded_and_ideal_step(paper: WhatIf) -> None:
     assert paper.launch_slowdown == pytest.approx(1.0)
 
 
-def test_parts_of_the_slowdown(paper: WhatIf) -> None:
+def test_the_slowdown_is_split_into_parts(paper: WhatIf) -> None:
     parts = paper.decomposition
     assert parts is not None
     assert parts.slowdown_by_type[FORWARD] == pytest.approx(1.1)  # rank 1: 1 + 3 + 3 + 3 + 1
@@ -107,7 +107,7 @@ def test_parts_of_the_slowdown(paper: WhatIf) -> None:
     assert parts.slowdown_by_worker == pytest.approx(np.array([[0.85, 1.0], [0.85, 1.3]]))
 
 
-def test_blame(paper: WhatIf) -> None:
+def test_the_slow_worker_is_blamed(paper: WhatIf) -> None:
     parts = paper.decomposition
     assert parts is not None
     assert parts.worst_workers.workers == ((1, 1),)
@@ -135,7 +135,7 @@ def test_nothing_is_decomposed_below_the_threshold() -> None:
         (JobShape(dp=1, pp=1, microbatches=5), 5),
     ],
 )
-def test_pipeline_bubble(shape: JobShape, rounds: int) -> None:
+def test_the_pipeline_bubble_is_computed(shape: JobShape, rounds: int) -> None:
     operations = list_operations(shape)
     one = np.array([1.0 if operation.type in (FORWARD, BACKWARD) else 0.0 for operation in operations])
     seconds = np.broadcast_to(one[:, None, None], (len(operations), shape.dp, shape.steps))
@@ -162,9 +162,9 @@ def test_gradients_are_reduced_with_one_data_parallel_rank_and_sequence_parallel
     with_peer = JobShape(dp=2, pp=1, microbatches=1, steps=1)
     operations = list_operations(with_peer)
     trace = make_trace(with_peer, operations, np.ones((len(operations), 2, 1)))
-    alone = trace.select_rows(trace.dp_rank == 0)
-    sequence_parallel = replace(alone, metadata=TraceMetadata(dp_size=1, dsp_size=2))
-    single = replace(alone, metadata=shape.metadata)
+    only_rank = trace.select_rows(trace.dp_rank == 0)
+    sequence_parallel = replace(only_rank, metadata=TraceMetadata(dp_size=1, dsp_size=2))
+    single = replace(only_rank, metadata=shape.metadata)
     # forward, backward, gc, layernorm, embedding, clip and optimizer take 1 s each; all-gather and reduce-scatter
     # too.
     assert analyze_window(build_window_from_trace(sequence_parallel)).step_s == pytest.approx([9.0])
@@ -172,27 +172,29 @@ def test_gradients_are_reduced_with_one_data_parallel_rank_and_sequence_parallel
 
 
 @pytest.mark.parametrize("first_and_last_missing", [False, True])
-def test_transfers_that_were_recorded_without_a_neighbour_change_nothing(first_and_last_missing: bool) -> None:
+def test_transfers_that_were_recorded_without_a_neighbor_change_nothing(first_and_last_missing: bool) -> None:
     """Some profilers record a transfer for every computation, also at the ends of the model (or all but the
     outermost)."""
     shape = JobShape(dp=2, pp=2, vpp=2, microbatches=4, steps=2)
     plain = list_operations(shape)
-    everywhere = [*recorded_everywhere(plain, shape, first_and_last_missing)]
+    everywhere = [*add_transfers_everywhere(plain, shape, first_and_last_missing)]
     assert len(everywhere) == len(plain) + 4 * (4 - first_and_last_missing)
     expected, found = (
-        analyze_window(build_window_from_trace(make_trace(shape, operations, durations(operations, shape)))).step_s
+        analyze_window(build_window_from_trace(make_trace(shape, operations, draw_durations(operations, shape)))).step_s
         for operations in (plain, everywhere)
     )
     assert found == pytest.approx(expected)
 
 
-def recorded_everywhere(operations: list[Operation], shape: JobShape, outermost_missing: bool) -> Iterator[Operation]:
-    """The operations with a transfer before and after every computation."""
+def add_transfers_everywhere(
+    operations: list[Operation], shape: JobShape, outermost_missing: bool
+) -> Iterator[Operation]:
+    """Yield the operations with a transfer before and after every computation."""
     counts: Counter[tuple[str, int]] = Counter()
     computes: Counter[tuple[str, int]] = Counter()
     total = shape.microbatches * shape.vpp
 
-    def numbered(name: str, stage: int, like: Operation) -> Operation:
+    def number_operation(name: str, stage: int, like: Operation) -> Operation:
         counts[name, stage] += 1
         return replace(like, type=name, index=counts[name, stage] - 1)
 
@@ -209,14 +211,14 @@ def recorded_everywhere(operations: list[Operation], shape: JobShape, outermost_
         computes[operation.type, operation.stage] += 1
         number = computes[operation.type, operation.stage]
         if not (outermost_missing and receives_nothing and number == 1):
-            yield numbered(receive, operation.stage, operation)
+            yield number_operation(receive, operation.stage, operation)
         yield operation
         if not (outermost_missing and sends_nothing and number == total):
-            yield numbered(send, operation.stage, operation)
+            yield number_operation(send, operation.stage, operation)
 
 
-def durations(operations: list[Operation], shape: JobShape) -> NDArray[np.float64]:
-    """Computations of 1 to 3 s, different on each rank and step; transfers that take no time."""
+def draw_durations(operations: list[Operation], shape: JobShape) -> NDArray[np.float64]:
+    """Draw computations of 1 to 3 s, different on each rank and step; transfers take no time."""
     seconds = np.zeros((len(operations), shape.dp, shape.steps))
     for node, operation in enumerate(operations):
         if operation.type in (FORWARD, BACKWARD):

@@ -16,12 +16,12 @@ from pacekeeper_analysis.whatif.synthetic_faults import FAULT_MODELS, SyntheticJ
 SHAPE = JobShape(dp=4, pp=4, microbatches=8, steps=12)
 
 
-def test_causes_are_told_apart() -> None:
+def test_causes_are_distinguished() -> None:
     tried: Counter[SlowdownCause] = Counter()
     right: Counter[SlowdownCause] = Counter()
     blamed_though_healthy = []
     for case in generate_jobs(60, seed=7):
-        found = diagnosis(case).cause
+        found = diagnose_job(case).cause
         tried[case.cause] += 1
         right[case.cause] += found is case.cause
         if case.cause is SlowdownCause.NONE and found is not SlowdownCause.NONE:
@@ -32,8 +32,8 @@ def test_causes_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("cause", [cause for cause in SlowdownCause if cause is not SlowdownCause.NONE])
-def test_evidence_of_a_strong_fault(cause: SlowdownCause) -> None:
-    finding = diagnosis(SyntheticJob(cause, SHAPE, strength=0.8, noise=0.01, seed=3))
+def test_a_strong_fault_has_evidence(cause: SlowdownCause) -> None:
+    finding = diagnose_job(SyntheticJob(cause, SHAPE, strength=0.8, noise=0.01, seed=3))
     assert finding.cause is cause
     assert finding.confidence > 0.6
     assert finding.explained_share > 0.5
@@ -50,7 +50,7 @@ def test_every_cause_has_a_fault_and_a_check() -> None:
 
 def test_the_slow_worker_is_named() -> None:
     case = SyntheticJob(SlowdownCause.SLOW_WORKER, SHAPE, strength=0.5, noise=0.01, seed=5)
-    whatif = analysis(case)
+    whatif = analyze_job(case)
     assert whatif.decomposition is not None
     worst = np.unravel_index(
         int(np.argmax(whatif.decomposition.slowdown_by_worker)), whatif.decomposition.slowdown_by_worker.shape
@@ -67,7 +67,7 @@ def test_a_slow_rank_of_a_data_parallel_job_is_named() -> None:
 
 
 def test_recorded_collections_count_as_garbage_collection() -> None:
-    """A loader of garbage collections of its own: the records tell them apart from computing."""
+    """A loader with garbage collections of its own: the records separate them from computation."""
     program: list[dp.Instruction] = [
         dp.RunWork(dp.COMPUTE),
         dp.RunWork("gc"),
@@ -81,17 +81,17 @@ def test_recorded_collections_count_as_garbage_collection() -> None:
     assert diagnose_cause(analyze_window(dp.build_window(program, seconds))).cause is SlowdownCause.GARBAGE_COLLECTION
 
 
-def test_noise_alone_has_no_cause() -> None:
-    finding = diagnosis(
+def test_noise_has_no_cause() -> None:
+    finding = diagnose_job(
         SyntheticJob(SlowdownCause.NONE, JobShape(dp=8, pp=1, microbatches=4, steps=24), 0.0, noise=0.12, seed=1)
     )
     assert finding.cause is SlowdownCause.NONE
     assert finding.workers == ()
 
 
-def analysis(case: SyntheticJob) -> WhatIf:
+def analyze_job(case: SyntheticJob) -> WhatIf:
     return analyze_window(build_window_from_trace(case.build_trace()))
 
 
-def diagnosis(case: SyntheticJob) -> CauseFinding:
-    return diagnose_cause(analysis(case))
+def diagnose_job(case: SyntheticJob) -> CauseFinding:
+    return diagnose_cause(analyze_job(case))

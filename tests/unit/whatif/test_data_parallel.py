@@ -49,7 +49,7 @@ def test_fixed_cost_does_not_shrink_with_the_share() -> None:
     ) == pytest.approx(1.2)
 
 
-def test_a_loader_that_stalls_is_told_apart_from_a_slow_rank() -> None:
+def test_a_loader_that_stalls_is_distinguished_from_a_slow_rank() -> None:
     data = np.zeros((5, 4))
     data[:, 1] = 1.0
     whatif = analyze_compute_seconds(np.ones((5, 4)), communication_seconds=0.25, data_seconds=data)
@@ -81,14 +81,16 @@ def test_ddp_hides_all_buckets_but_the_last() -> None:
     """Data 0.5, forward 1, three times backward 1 with a reduce of 0.8 after each, optimizer 0.2."""
     program = build_ddp_program(buckets=3)
     takes = {"data": 0.5, "forward-compute": 1.0, "backward-compute": 1.0, "all-reduce": 0.8, "optimizer": 0.2}
-    assert build_window(program, table(program, takes)).compute_ideal_step_s() == pytest.approx(0.5 + 1 + 3 + 0.8 + 0.2)
+    assert build_window(program, build_table(program, takes)).compute_ideal_step_s() == pytest.approx(
+        0.5 + 1 + 3 + 0.8 + 0.2
+    )
 
 
 def test_ddp_buckets_queue_when_the_network_is_slow() -> None:
     program = build_ddp_program(buckets=3)
     takes = {"data": 0.0, "forward-compute": 1.0, "backward-compute": 1.0, "all-reduce": 2.0, "optimizer": 0.0}
     # The first bucket is ready at 2; three reduces of 2 s follow.
-    assert build_window(program, table(program, takes)).compute_ideal_step_s() == pytest.approx(8.0)
+    assert build_window(program, build_table(program, takes)).compute_ideal_step_s() == pytest.approx(8.0)
 
 
 def test_fsdp_gathers_one_unit_ahead() -> None:
@@ -103,7 +105,7 @@ def test_fsdp_gathers_one_unit_ahead() -> None:
         "optimizer": 0.25,
     }
     # Gather 0-1, forwards 1-3-5 (the second gather is hidden), gather 5-6, backwards 6-9-12, scatter 12-12.5, 12.75.
-    assert build_window(program, table(program, takes)).compute_ideal_step_s() == pytest.approx(12.75)
+    assert build_window(program, build_table(program, takes)).compute_ideal_step_s() == pytest.approx(12.75)
 
 
 def test_hybrid_shards_wait_for_their_own_group_only() -> None:
@@ -111,20 +113,22 @@ def test_hybrid_shards_wait_for_their_own_group_only() -> None:
     reduce."""
     program = build_fsdp_program(units=1, shard_axes=(1,), replicate_axes=(0,))
     takes = {"forward-compute": 1.0, "backward-compute": 1.0}
-    seconds = np.broadcast_to(table(program, takes, ranks=1)[:, None], (6 + 2, 2, 2, 1)).copy()
+    seconds = np.broadcast_to(build_table(program, takes, ranks=1)[:, None], (6 + 2, 2, 2, 1)).copy()
     timed = [instruction for instruction in program if not isinstance(instruction, WaitForCollective)]
     seconds[timed.index(RunWork("forward-compute")), 0, 0] = 10.0
     finish = build_window(program, seconds).simulate_finish([RECORDED_SCENARIO])
     assert finish.ravel() == pytest.approx([11.0] * 4)
-    alone = RECORDED_SCENARIO.with_independent_replicas(OperationSelection(types=["all-reduce"]))
-    assert build_window(program, seconds).simulate_finish([alone]).ravel() == pytest.approx([11.0, 11.0, 2.0, 2.0])
+    independent = RECORDED_SCENARIO.with_independent_replicas(OperationSelection(types=["all-reduce"]))
+    assert build_window(program, seconds).simulate_finish([independent]).ravel() == pytest.approx(
+        [11.0, 11.0, 2.0, 2.0]
+    )
 
 
 def test_figures_of_a_mesh_with_two_axes() -> None:
-    """Mesh (replicate 2, shard 2), rank (1, 0) ten times as slow: it alone makes the others wait."""
+    """Mesh (replicate 2, shard 2), rank (1, 0) ten times as slow: only it makes the others wait."""
     program = build_fsdp_program(units=1, shard_axes=(1,), replicate_axes=(0,))
     takes = {"forward-compute": 1.0, "backward-compute": 1.0}
-    seconds = np.broadcast_to(table(program, takes, ranks=1)[:, None], (6 + 2, 2, 2, 3)).copy()
+    seconds = np.broadcast_to(build_table(program, takes, ranks=1)[:, None], (6 + 2, 2, 2, 3)).copy()
     seconds[1:, 1, 0] *= 10.0
     whatif = analyse_window(build_window(program, seconds))
     assert whatif.step_s == pytest.approx(20.0)
@@ -134,10 +138,10 @@ def test_figures_of_a_mesh_with_two_axes() -> None:
     assert whatif.decomposition.worst_workers.workers == ((2, 0),)
 
 
-def test_a_rank_that_is_slow_between_buckets_only() -> None:
+def test_a_rank_that_is_slow_only_between_buckets_is_found() -> None:
     program = build_ddp_program(buckets=3)
     takes = {"data": 0.1, "forward-compute": 1.0, "backward-compute": 0.7, "all-reduce": 0.1, "optimizer": 0.1}
-    seconds = np.repeat(table(program, takes, ranks=4), 9, axis=2)
+    seconds = np.repeat(build_table(program, takes, ranks=4), 9, axis=2)
     for row, instruction in enumerate(item for item in program if not isinstance(item, WaitForCollective)):
         if instruction.type == "backward-compute":
             seconds[row, 1] *= 1.5
@@ -145,12 +149,12 @@ def test_a_rank_that_is_slow_between_buckets_only() -> None:
     assert (finding.cause, finding.workers) == (SlowdownCause.SLOW_WORKER, ((1, 0),))
 
 
-def test_times_that_are_all_zero_are_refused() -> None:
+def test_times_that_are_all_zero_are_rejected() -> None:
     with pytest.raises(InputError, match="take no time at all"):
         analyze_compute_seconds(np.zeros((2, 2)))
 
 
-def test_transfer_needs_no_common_clock() -> None:
+def test_a_transfer_needs_no_common_clock() -> None:
     inside = np.array([[0.9, 0.2], [0.1, 0.6]])
     assert compute_transfer_seconds(inside) == pytest.approx(np.array([[0.1, 0.2]]))
 
@@ -164,23 +168,23 @@ def test_transfer_needs_no_common_clock() -> None:
         (np.ones((0, 4)), "at least one of each"),
     ],
 )
-def test_bad_tables_are_refused(compute: list[float], message: str) -> None:
+def test_bad_tables_are_rejected(compute: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         analyze_compute_seconds(compute)
 
 
-def test_bad_shares_are_refused() -> None:
+def test_bad_shares_are_rejected() -> None:
     with pytest.raises(ValueError, match="one share per rank"):
         build_reshare_scenario(new=[1, 2], old=[1, 0])
 
 
-def test_a_program_that_waits_for_what_it_never_launched() -> None:
+def test_a_program_that_waits_for_what_it_never_launched_is_rejected() -> None:
     with pytest.raises(ValueError, match="'gradients' before it is launched"):
         build_window([RunWork(), WaitForCollective("gradients")], np.ones((1, 2, 1)))
 
 
-def table(program: Sequence[Instruction], takes: dict[str, float], ranks: int = 2) -> NDArray[np.float64]:
-    """Seconds [instruction, rank, step] that go by type only."""
+def build_table(program: Sequence[Instruction], takes: dict[str, float], ranks: int = 2) -> NDArray[np.float64]:
+    """Return seconds [instruction, rank, step] that depend on the type only."""
     timed = [
         takes.get(instruction.type, 0.0) for instruction in program if not isinstance(instruction, WaitForCollective)
     ]

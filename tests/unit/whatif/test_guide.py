@@ -1,4 +1,4 @@
-"""The guide's code runs as it stands."""
+"""The guide's code runs as written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pacekeeper_analysis.whatif.synthetic_faults import SyntheticJob
 GUIDE = Path(__file__).parents[3] / "docs" / "whatif.md"
 
 
-def test_python_blocks_of_the_guide(tmp_path: Path) -> None:
+def test_python_blocks_of_the_guide_run(tmp_path: Path) -> None:
     shape = JobShape(dp=16, pp=4, microbatches=4, steps=4)
     path = tmp_path / "trace-guide.parquet"
     write_parquet(path, SyntheticJob(SlowdownCause.SLOW_WORKER, shape, strength=1.0, noise=0.01, seed=1).build_trace())

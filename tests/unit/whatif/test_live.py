@@ -1,4 +1,4 @@
-"""Windows of live jobs with stages: from what ranks have recorded to S by stage and rank."""
+"""Windows of live jobs with stages: from the records of ranks to S by stage and rank."""
 
 import dataclasses
 
@@ -22,8 +22,8 @@ SHAPES = [
 ]
 
 
-def by_rank(shape: PipelineShape, **how: object) -> dict[int, float]:
-    """S_w of each rank."""
+def compute_slowdown_by_rank(shape: PipelineShape, **how: object) -> dict[int, float]:
+    """Return S_w of each rank."""
     ranks, _ = record_steps(shape, 6, build_steady_work(**how))  # type: ignore[arg-type]  # of each case
     live = build_window_from_operations(ranks)
     found = analyze_window(live.window).decomposition
@@ -50,14 +50,14 @@ def test_a_healthy_job_has_nothing_to_decompose(shape: PipelineShape) -> None:
 @pytest.mark.parametrize("shape", SHAPES[:1] + SHAPES[5:], ids=str)
 @pytest.mark.parametrize("slow", [0, 3, 6])
 def test_a_slow_rank_is_the_slowest_worker(shape: PipelineShape, slow: int) -> None:
-    slowdowns = by_rank(shape, slow=[slow], factor=2.0)
+    slowdowns = compute_slowdown_by_rank(shape, slow=[slow], factor=2.0)
     assert max(slowdowns, key=slowdowns.__getitem__) == slow
     others = [value for rank, value in slowdowns.items() if rank != slow]
     assert slowdowns[slow] > 1.2
     assert slowdowns[slow] > 1.1 * max(others)
 
 
-def test_a_slow_stage_is_told_from_slow_replicas() -> None:
+def test_a_slow_stage_is_distinguished_from_slow_replicas() -> None:
     shape = PipelineShape(stages=4, data=2, tensor=1)
     last = [rank for rank in shape.ranks if shape.get_coordinates(rank)[0] == 3]
     ranks, _ = record_steps(shape, 6, build_steady_work(slow=last, factor=1.6))
@@ -98,7 +98,7 @@ def test_clocks_are_not_compared() -> None:
     assert names == {"rank", "operations", "communicators", "step_seconds"}
 
 
-def test_a_step_in_which_a_rank_did_something_else_is_left_out() -> None:
+def test_a_step_in_which_a_rank_ran_other_work_is_left_out() -> None:
     ranks, _ = record_steps(PipelineShape(), 6, build_steady_work())
     odd = ranks[3].operations
     ranks[3] = dataclasses.replace(ranks[3], operations=np.delete(odd, np.flatnonzero(odd["step"] == 2)[0]))
@@ -114,34 +114,34 @@ def test_a_step_whose_duration_one_rank_does_not_know_is_no_common_step() -> Non
     assert build_window_from_operations(ranks).window.steps == (0, 1, 2, 3, 4)
 
 
-class TestWhatCannotBeJudged:
-    def test_ranks_that_are_missing(self) -> None:
+class TestUndecided:
+    def test_missing_ranks_are_reported(self) -> None:
         ranks, _ = record_steps(PipelineShape(), 6, build_steady_work())
         with pytest.raises(TraceError, match="rank 0, 1, 2"):
             build_window_from_operations(ranks[:3] + ranks[4:])
 
-    def test_nobody(self) -> None:
+    def test_no_ranks_are_reported(self) -> None:
         with pytest.raises(TraceError, match="none"):
             build_window_from_operations([])
 
-    def test_too_few_steps(self) -> None:
+    def test_too_few_steps_are_reported(self) -> None:
         ranks, _ = record_steps(PipelineShape(), 2, build_steady_work())
         with pytest.raises(TraceError, match="2 steps in common"):
             build_window_from_operations(ranks)
 
-    def test_a_group_that_is_not_known(self) -> None:
+    def test_an_unknown_group_is_reported(self) -> None:
         ranks, _ = record_steps(PipelineShape(), 6, build_steady_work())
         ranks[0] = dataclasses.replace(ranks[0], communicators=())
         with pytest.raises(TraceError, match="not known"):
             build_window_from_operations(ranks)
 
-    def test_a_group_of_some_replicas(self) -> None:
+    def test_a_group_of_only_some_replicas_is_reported(self) -> None:
         ranks, _ = record_steps(PipelineShape(stages=1, data=4, tensor=1), 6, build_steady_work())
         pair = [Communicator(7, "0-2"), *ranks[0].communicators[1:]]
         with pytest.raises(TraceError, match="equal parts"):
             build_window_from_operations([dataclasses.replace(of, communicators=pair) for of in ranks])
 
-    def test_a_peer_that_is_not_in_the_job(self) -> None:
+    def test_a_peer_outside_of_the_job_is_reported(self) -> None:
         ranks, _ = record_steps(PipelineShape(), 6, build_steady_work())
         operations = ranks[0].operations.copy()
         operations["peer"][operations["collective"] == Collective.SEND] = 99
@@ -149,7 +149,7 @@ class TestWhatCannotBeJudged:
         with pytest.raises(TraceError, match=r"sends"):
             build_window_from_operations(ranks)
 
-    def test_ranks_that_wait_for_each_other_first(self) -> None:
+    def test_ranks_that_wait_for_each_other_are_reported(self) -> None:
         ranks, _ = record_steps(PipelineShape(stages=2, data=1, tensor=1), 6, build_steady_work())
         operations = ranks[0].operations.copy()
         operations["collective"][operations["collective"] == Collective.SEND] = Collective.RECV

@@ -1,4 +1,4 @@
-"""The page in a real browser: it runs without an error, and zooming, clicking and keys do what they should."""
+"""The page in a real browser: it runs without an error, and zooming, clicking, and keys do what they should."""
 
 from __future__ import annotations
 

@@ -21,22 +21,22 @@ SECONDS = 1e-5
 def analyzed(published: Path) -> dict[str, WhatIf]:
     """The analysis of every published trace in the folder."""
     names = [path.stem.removeprefix("trace-") for path in sorted(published.glob("trace-*.parquet"))]
-    return {name: analysis(published, name) for name in names}
+    return {name: analyze_trace(published, name) for name in names}
 
 
-def analysis(folder: Path, name: str) -> WhatIf:
+def analyze_trace(folder: Path, name: str) -> WhatIf:
     trace = read_parquet(folder / f"trace-{name}.parquet", read_metadata(folder / f"meta-{name}.yaml"))
     return analyze_window(build_window_from_trace(trace), trace.map_worker_ranks())
 
 
-def expected(folder: Path, kind: str, name: str) -> dict[str, Any]:
+def read_expected(folder: Path, kind: str, name: str) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((folder / f"{kind}-{name}.json").read_text())
     return values
 
 
-def test_slowdowns_and_step_times(published: Path, analyzed: dict[str, WhatIf]) -> None:
+def test_slowdowns_and_step_times_are_reproduced(published: Path, analyzed: dict[str, WhatIf]) -> None:
     for name, whatif in analyzed.items():
-        result = expected(published, "result", name)
+        result = read_expected(published, "result", name)
         steps = [str(step) for step in whatif.steps]
         assert whatif.skipped == ()
         assert whatif.slowdown == pytest.approx(result["blocking_slowdown"], abs=RATIO)
@@ -55,45 +55,49 @@ def test_slowdowns_and_step_times(published: Path, analyzed: dict[str, WhatIf]) 
             assert ours == pytest.approx(np.array([result[theirs][step] for step in steps]), abs=RATIO)
 
 
-def test_decomposition(published: Path, analyzed: dict[str, WhatIf]) -> None:
+def test_the_decomposition_is_reproduced(published: Path, analyzed: dict[str, WhatIf]) -> None:
     for name, whatif in analyzed.items():
-        result = expected(published, "result", name)
+        result = read_expected(published, "result", name)
         parts = whatif.decomposition
         if parts is None:
             assert result["blocking_decompose_by_optype"] is None
             continue
         assert parts.slowdown_by_type == pytest.approx(result["blocking_decompose_by_optype"], abs=RATIO)
-        assert by_number(parts.slowdown_by_replica) == pytest.approx(result["blocking_decompose_by_dp_rank"], abs=RATIO)
-        assert by_number(parts.slowdown_by_stage) == pytest.approx(result["blocking_decompose_by_stage"], abs=RATIO)
+        assert index_by_number(parts.slowdown_by_replica) == pytest.approx(
+            result["blocking_decompose_by_dp_rank"], abs=RATIO
+        )
+        assert index_by_number(parts.slowdown_by_stage) == pytest.approx(
+            result["blocking_decompose_by_stage"], abs=RATIO
+        )
         for at, step in enumerate(map(str, whatif.steps)):
             of_types = {name: values[at] for name, values in parts.type_slowdown_per_step.items()}
             assert of_types == pytest.approx(result["blocking_decompose_by_optype_per_step"][step], abs=RATIO)
             of_replicas, of_stages = (
-                by_number(parts.replica_slowdown_per_step[:, at]),
-                by_number(parts.stage_slowdown_per_step[:, at]),
+                index_by_number(parts.replica_slowdown_per_step[:, at]),
+                index_by_number(parts.stage_slowdown_per_step[:, at]),
             )
             assert of_replicas == pytest.approx(result["blocking_decompose_by_dp_rank_per_step"][step], abs=RATIO)
             assert of_stages == pytest.approx(result["blocking_decompose_by_stage_per_step"][step], abs=RATIO)
 
 
-def test_blame(published: Path, analyzed: dict[str, WhatIf]) -> None:
+def test_the_blame_is_reproduced(published: Path, analyzed: dict[str, WhatIf]) -> None:
     for name, whatif in analyzed.items():
         if whatif.decomposition is None:
             continue
         recorded, ideal = whatif.step_s.mean(), whatif.ideal_step_s
         parts = whatif.decomposition
         for kind, blame in (("mw", parts.worst_workers), ("ms", parts.last_stage)):
-            result = expected(published, kind, name)
-            alone = (blame.only_step_s.mean() - ideal) / (recorded - ideal)
+            result = read_expected(published, kind, name)
+            single = (blame.only_step_s.mean() - ideal) / (recorded - ideal)
             assert blame.share == pytest.approx(result["rem"], abs=RATIO)
-            assert alone == pytest.approx(result["add"], abs=RATIO)
+            assert single == pytest.approx(result["add"], abs=RATIO)
             assert blame.ideal_step_s.mean() == pytest.approx(result["trem"], abs=SECONDS)
             assert blame.only_step_s.mean() == pytest.approx(result["tadd"], abs=SECONDS)
             assert recorded == pytest.approx(result["tori"], abs=SECONDS)
             assert ideal == pytest.approx(result["tideal"], abs=SECONDS)
 
 
-def test_causes(analyzed: dict[str, WhatIf]) -> None:
+def test_the_causes_are_found(analyzed: dict[str, WhatIf]) -> None:
     """AR: one worker was slowed down on purpose. ST: the last stage has more to do."""
     if "AR" in analyzed:
         finding = diagnose_cause(analyzed["AR"])
@@ -104,5 +108,5 @@ def test_causes(analyzed: dict[str, WhatIf]) -> None:
         assert {stage for _, stage in finding.workers} == {3}
 
 
-def by_number(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+def index_by_number(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
     return {str(number): float(value) for number, value in enumerate(values)}

@@ -1,4 +1,4 @@
-"""What people see: terminal, JSON, page and timelines."""
+"""What people see: terminal, JSON, page, and timelines."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def slow() -> tuple[WhatIf, CauseFinding]:
-    return analysis(SyntheticJob(SlowdownCause.SLOW_WORKER, SHAPE, strength=1.0, noise=0.01, seed=1))
+    return analyze_job(SyntheticJob(SlowdownCause.SLOW_WORKER, SHAPE, strength=1.0, noise=0.01, seed=1))
 
 
 @pytest.fixture(scope="module")
 def healthy() -> tuple[WhatIf, CauseFinding]:
-    return analysis(SyntheticJob(SlowdownCause.NONE, SHAPE, strength=0.0, noise=0.001, seed=1))
+    return analyze_job(SyntheticJob(SlowdownCause.NONE, SHAPE, strength=0.0, noise=0.001, seed=1))
 
 
-def analysis(case: SyntheticJob) -> tuple[WhatIf, CauseFinding]:
+def analyze_job(case: SyntheticJob) -> tuple[WhatIf, CauseFinding]:
     whatif = analyze_window(build_window_from_trace(case.build_trace()))
     return whatif, diagnose_cause(whatif)
 
 
-def test_document(slow: tuple[WhatIf, CauseFinding]) -> None:
+def test_the_document_holds_all_figures(slow: tuple[WhatIf, CauseFinding]) -> None:
     whatif, _ = slow
     content = json.loads(json.dumps(build_document(*slow), allow_nan=False))
     assert content.keys() == KEYS
@@ -96,18 +96,18 @@ def test_terminal_of_many_ranks_shows_the_worst_of_each_column() -> None:
     case = SyntheticJob(
         SlowdownCause.SLOW_WORKER, JobShape(dp=150, pp=2, microbatches=2, steps=2), strength=1.0, noise=0.0, seed=1
     )
-    text = render_summary(*analysis(case), width=80, color=False)
+    text = render_summary(*analyze_job(case), width=80, color=False)
     *_, first, second = text.splitlines()
     assert (first + second).count("#") == 1
 
 
-def test_terminal_of_a_healthy_job(healthy: tuple[WhatIf, CauseFinding]) -> None:
+def test_the_terminal_of_a_healthy_job_is_short(healthy: tuple[WhatIf, CauseFinding]) -> None:
     text = render_summary(*healthy, width=80, color=False)
     assert "too small to have a cause" in text
     assert "operation type" not in text
 
 
-def test_page_holds_its_data_and_needs_nothing_else(slow: tuple[WhatIf, CauseFinding]) -> None:
+def test_the_page_holds_its_data_and_needs_nothing_else(slow: tuple[WhatIf, CauseFinding]) -> None:
     html = render_page(*slow, title="</script><b>job & co")
     assert "</script><b>" not in html
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|https?://", html)
@@ -121,12 +121,12 @@ def test_page_holds_its_data_and_needs_nothing_else(slow: tuple[WhatIf, CauseFin
     assert [list(map(int, slowest))] == data["blamed"]
 
 
-def test_page_of_a_healthy_job(healthy: tuple[WhatIf, CauseFinding]) -> None:
+def test_the_page_of_a_healthy_job_has_no_culprit(healthy: tuple[WhatIf, CauseFinding]) -> None:
     (found,) = re.findall(r"^const data = (.*);$", render_page(*healthy, title="job"), flags=re.MULTILINE)
     assert json.loads(found)["per_worker"] is None
 
 
-def test_perfetto_timelines(slow: tuple[WhatIf, CauseFinding], tmp_path: Path) -> None:
+def test_perfetto_timelines_are_valid(slow: tuple[WhatIf, CauseFinding], tmp_path: Path) -> None:
     """By the trace event format: complete events with times in microseconds, named processes and threads."""
     whatif, _ = slow
     path = tmp_path / "timeline.json.gz"

@@ -1,4 +1,4 @@
-"""The engine against a plain simulator that knows nothing of columns, and scenarios against durations changed by
+"""The engine against a plain simulator without columns, and scenarios against durations changed by
 hand."""
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def window(request: pytest.FixtureRequest) -> RecordedWindow:
     return build_window_from_trace(make_trace(shape, operations, seconds))
 
 
-def plain_step_seconds(graph: OperationGraph, seconds: Array) -> Array:
-    """One operation after the other, again and again until no time changes. seconds: [operation, replica, step]."""
+def simulate_plainly(graph: OperationGraph, seconds: Array) -> Array:
+    """Run one operation after the other, until no time changes. seconds: [operation, replica, step]."""
     size, replicas, steps = seconds.shape
     longest = np.empty(steps)
     for step in range(steps):
@@ -61,13 +61,13 @@ def plain_step_seconds(graph: OperationGraph, seconds: Array) -> Array:
     return longest
 
 
-def test_as_recorded(window: RecordedWindow) -> None:
+def test_recorded_seconds_are_simulated(window: RecordedWindow) -> None:
     assert window.simulate_step_seconds([RECORDED_SCENARIO])[0] == pytest.approx(
-        plain_step_seconds(window.graph, window.seconds)
+        simulate_plainly(window.graph, window.seconds)
     )
 
 
-def test_every_kind_of_change(window: RecordedWindow) -> None:
+def test_every_kind_of_change_is_simulated(window: RecordedWindow) -> None:
     recorded, ideal = window.seconds, np.broadcast_to(window.ideal[:, None, None], window.seconds.shape)
     last = window.replicas - 1
     of_type, stages = (np.array([getattr(node, name) for node in window.operations]) for name in ("type", "stage"))
@@ -115,14 +115,14 @@ def test_every_kind_of_change(window: RecordedWindow) -> None:
         )
     together = window.simulate_step_seconds([scenario for scenario, _ in cases])
     for (scenario, changed), seconds in zip(cases, together, strict=True):
-        assert seconds == pytest.approx(plain_step_seconds(window.graph, changed)), scenario
+        assert seconds == pytest.approx(simulate_plainly(window.graph, changed)), scenario
 
 
-def test_one_replica_recorded_and_all_others_ideal(window: RecordedWindow) -> None:
+def test_one_replica_is_recorded_and_all_others_are_ideal(window: RecordedWindow) -> None:
     for replica, seconds in enumerate(window.simulate_single_replicas()):
-        alone = np.broadcast_to(window.ideal[:, None, None], window.seconds.shape).copy()
-        alone[:, replica] = window.seconds[:, replica]
-        assert seconds == pytest.approx(plain_step_seconds(window.graph, alone))
+        single = np.broadcast_to(window.ideal[:, None, None], window.seconds.shape).copy()
+        single[:, replica] = window.seconds[:, replica]
+        assert seconds == pytest.approx(simulate_plainly(window.graph, single))
 
 
 def test_blocks_change_nothing(window: RecordedWindow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +131,13 @@ def test_blocks_change_nothing(window: RecordedWindow, monkeypatch: pytest.Monke
         IDEAL_SCENARIO,
         RECORDED_SCENARIO.with_change(OperationSelection(stages=[0]), takes=IDEAL),
     ]
-    whole, alone = window.simulate_step_seconds(scenarios), window.simulate_single_replicas()
+    whole, single = window.simulate_step_seconds(scenarios), window.simulate_single_replicas()
     monkeypatch.setattr(window_module, "MAX_COLUMNS_SIMULATED", 1)
     assert (window.simulate_step_seconds(scenarios) == whole).all()
-    assert (window.simulate_single_replicas() == alone).all()
+    assert (window.simulate_single_replicas() == single).all()
 
 
-def test_replicas_apart_do_not_wait() -> None:
+def test_independent_replicas_do_not_wait() -> None:
     graph = GraphBuilder()
     compute = graph.add_operation("compute")
     reduce = graph.add_operation("reduce", after=[compute])
@@ -151,8 +151,8 @@ def test_replicas_apart_do_not_wait() -> None:
     ]
 
 
-def test_groups_along_one_axis_of_a_mesh() -> None:
-    """Ranks (sync, shard) 2 x 2: a collective along the shard axis waits for one's own row only."""
+def test_groups_along_one_axis_of_a_mesh_wait_for_their_own_members() -> None:
+    """Ranks (sync, shard) 2 x 2: a collective along the shard axis waits only for its own row."""
     graph = GraphBuilder()
     compute = graph.add_operation("compute")
     gather = graph.add_operation("gather", after=[compute])
@@ -174,7 +174,7 @@ def test_timeline_shows_waiting() -> None:
     assert times == {first: (0.0, 1.0), second: (0.0, 4.0), send: (1.0, 4.5), receive: (4.0, 4.25)}
 
 
-def test_a_circle_is_named() -> None:
+def test_a_cycle_is_named() -> None:
     graph = GraphBuilder()
     egg = graph.add_operation("egg")
     hen = graph.add_operation("hen", after=[egg])
@@ -183,7 +183,7 @@ def test_a_circle_is_named() -> None:
         graph.build()
 
 
-def test_uninterrupted_takes_out_pauses_only() -> None:
+def test_an_uninterrupted_scenario_removes_pauses_only() -> None:
     """One pause of 0.4 s in a step of rank 1; rank 0, which is always slower, stays as it is."""
     program: list[dp.Instruction] = [dp.RunWork(dp.FORWARD)]
     seconds = np.tile([[1.05], [1.0]], (1, 1, 9))
@@ -197,7 +197,7 @@ def test_uninterrupted_takes_out_pauses_only() -> None:
     assert uninterrupted[1] == pytest.approx(1.0)
 
 
-def test_a_replica_that_does_not_exist() -> None:
+def test_a_missing_replica_is_rejected() -> None:
     window = dp.build_window([dp.RunWork()], np.ones((1, 2, 3)))
     with pytest.raises(ValueError, match=r"replicas \[5\] of a job with 2"):
         window.simulate_step_seconds(
@@ -205,7 +205,7 @@ def test_a_replica_that_does_not_exist() -> None:
         )
 
 
-def test_no_peers_left() -> None:
+def test_a_scenario_without_peers_is_rejected() -> None:
     shape = JobShape(dp=1, pp=1, microbatches=1, steps=1)
     operations = list_operations(shape)
     window = build_window_from_trace(make_trace(shape, operations, np.ones((len(operations), 1, 1))))

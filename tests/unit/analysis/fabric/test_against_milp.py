@@ -1,4 +1,4 @@
-"""Plans beside the best ones, which an integer program finds: small fabrics, whole, damaged and uneven."""
+"""Plans compared with the best ones, which an integer program finds: small fabrics, whole, damaged, and uneven."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pacekeeper_analysis.fabric.route_assignment import Flows, assign_routes, co
 from pacekeeper_analysis.fabric.topology import Topology, build_uniform_topology
 
 
-def best_level(topology: Topology, flows: Flows) -> int:
+def compute_best_level(topology: Topology, flows: Flows) -> int:
     """The least largest load of a link, in units of weight on a link of the best capacity.
 
     Flows of one weight between one pair of groups are alike: variables are how many of them take which way, and last
@@ -54,44 +54,48 @@ def best_level(topology: Topology, flows: Flows) -> int:
     return round(float(found.fun))
 
 
-def drawn_flows(draws: np.random.Generator, groups: int, heaviest: int) -> Flows:
+def draw_flows(draws: np.random.Generator, groups: int, heaviest: int) -> Flows:
     count = int(draws.integers(1, 301))
     source, destination = draws.integers(groups, size=(2, count))
     return Flows(source, destination, draws.integers(1, heaviest + 1, size=count))
 
 
-def drawn_sizes(draws: np.random.Generator) -> tuple[int, int]:
+def draw_sizes(draws: np.random.Generator) -> tuple[int, int]:
     return int(draws.integers(2, 7)), int(draws.integers(1, 6))
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_whole_fabric_is_planned_as_well_as_can_be(seed: int) -> None:
+def test_the_plan_of_a_whole_fabric_is_optimal(seed: int) -> None:
     draws = np.random.default_rng(seed)
-    topology = build_uniform_topology(*drawn_sizes(draws))
-    flows = drawn_flows(draws, topology.groups, heaviest=1)
-    assert assign_routes(topology, flows).level == compute_load_bound(topology, flows) == best_level(topology, flows)
+    topology = build_uniform_topology(*draw_sizes(draws))
+    flows = draw_flows(draws, topology.groups, heaviest=1)
+    assert (
+        assign_routes(topology, flows).level
+        == compute_load_bound(topology, flows)
+        == compute_best_level(topology, flows)
+    )
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_damaged_fabric_is_one_above_at_most(seed: int) -> None:
+def test_the_plan_of_a_damaged_fabric_is_at_most_one_above_the_best(seed: int) -> None:
     draws = np.random.default_rng(1000 + seed)
-    shape = drawn_sizes(draws)
+    shape = draw_sizes(draws)
     up, down = (draws.random((2, *shape)) > draws.uniform(0.05, 0.4)).astype(np.int64)
     up[0, 0] = 1
-    flows = drawn_flows(draws, shape[0], heaviest=1)
-    _compare(Topology(up, down), flows)
+    flows = draw_flows(draws, shape[0], heaviest=1)
+    _compare_with_best(Topology(up, down), flows)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_uneven_links_and_flows_are_one_above_at_most(seed: int) -> None:
+def test_the_plan_of_uneven_links_and_flows_is_at_most_one_above_the_best(seed: int) -> None:
     draws = np.random.default_rng(2000 + seed)
-    up, down = draws.choice([0, 1, 2, 4], p=[0.1, 0.1, 0.2, 0.6], size=(2, *drawn_sizes(draws)))
+    up, down = draws.choice([0, 1, 2, 4], p=[0.1, 0.1, 0.2, 0.6], size=(2, *draw_sizes(draws)))
     up[0, 0] = 4
-    flows = drawn_flows(draws, up.shape[0], heaviest=int(draws.integers(1, 5)))
-    _compare(Topology(up, down), flows)
+    flows = draw_flows(draws, up.shape[0], heaviest=int(draws.integers(1, 5)))
+    _compare_with_best(Topology(up, down), flows)
 
 
-def _compare(topology: Topology, flows: Flows) -> None:
-    best = best_level(topology, flows)
+def _compare_with_best(topology: Topology, flows: Flows) -> None:
+    best = compute_best_level(topology, flows)
     found = assign_routes(topology, flows)
     assert compute_load_bound(topology, flows) <= best <= found.level <= best + 1

@@ -1,4 +1,4 @@
-"""`pacekeeper fabric show`. A script stands in for kubectl and the API server behind it, with kubectl's own words."""
+"""`pacekeeper fabric show`. A script stands in for kubectl and the API server behind it, with kubectl's own output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pacekeeper import cli
 from pacekeeper_analysis.fabric import command
 
 
-def fabric(name: str = "pods", in_force: str = "True", load: int = 1) -> dict[str, Any]:
+def build_fabric(name: str = "pods", in_force: str = "True", load: int = 1) -> dict[str, Any]:
     links = [{"leaf": "l1", "spine": "s1", "up": load, "down": 0}]
     conditions = [{"type": "InForce", "status": in_force, "reason": "Oldest"}]
     status = {"leaves": 1, "flows": 1, "maxLoad": load, "lowerBound": load, "links": links, "conditions": conditions}
@@ -22,7 +22,7 @@ def fabric(name: str = "pods", in_force: str = "True", load: int = 1) -> dict[st
 
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes what `answer` and `error` hold, and notes how it was called."""
+    """Writes what `answer` and `error` hold, and records how it was called."""
     script = tmp_path / "bin" / "kubectl"
     script.parent.mkdir()
     for name in ("answer", "error"):
@@ -31,7 +31,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"""#!{sys.executable}
 import pathlib, sys
 folder = pathlib.Path(__file__).parent
-(folder / "asked").write_text(" ".join(sys.argv[1:]))
+(folder / "called").write_text(" ".join(sys.argv[1:]))
 error = (folder / "error").read_text()
 print(error or (folder / "answer").read_text(), file=sys.stderr if error else sys.stdout)
 sys.exit(bool(error))
@@ -42,11 +42,11 @@ sys.exit(bool(error))
     return script.parent
 
 
-def answers(kubectl: Path, *fabrics: dict[str, Any]) -> None:
+def set_answer(kubectl: Path, *fabrics: dict[str, Any]) -> None:
     (kubectl / "answer").write_text(json.dumps({"kind": "List", "items": list(fabrics)}))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def read_refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert command.main(["show", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -54,15 +54,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-def test_it_shows_the_fabric_of_the_cluster(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers(kubectl, fabric())
+def test_the_fabric_of_the_cluster_is_shown(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_answer(kubectl, build_fabric())
     assert cli.main(["fabric", "show"]) == 0
     assert capsys.readouterr().out.startswith("pods: 1 leaves × 1 spines · 1 flow · fullest link 1")
-    assert (kubectl / "asked").read_text().startswith("get fabrics.pacekeeper.dev -o json")
+    assert (kubectl / "called").read_text().startswith("get fabrics.pacekeeper.dev -o json")
 
 
-def test_of_several_the_one_that_counts(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers(kubectl, fabric("young", "False"), fabric("old"))
+def test_the_fabric_in_force_is_chosen_of_several(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_answer(kubectl, build_fabric("young", "False"), build_fabric("old"))
     assert command.main(["show"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("old: ")
@@ -71,19 +71,19 @@ def test_of_several_the_one_that_counts(kubectl: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("young: ")
 
 
-def test_which_of_several_is_not_guessed(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers(kubectl, fabric("a", "False"), fabric("b", "False"))
-    assert "several Fabrics, and none is in force yet: give one's name, of a, b" in refused(capsys)
-    assert "no Fabric 'c', only a, b" in refused(capsys, "c")
+def test_an_ambiguous_choice_is_an_error(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_answer(kubectl, build_fabric("a", "False"), build_fabric("b", "False"))
+    assert "several Fabrics, and none is in force yet: give one's name, of a, b" in read_refusal(capsys)
+    assert "no Fabric 'c', only a, b" in read_refusal(capsys, "c")
 
 
-def test_no_fabric(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answers(kubectl)
-    assert "there is no Fabric in this cluster" in refused(capsys)
+def test_a_cluster_without_a_fabric_is_an_error(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_answer(kubectl)
+    assert "there is no Fabric in this cluster" in read_refusal(capsys)
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "message"),
     [
         (
             'Error from server (Forbidden): fabrics.pacekeeper.dev is forbidden: User "ann" cannot list them',
@@ -96,36 +96,40 @@ def test_no_fabric(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_why_kubectl_fails(kubectl: Path, error: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_a_kubectl_failure_is_shown(
+    kubectl: Path, error: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (kubectl / "error").write_text(error)
-    assert words in refused(capsys)
+    assert message in read_refusal(capsys)
 
 
-def test_a_kubectl_that_does_not_end(
+def test_a_kubectl_that_does_not_end_is_an_error(
     kubectl: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kubectl / "kubectl").write_text("#!/bin/sh\nwhile :; do :; done\n")
     monkeypatch.setattr(command, "FABRIC_READ_TIMEOUT_SECONDS", 0.1)
-    assert "kubectl has not ended within" in refused(capsys)
+    assert "kubectl has not ended within" in read_refusal(capsys)
 
 
-def test_no_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_kubectl_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no kubectl on the PATH" in refused(capsys)
+    assert "no kubectl on the PATH" in read_refusal(capsys)
 
 
 class TestFiles:
-    def test_they_are_shown_without_a_cluster(
+    def test_files_are_shown_without_a_cluster(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("PATH", "")
-        (tmp_path / "now.json").write_text(json.dumps(fabric()))
+        (tmp_path / "now.json").write_text(json.dumps(build_fabric()))
         assert command.main(["show", "--file", str(tmp_path / "now.json")]) == 0
         assert capsys.readouterr().out.startswith("pods: ")
 
     def test_the_picture_has_both_states(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / "before.json").write_text(json.dumps({"items": [fabric("x"), fabric(load=7)]}))
-        (tmp_path / "now.json").write_text(json.dumps(fabric()))
+        (tmp_path / "before.json").write_text(json.dumps({"items": [build_fabric("x"), build_fabric(load=7)]}))
+        (tmp_path / "now.json").write_text(json.dumps(build_fabric()))
         files = ["--file", str(tmp_path / "now.json"), "--before", str(tmp_path / "before.json")]
         assert command.main(["show", *files, "--svg", str(tmp_path / "f.svg")]) == 0
         picture = (tmp_path / "f.svg").read_text()
@@ -135,23 +139,23 @@ class TestFiles:
         assert "--before needs --svg" in capsys.readouterr().err
 
     @pytest.mark.parametrize("content", ["", "no", "[]", "7", '{"items": [7]}', '{"items": {}}', "[" * 100_000])
-    def test_what_cannot_be_read_is_refused(
+    def test_an_unreadable_file_is_rejected(
         self, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "f.json").write_text(content)
-        refused(capsys, "--file", str(tmp_path / "f.json"))
+        read_refusal(capsys, "--file", str(tmp_path / "f.json"))
 
-    def test_nor_is_more_than_fabrics_can_be(
+    def test_a_file_larger_than_any_fabric_is_rejected(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(command, "MAX_KUBECTL_OUTPUT_BYTES", 100)
-        (tmp_path / "f.json").write_text(json.dumps(fabric()))
-        assert "longer than 100 bytes" in refused(capsys, "--file", str(tmp_path / "f.json"))
+        (tmp_path / "f.json").write_text(json.dumps(build_fabric()))
+        assert "longer than 100 bytes" in read_refusal(capsys, "--file", str(tmp_path / "f.json"))
 
-    def test_a_file_that_is_not_there_and_one_that_cannot_be_written(
+    def test_a_missing_file_and_one_that_cannot_be_written_are_errors(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert "nothing.json" in refused(capsys, "--file", str(tmp_path / "nothing.json"))
-        (tmp_path / "f.json").write_text(json.dumps(fabric()))
+        assert "nothing.json" in read_refusal(capsys, "--file", str(tmp_path / "nothing.json"))
+        (tmp_path / "f.json").write_text(json.dumps(build_fabric()))
         there = ["--file", str(tmp_path / "f.json"), "--svg", str(tmp_path / "nowhere" / "f.svg")]
         assert command.main(["show", *there]) == 2

@@ -31,28 +31,28 @@ ZONE = "topology.kubernetes.io/zone"
         ({}, ()),
     ],
 )
-def test_each_scheme_from_the_leaf_outward(labels: dict[str, str], place: TopologyLocation) -> None:
+def test_each_scheme_is_read_from_the_leaf_outward(labels: dict[str, str], place: TopologyLocation) -> None:
     assert locate_nodes({"n": labels}) == {"n": place}
 
 
-def test_the_finer_scheme_goes_first_and_what_a_fabric_names_before_it() -> None:
+def test_the_finer_scheme_goes_first_and_labels_that_a_fabric_names_before_it() -> None:
     node = {f"{TOPOGRAPH}0": "leaf", ZONE: "z", "rack": "r", "row": "w"}
     assert locate_nodes({"n": node}) == {"n": ("leaf",)}
     assert locate_nodes({"n": node}, ["rack", "row"]) == {"n": ("r", "w")}
-    assert locate_nodes({"n": node}, ["nobody/has-it"]) == {"n": ("leaf",)}
+    assert locate_nodes({"n": node}, ["no-node/has-it"]) == {"n": ("leaf",)}
 
 
-def test_a_scheme_that_few_nodes_have_does_not_hide_where_the_others_are() -> None:
+def test_a_scheme_of_few_nodes_does_not_hide_the_places_of_the_others() -> None:
     labels = {name: {ZONE: name} for name in "abc"}
     labels["a"][f"{TOPOGRAPH}0"] = "leaf"
     assert locate_nodes(labels) == {name: (name,) for name in "abc"}
     labels["b"][f"{TOPOGRAPH}0"] = "leaf"
     assert locate_nodes(labels) == {"a": ("leaf",), "b": ("leaf",), "c": ()}, "half of them have it, so it counts"
     few = {"a": {f"{TOPOGRAPH}0": "leaf"}, "b": {}, "c": {}}
-    assert locate_nodes(few) == {"a": ("leaf",), "b": (), "c": ()}, "nobody says better"
+    assert locate_nodes(few) == {"a": ("leaf",), "b": (), "c": ()}, "no label is better"
 
 
-def test_what_a_fabric_names_counts_however_few_nodes_have_it() -> None:
+def test_labels_that_a_fabric_names_count_however_few_nodes_have_them() -> None:
     labels = {"a": {"rack": "r", ZONE: "z"}, "b": {ZONE: "z"}, "c": {ZONE: "z"}}
     assert locate_nodes(labels, ["rack"]) == {"a": ("r",), "b": (), "c": ()}
 

@@ -1,4 +1,4 @@
-"""Two ports a host: both carry half."""
+"""Two ports per host: both carry half."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pacekeeper_analysis.fabric.route_assignment import Flows
 from pacekeeper_analysis.fabric.topology import NO_ROUTE, Ints, build_uniform_topology
 
 
-def uneven(of: Ints, plane: Ints) -> int:
-    """The largest difference between what one host (group) has on one plane and on the other."""
+def compute_imbalance(of: Ints, plane: Ints) -> int:
+    """Return the largest difference between what one host (group) has on one plane and on the other."""
     return int(np.abs(np.bincount(of[plane == 0], minlength=500) - np.bincount(of[plane == 1], minlength=500)).max())
 
 
@@ -22,7 +22,7 @@ def test_ports_of_a_host_and_links_of_a_group_differ_by_one_flow(seed: int) -> N
     sender, receiver = draws.integers(hosts, size=count), draws.integers(hosts, size=count)
     plane = split_across_planes(sender, sender // 4, receiver, receiver // 4, np.ones(count, dtype=np.int64))
     assert set(plane.tolist()) <= {0, 1}
-    assert max(uneven(of, plane) for of in (sender, receiver, sender // 4, receiver // 4)) <= 1
+    assert max(compute_imbalance(of, plane) for of in (sender, receiver, sender // 4, receiver // 4)) <= 1
 
 
 def test_both_planes_are_at_their_bound() -> None:
@@ -40,7 +40,7 @@ def test_both_planes_are_at_their_bound() -> None:
     assert found.lost == ()
 
 
-def test_who_cannot_go_in_its_plane_takes_the_other_one() -> None:
+def test_a_flow_that_cannot_use_its_plane_takes_the_other_one() -> None:
     topology = build_uniform_topology(2, 1, planes=2).with_dead_links(up=[(0, 1)])
     flows = Flows(np.array([0, 0]), np.array([1, 1]), np.array([1, 1]))
     found = assign_planes(topology, flows, np.array([0, 1]))
@@ -49,7 +49,7 @@ def test_who_cannot_go_in_its_plane_takes_the_other_one() -> None:
     assert (cut_off.routes.tolist(), cut_off.lost) == ([NO_ROUTE, NO_ROUTE], (0, 1))
 
 
-def test_who_is_fixed_stays_and_who_moves_is_told() -> None:
+def test_a_fixed_flow_stays_and_moved_flows_are_reported() -> None:
     topology = build_uniform_topology(2, 2, planes=2)
     flows = Flows(np.array([0, 0, 0]), np.array([1, 1, 1]), np.array([1, 1, 1]))
     plane, present = np.array([0, 0, 1]), [1, 1, 3]

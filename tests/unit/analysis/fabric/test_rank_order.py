@@ -1,4 +1,4 @@
-"""Seats in the fabric's order."""
+"""Rank slots in the fabric's order."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PLACES: dict[str, TopologyLocation] = {
 
 
 def test_a_ring_leaves_each_leaf_once_and_each_block_once() -> None:
-    seats = order_by_topology("abcdef", PLACES)
-    assert "".join(seats) == "acbedf"
-    assert count_leaf_crossings(seats, PLACES) == (3, 3)
+    order = order_by_topology("abcdef", PLACES)
+    assert "".join(order) == "acbedf"
+    assert count_leaf_crossings(order, PLACES) == (3, 3)
     assert count_leaf_crossings("abcdef", PLACES) == (6, 3)
     blocks = {name: place[1:] for name, place in PLACES.items()}
-    assert count_leaf_crossings(seats, blocks) == (2, 2)
+    assert count_leaf_crossings(order, blocks) == (2, 2)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -47,21 +47,21 @@ def test_no_order_has_fewer_crossings(seed: int) -> None:
     )
 
 
-def test_an_order_that_is_good_stays() -> None:
+def test_a_good_order_is_not_changed() -> None:
     assert order_by_topology("dfbeac", PLACES) == list("dfbeac")
     assert order_by_topology("abc", {}) == list("abc"), "no labels: as they stood"
 
 
-def test_labels_that_are_missing_or_half_there() -> None:
+def test_missing_and_partial_labels_are_supported() -> None:
     places = {**PLACES, "b": (), "e": ("leaf-1", "")}
-    seats = order_by_topology("abcdef", places)
-    assert sorted(seats) == sorted("abcdef")
-    assert seats[:4] == list("acdf")
-    assert count_leaf_crossings("ab", {"a": ("l",)}) == (2, 2), "who has no leaf is nobody's neighbor"
+    order = order_by_topology("abcdef", places)
+    assert sorted(order) == sorted("abcdef")
+    assert order[:4] == list("acdf")
+    assert count_leaf_crossings("ab", {"a": ("l",)}) == (2, 2), "a worker without a leaf has no neighbor"
     assert count_leaf_crossings("a", {}) == (0, 0)
 
 
-def test_the_nearest_spare_first() -> None:
+def test_the_nearest_spare_is_first() -> None:
     assert sort_by_distance("a", ["d", "b", "c"], PLACES) == ["c", "b", "d"]
     assert sort_by_distance("a", ["f", "b"], PLACES, peers=count_by_leaf(["d", "d"], PLACES)) == ["b", "f"]
     assert sort_by_distance("x", ["f", "b"], PLACES, peers=count_by_leaf(["e"], PLACES)) == ["b", "f"], (
@@ -70,10 +70,10 @@ def test_the_nearest_spare_first() -> None:
     assert sort_by_distance("x", ["f", "b"], {}) == ["f", "b"]
 
 
-def test_the_heaviest_axis_of_a_mesh_joins_neighbours() -> None:
+def test_the_heaviest_axis_of_a_mesh_joins_neighbors() -> None:
     """Two stages of three replicas; the last axis varies fastest."""
     assert arrange_in_mesh("abcdef", (2, 3), (1, 5)) == list("abcdef"), "replicas 0-1-2, then 3-4-5"
-    assert arrange_in_mesh("abcdef", (2, 3), (5, 1)) == list("acebdf"), "stages: seats 0 and 3, 1 and 4, 2 and 5"
+    assert arrange_in_mesh("abcdef", (2, 3), (5, 1)) == list("acebdf"), "stages: slots 0 and 3, 1 and 4, 2 and 5"
     three = arrange_in_mesh(list(range(8)), (2, 2, 2), (1, 9, 4))
     assert abs(three.index(0) - three.index(1)) == 2, "the middle axis"
     with pytest.raises(ValueError, match="reshape"):

@@ -10,7 +10,7 @@ import pytest
 from pacekeeper_analysis.failures.crash import is_peer_loss
 
 ABORTED = -signal.SIGABRT
-# Written by hand, in the words of torch's ProcessGroupNCCL.cpp.
+# Written by hand, in the wording of torch's ProcessGroupNCCL.cpp.
 TERMINATED = "[rank1]:[E1122 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog "
 TERMINATED += "thread terminated with exception: "
 LOADER = "RuntimeError: DataLoader worker (pid 812)"
@@ -39,7 +39,9 @@ TRACE = "\nException raised from checkTimeout\nframe #0: c10::Error::Error()\n"
         (1, TERMINATED + "CUDA error: an illegal memory access was encountered", False),
     ],
 )
-def test_a_lost_peer_is_known_by_the_words_and_the_exit_code(exit_code: int, error: str, consequence: bool) -> None:
+def test_a_lost_peer_is_recognized_by_the_message_and_the_exit_code(
+    exit_code: int, error: str, consequence: bool
+) -> None:
     assert is_peer_loss(exit_code, error) is consequence
 
 

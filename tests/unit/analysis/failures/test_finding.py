@@ -1,4 +1,4 @@
-"""Verdicts that are put together, and how sure they are."""
+"""Findings that are combined, and their confidence."""
 
 import pytest
 
@@ -17,25 +17,25 @@ PROBED = Finding(FaultClass.NETWORK, "link 0 -> 1", (Signal(SignalKind.PROBE, "s
 CODE = Finding(FaultClass.CODE, "train.py:slow", (Signal(SignalKind.PROFILE, "0.4 s a step"),))
 
 
-def test_the_first_word_stands_by_itself() -> None:
+def test_the_first_finding_is_unchanged() -> None:
     assert merge_findings(None, TIMES) == TIMES
 
 
 @pytest.mark.parametrize("findings", [(TIMES, PROBED), (PROBED, TIMES), (CODE, PROBED), (PROBED, CODE)])
-def test_the_stronger_witness_names_class_and_culprit_and_all_are_kept(findings: tuple[Finding, Finding]) -> None:
+def test_the_stronger_signal_names_class_and_culprit_and_all_are_kept(findings: tuple[Finding, Finding]) -> None:
     both = merge_findings(*findings)
     assert (both.fault, both.culprit, both.advice) == (FaultClass.NETWORK, "link 0 -> 1", "look")
     assert both.signal_kinds == findings[0].signal_kinds | findings[1].signal_kinds
 
 
-def test_of_the_same_kind_the_newest_words_count() -> None:
+def test_the_newest_message_of_the_same_kind_counts() -> None:
     newer = Finding(FaultClass.DATA, "rank 2", (Signal(SignalKind.TIMES, "2 x its peers"),))
     assert merge_findings(TIMES, newer) == newer
 
 
-def test_who_names_nobody_clears_its_own_class_alone() -> None:
-    """A probe that finds all links well clears them; whose functions are slow is told all the same."""
-    cleared = Finding(FaultClass.NETWORK, "", (Signal(SignalKind.PROBE, "all as fast as ever"),))
+def test_a_finding_without_a_culprit_clears_only_its_own_class() -> None:
+    """A probe that finds all links well clears them; slow functions are reported nevertheless."""
+    cleared = Finding(FaultClass.NETWORK, "", (Signal(SignalKind.PROBE, "all as fast as before"),))
     throttled = Finding(FaultClass.CONFIGURATION, "rank 2", (Signal(SignalKind.PROCESS, "a quota"),))
     for both in (merge_findings(cleared, throttled), merge_findings(throttled, cleared)):
         assert (both.fault, both.culprit) == (FaultClass.CONFIGURATION, "rank 2")
@@ -43,7 +43,7 @@ def test_who_names_nobody_clears_its_own_class_alone() -> None:
     assert merge_findings(link, cleared).culprit == ""
 
 
-def test_every_kind_of_witness_has_its_strength() -> None:
+def test_every_kind_of_signal_has_its_strength() -> None:
     assert sorted(SIGNAL_KINDS_BY_STRENGTH) == sorted(SignalKind)
 
 

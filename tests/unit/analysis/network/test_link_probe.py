@@ -1,4 +1,4 @@
-"""A probe of a link: its turns, and the verdict upon every pattern of answers."""
+"""A probe of a link: its turns, and the verdict on every pattern of answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAST, SLOW = 400e6, 100e6
 PING = 0.0004
 
 
-def answers(
+def build_answers(
     slow: set[tuple[str, str]], others: int = 2, rate: float = SLOW, failed: str = "", ping: float = PING
 ) -> dict[str, list[LinkProbe]]:
     """What the launchers measure where these pairs are slow."""
@@ -39,7 +39,7 @@ def answers(
 
 class TestLayout:
     @pytest.mark.parametrize("others", range(5))
-    def test_pairs_of_one_turn_have_nobody_in_common(self, others: int) -> None:
+    def test_pairs_of_one_turn_have_no_worker_in_common(self, others: int) -> None:
         probe = plan_probe("p", S, D, OTHERS[:others])
         for slot in range(int(estimate_probe_seconds(probe))):
             taking_part = Counter(
@@ -52,21 +52,21 @@ class TestLayout:
             assert max(taking_part.values(), default=1) == 1
         assert probe.targets[0][0].worker == "d"
 
-    def test_it_asks_for_the_pair_both_ends_with_others_and_controls(self) -> None:
+    def test_the_pair_both_ends_with_others_and_controls_are_probed(self) -> None:
         probe = plan_probe("p", S, D, OTHERS)
-        asked = {
+        probed = {
             (source, target.worker)
             for source, targets in zip(probe.sources, probe.targets, strict=True)
             for target in targets
         }
-        assert {("s", "d"), ("s", "x"), ("s", "y"), ("x", "d"), ("y", "d"), ("d", "s")} <= asked
-        assert {("x", "y"), ("y", "x"), ("z", "w"), ("w", "z")} <= asked
+        assert {("s", "d"), ("s", "x"), ("s", "y"), ("x", "d"), ("y", "d"), ("d", "s")} <= probed
+        assert {("x", "y"), ("y", "x"), ("z", "w"), ("w", "z")} <= probed
         assert estimate_probe_seconds(probe) == 4
 
-    def test_nobody_else_is_there(self) -> None:
+    def test_a_job_without_other_workers_is_inconclusive(self) -> None:
         probe = plan_probe("p", S, D, [])
         assert probe.sources == ("s", "d")
-        assert evaluate_probe(answers(set(), others=0), "s", "d").verdict is LinkProbeVerdict.INCONCLUSIVE
+        assert evaluate_probe(build_answers(set(), others=0), "s", "d").verdict is LinkProbeVerdict.INCONCLUSIVE
 
 
 class TestJudge:
@@ -87,45 +87,51 @@ class TestJudge:
             ({("s", "x")}, LinkProbeVerdict.NOTHING),
         ],
     )
-    def test_what_is_slow(self, slow: set[tuple[str, str]], verdict: LinkProbeVerdict, others: int) -> None:
-        told = evaluate_probe(answers(slow, others), "s", "d")
-        assert told.verdict is verdict, told.message
+    def test_the_slow_part_is_found(self, slow: set[tuple[str, str]], verdict: LinkProbeVerdict, others: int) -> None:
+        evaluation = evaluate_probe(build_answers(slow, others), "s", "d")
+        assert evaluation.verdict is verdict, evaluation.message
 
-    def test_acknowledgements_that_wait_do_not_hide_the_slow_way_back_of_three(self) -> None:
-        given = answers({("d", "s"), ("d", "x"), ("s", "d")}, others=1)
+    def test_delayed_acknowledgments_do_not_hide_the_slow_reverse_direction_of_three(self) -> None:
+        given = build_answers({("d", "s"), ("d", "x"), ("s", "d")}, others=1)
         assert evaluate_probe(given, "s", "d").verdict is LinkProbeVerdict.REVERSED
 
     def test_a_contradiction_is_no_verdict(self) -> None:
-        assert evaluate_probe(answers({("s", "d"), ("s", "x")}), "s", "d").verdict is LinkProbeVerdict.INCONCLUSIVE
+        assert (
+            evaluate_probe(build_answers({("s", "d"), ("s", "x")}), "s", "d").verdict is LinkProbeVerdict.INCONCLUSIVE
+        )
 
-    def test_what_does_not_come_through_at_all_is_slow(self) -> None:
-        told = evaluate_probe(answers({("s", "d")}, failed="timed out"), "s", "d")
-        assert told.verdict is LinkProbeVerdict.LINK
-        assert "s → d failed (timed out)" in told.message
+    def test_a_failed_transfer_is_slow(self) -> None:
+        evaluation = evaluate_probe(build_answers({("s", "d")}, failed="timed out"), "s", "d")
+        assert evaluation.verdict is LinkProbeVerdict.LINK
+        assert "s → d failed (timed out)" in evaluation.message
 
     def test_long_pings_are_slow_too_but_not_those_of_a_busy_processor(self) -> None:
-        assert evaluate_probe(answers({("s", "d")}, rate=FAST, ping=0.02), "s", "d").verdict is LinkProbeVerdict.LINK
         assert (
-            evaluate_probe(answers({("s", "d")}, rate=FAST, ping=4 * PING), "s", "d").verdict
+            evaluate_probe(build_answers({("s", "d")}, rate=FAST, ping=0.02), "s", "d").verdict is LinkProbeVerdict.LINK
+        )
+        assert (
+            evaluate_probe(build_answers({("s", "d")}, rate=FAST, ping=4 * PING), "s", "d").verdict
             is LinkProbeVerdict.NOTHING
         )
 
     def test_a_little_slower_is_like_the_controls_where_the_suspect_is_much_slower(self) -> None:
-        given = answers({("s", "d")}, rate=FAST / 40)
+        given = build_answers({("s", "d")}, rate=FAST / 40)
         given["s"][1] = LinkProbe("x", FAST / 2, PING)
         assert evaluate_probe(given, "s", "d").verdict is LinkProbeVerdict.LINK
 
-    def test_what_is_limited_by_the_launchers_themselves_is_not_compared(self) -> None:
-        given = answers(set())
+    def test_transfers_limited_by_the_launchers_themselves_are_not_compared(self) -> None:
+        given = build_answers(set())
         given = {w: [LinkProbe(p.target, 6e9, PING) for p in probes] for w, probes in given.items()}
         given["s"][0] = LinkProbe("d", 1.2e9, PING)
         assert evaluate_probe(given, "s", "d").verdict is LinkProbeVerdict.NOTHING
 
     @pytest.mark.parametrize("silent", [{"s"}, {"x", "y", "d"}])
-    def test_without_the_suspect_or_any_control_there_is_none(self, silent: set[str]) -> None:
-        given = {worker: probes for worker, probes in answers({("s", "d")}).items() if worker not in silent}
+    def test_without_the_suspect_or_any_control_there_is_no_verdict(self, silent: set[str]) -> None:
+        given = {worker: probes for worker, probes in build_answers({("s", "d")}).items() if worker not in silent}
         assert evaluate_probe(given, "s", "d").verdict is LinkProbeVerdict.INCONCLUSIVE
 
-    def test_controls_that_all_fail_are_none(self) -> None:
-        given = {w: [LinkProbe(p.target, failed="no secret") for p in probes] for w, probes in answers(set()).items()}
+    def test_controls_that_all_fail_give_no_verdict(self) -> None:
+        given = {
+            w: [LinkProbe(p.target, failed="no secret") for p in probes] for w, probes in build_answers(set()).items()
+        }
         assert evaluate_probe(given, "s", "d").verdict is LinkProbeVerdict.INCONCLUSIVE

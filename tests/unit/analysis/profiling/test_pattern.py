@@ -1,4 +1,4 @@
-"""What a broken or hostile rank may send as its pattern: nothing but InputError comes of it."""
+"""A broken or hostile rank's pattern: nothing but an InputError results from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE = build_pattern(
 )
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_pattern_is_read_as_it_was_written() -> None:
     answer = ProfileAnswer.from_bytes(ProfileAnswer(ONE, ONE).to_bytes())
     assert answer.pattern.function_patterns[0].name == ONE.function_patterns[0].name
     assert np.allclose(answer.pattern.statistics, ONE.statistics, atol=1e-4)
@@ -68,7 +68,7 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda d: d.update(sources="Tell"), "sources"),
     ],
 )
-def test_what_is_no_pattern_is_named(change: Change, field: str) -> None:
+def test_an_invalid_pattern_is_named(change: Change, field: str) -> None:
     data = ONE.to_json()
     change(data)
     with pytest.raises(InputError, match=field):
@@ -80,12 +80,12 @@ def test_what_is_no_pattern_is_named(change: Change, field: str) -> None:
     [b"", b"[]", b"{}", b"\xff", b"[" * 10_000, b"x" * (MAX_PROFILE_ANSWER_BYTES + 1), b'{"pattern":7}', b"1" * 10_000],
     ids=["empty", "list", "without", "no text", "deep", "long", "number", "long number"],
 )
-def test_what_is_no_answer_is_an_input_error(data: bytes) -> None:
+def test_an_invalid_answer_is_an_input_error(data: bytes) -> None:
     with pytest.raises(InputError):
         ProfileAnswer.from_bytes(data)
 
 
-def test_nothing_but_input_errors_comes_of_what_is_broken_anywhere() -> None:
+def test_damage_in_any_place_raises_nothing_but_input_errors() -> None:
     chance = random.Random(1)
     whole = ProfileAnswer(ONE, ONE).to_bytes()
     for _ in range(300):
@@ -96,7 +96,7 @@ def test_nothing_but_input_errors_comes_of_what_is_broken_anywhere() -> None:
         assert found.reported in (0, 1)
 
 
-def test_names_that_have_become_longer_push_stacks_out() -> None:
+def test_names_that_have_become_longer_displace_stacks() -> None:
     deep = tuple((5, *range(len(ONE.names)), 0, 1, 2) for _ in range(400))
     full = replace(ONE, folded=deep)
     answer = ProfileAnswer(full, full).rename_functions(lambda name: f"#{name}", SourceNaming.SHOW)
@@ -107,7 +107,7 @@ def test_names_that_have_become_longer_push_stacks_out() -> None:
     assert 0 < len(found.pattern.folded) < 400
 
 
-def test_a_rank_with_names_of_its_own_takes_nobodys_room() -> None:
+def test_a_rank_with_names_of_its_own_takes_no_other_ranks_room() -> None:
     hostile = build_pattern(0, {(f"x{i}", SLOW_FUNCTION[1]): 0.003 for i in range(120)}, 0.5)
     others = [
         build_pattern(rank, {**HEALTHY_WORK, **({SLOW_FUNCTION: 0.1} if rank == 5 else {})}, 0.5)
@@ -118,7 +118,7 @@ def test_a_rank_with_names_of_its_own_takes_nobodys_room() -> None:
     assert len(read_table(build_answers([hostile, *others])).functions) <= MAX_TABLE_COLUMNS
 
 
-def test_the_page_has_suspects_beside_usual_ranks_and_keeps_its_bounds() -> None:
+def test_the_page_has_suspects_next_to_usual_ranks_and_keeps_its_bounds() -> None:
     now = [
         build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank == 7 else HEALTHY_WORK, 0.6)
         for rank in range(3000)

@@ -1,4 +1,4 @@
-"""What the page shows, from a window that real ranks have recorded, and from windows that nobody would wish for."""
+"""The content of the page, from a window that real ranks have recorded, and from extreme windows."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ RECORDED = Path(__file__).with_name("recorded.json")
 """Four ranks over gloo, of which rank 1's `color` took twelve times as long from a step on."""
 
 
-def kept(now: Sequence[RankPattern], early: Sequence[RankPattern] | None = None) -> ProfilePage:
-    """What the operator keeps of such ranks' window."""
+def build_page(now: Sequence[RankPattern], early: Sequence[RankPattern] | None = None) -> ProfilePage:
+    """Return what the operator stores of the window of these ranks."""
     sent = build_answers([*now], None if early is None else [*early])
     table = read_table(sent)
     return ProfilePage.from_json(write_profile_page(localize_in_table(table, len(now)), table, dict(sent)))
 
 
-def ranks(count: int, slow: int | None = 1, step: float = 0.6) -> list[RankPattern]:
+def build_ranks(count: int, slow: int | None = 1, step: float = 0.6) -> list[RankPattern]:
     return [
         build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank == slow else HEALTHY_WORK, step)
         for rank in range(count)
     ]
 
 
-def paths(shown: dict[str, Any], place: int) -> dict[tuple[str, ...], int]:
-    """Looks of each path of a pattern's flame graph."""
+def list_paths(shown: dict[str, Any], place: int) -> dict[tuple[str, ...], int]:
+    """Return the samples of each path of a pattern's flame graph."""
     found = dict[tuple[str, ...], int]()
 
-    def walk(node: list[Any], before: tuple[str, ...]) -> None:
-        name, looks, callees = node
-        found[*before, shown["names"][name]] = looks
+    def walk_node(node: list[Any], before: tuple[str, ...]) -> None:
+        name, counts, callees = node
+        found[*before, shown["names"][name]] = counts
         for callee in callees:
-            walk(callee, (*before, shown["names"][name]))
+            walk_node(callee, (*before, shown["names"][name]))
 
-    walk(shown["patterns"][place]["tree"], ())
+    walk_node(shown["patterns"][place]["tree"], ())
     return found
 
 
@@ -66,11 +66,11 @@ class TestRecorded:
         assert labels[:2] == ["rank 1 (suspect)", "rank 1, early steps"]
         usual = labels.index("rank 0")
         color = ("(a whole step)", "./train.py:train", "./train.py:augment", "./train.py:color")
-        slow, fast = paths(shown, 0), paths(shown, usual)
+        slow, fast = list_paths(shown, 0), list_paths(shown, usual)
         assert slow[color] > 10 * fast.get(color, 0) > 0
-        for looks in (slow, fast):  # callees have no more looks than their caller
-            below = sum(count for path, count in looks.items() if len(path) == 2)
-            assert below == looks["(a whole step)",]
+        for counts in (slow, fast):  # callees have no more samples than their caller
+            below = sum(count for path, count in counts.items() if len(path) == 2)
+            assert below == counts["(a whole step)",]
 
     def test_the_point_of_the_suspect_lies_outside_the_usual_range(self) -> None:
         plot = build_report_data(ProfilePage.from_json(RECORDED.read_bytes()), "why")["plots"][0]
@@ -110,7 +110,7 @@ class TestFlame:
 
 
 class TestUsualRange:
-    def test_it_is_the_one_of_the_localization(self) -> None:
+    def test_the_range_is_that_of_the_localization(self) -> None:
         shares, busy = np.array([0.30, 0.31, 0.29, 0.35]), np.array([0.27, 0.28, 0.26, 0.10])
         share, part = 0.305, 0.265
         spread = max(1.48 * float(np.median(np.abs(shares - share))), 0.02)
@@ -127,35 +127,35 @@ class TestUsualRange:
         rows = compute_usual_range(np.full(4, 0.9), np.full(4, 0.9))
         assert [use for use, *_ in rows if use < 0.8] == []
 
-    def test_of_no_ranks_there_is_none(self) -> None:
+    def test_no_ranks_have_no_range(self) -> None:
         assert compute_usual_range(np.zeros(0), np.zeros(0)) == []
 
 
-class TestWhoIsCompared:
-    def test_all_ranks_slow_alike_have_their_early_steps_as_the_usual(self) -> None:
+class TestComparison:
+    def test_all_ranks_equally_slow_are_compared_with_their_early_steps(self) -> None:
         works = [build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2}, 0.6) for rank in range(3)]
-        shown = build_report_data(kept(works, ranks(3, slow=None, step=0.4)), "why")
+        shown = build_report_data(build_page(works, build_ranks(3, slow=None, step=0.4)), "why")
         assert shown["verdict"]["culprit"] == "train.py:augment on all ranks"
         assert not any(one["suspect"] for one in shown["patterns"])
         plot = shown["plots"][0]
         assert (plot["function"], plot["than"]) == ("train.py:augment", "the early steps")
         assert all(share > max(high for _, _, high in plot["expected"]) for _, share, _, _ in plot["points"])
 
-    def test_a_job_of_one_rank_without_early_steps_is_shown_alone(self) -> None:
-        shown = build_report_data(kept(ranks(1, slow=None)), "why")
+    def test_a_job_of_one_rank_without_early_steps_is_shown_without_a_comparison(self) -> None:
+        shown = build_report_data(build_page(build_ranks(1, slow=None)), "why")
         assert [one["label"] for one in shown["patterns"]] == ["rank 0"]
         assert shown["verdict"]["fault"] == "Unknown"
 
-    def test_nobody_has_answered(self) -> None:
+    def test_a_page_without_answers_is_built(self) -> None:
         table = read_table([])
         shown = build_report_data(
             ProfilePage.from_json(write_profile_page(localize_in_table(table, 4), table, {})), "why"
         )
         assert (shown["patterns"], shown["plots"], shown["reported"]) == ([], [], 0)
 
-    def test_settings_are_told_as_far_as_they_are_known(self) -> None:
+    def test_known_settings_are_shown(self) -> None:
         setup = ProcessSetup(threads=1, throttled=0.5, variables=("OMP_NUM_THREADS=1",))
-        shown = build_report_data(kept([replace(ranks(1)[0], setup=setup)]), "why")
+        shown = build_report_data(build_page([replace(build_ranks(1)[0], setup=setup)]), "why")
         assert shown["patterns"][0]["setup"] == [
             ("threads of an operation", "1"),
             ("throttled by its quota, of the periods", "50%"),
@@ -166,8 +166,8 @@ class TestWhoIsCompared:
 class TestHostile:
     def test_markup_stays_text(self) -> None:
         evil = "</script><!--<script><img src=x onerror=alert(1)>"
-        one = replace(ranks(1)[0], names=(evil, *ranks(1)[0].names[1:]))
-        text = render_profile_html(kept([one]), evil)
+        one = replace(build_ranks(1)[0], names=(evil, *build_ranks(1)[0].names[1:]))
+        text = render_profile_html(build_page([one]), evil)
         assert "<img" not in text
         assert text.count("<script>") == text.count("</script>") == 1
         assert text.count("<!--") == 0
@@ -178,10 +178,10 @@ class TestHostile:
         one = replace(
             build_pattern(0, HEALTHY_WORK, 0.5), names=build_pattern(0, HEALTHY_WORK, 0.5).names + names, folded=stacks
         )
-        assert len(render_profile_html(kept([one]), "why")) < 300_000
+        assert len(render_profile_html(build_page([one]), "why")) < 300_000
 
     @pytest.mark.parametrize(
-        ("change", "words"),
+        ("change", "message"),
         [
             ({"localization": None}, "localization: must be an object"),
             ({"localization": {"finding": {"fault": "Witchcraft", "culprit": ""}}}, "fault: 'Witchcraft' is not one"),
@@ -191,9 +191,9 @@ class TestHostile:
             ({"answers": ["{}"]}, r"answers\[0\].pattern"),
         ],
     )
-    def test_what_is_no_page_is_refused_by_name(self, change: dict[str, Any], words: str) -> None:
+    def test_an_invalid_page_is_rejected_by_name(self, change: dict[str, Any], message: str) -> None:
         content = json.loads(RECORDED.read_bytes()) | change
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match=message):
             ProfilePage.from_json(json.dumps(content).encode())
 
     def test_a_plot_needs_a_figure_for_each_rank(self) -> None:
@@ -203,13 +203,13 @@ class TestHostile:
             ProfilePage.from_json(json.dumps(content).encode())
 
     @pytest.mark.parametrize("data", [b"", b"[]", b"[" * 100_000, b"\xff", b" " * (MAX_PAGE_BYTES + 1)])
-    def test_bytes_that_are_no_page_are_refused(self, data: bytes) -> None:
+    def test_bytes_that_are_no_page_are_rejected(self, data: bytes) -> None:
         with pytest.raises(InputError, match="page: "):
             ProfilePage.from_json(data)
 
 
 class TestCommand:
-    def test_it_reads_what_kubectl_writes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_output_of_kubectl_is_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         body = {"metadata": {"name": "gpt-r3-straggler-0a1b2"}, "spec": {"content": RECORDED.read_text()}}
         (tmp_path / "window.json").write_text(json.dumps(body))
         assert main([str(tmp_path / "window.json"), "-o", str(tmp_path / "page.html")]) == 0
@@ -219,20 +219,22 @@ class TestCommand:
         assert lines[-1].startswith("to do: look at what ./train.py:color does")
         assert "gpt-r3-straggler-0a1b2" in (tmp_path / "page.html").read_text()
 
-    def test_it_reads_the_content_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_plain_content_is_read(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([str(RECORDED)]) == 0
         assert "./train.py:color on rank 1" in capsys.readouterr().out
 
     @pytest.mark.parametrize("text", ["no", "{}", '{"spec": {}}', '{"kind": "List", "spec": 7}'])
-    def test_what_it_cannot_read_it_says(self, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_unreadable_page_is_reported(
+        self, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "window.json").write_text(text)
         assert main([str(tmp_path / "window.json")]) == 2
         assert capsys.readouterr().err.startswith("pacekeeper profile: ")
 
-    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_missing_file_is_reported(self, tmp_path: Path) -> None:
         assert main([str(tmp_path / "nothing")]) == 2
 
 
-def test_an_answer_survives_the_way_to_the_page() -> None:
+def test_an_answer_reaches_the_page_unchanged() -> None:
     (first, *_) = ProfilePage.from_json(RECORDED.read_bytes()).answers
     assert ProfileAnswer.from_bytes(first.to_bytes()).pattern.stacks == first.pattern.stacks

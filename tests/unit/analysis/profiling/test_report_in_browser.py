@@ -24,7 +24,7 @@ const seen = [];
 const frame = (which, name) => [...byId(which + "-flame").children].find(each => each.textContent.includes(name));
 const key = name => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: name, bubbles: true}));
 seen.push(byId("verdict").querySelector("h2").textContent);
-seen.push(byId("left-title").textContent.split(":")[0] + " beside " + byId("right-title").textContent.split(":")[0]);
+seen.push(byId("left-title").textContent.split(":")[0] + " next to " + byId("right-title").textContent.split(":")[0]);
 seen.push([frame("left", "color"), frame("right", "_engine")].map(each => each.textContent[0]).join(""));
 seen.push(byId("functions").rows[0].cells[0].textContent);
 frame("left", "augment").click();
@@ -43,7 +43,7 @@ document.documentElement.dataset.seen = seen.join("|");
 """
 
 
-def hostile() -> str:
+def build_hostile_page() -> str:
     """Two ranks whose names are markup, and whose stacks are as deep as can be."""
     now = [
         build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank else HEALTHY_WORK, 0.6) for rank in range(2)
@@ -58,12 +58,12 @@ def hostile() -> str:
     )
 
 
-def nobody() -> str:
+def build_empty_page() -> str:
     table = read_table([])
     return render_profile_html(ProfilePage.from_json(write_profile_page(localize_in_table(table, 4), table, {})), "why")
 
 
-def alone() -> str:
+def build_single_page() -> str:
     sent = build_answers([build_pattern(0, HEALTHY_WORK, 0.5)])
     table = read_table(sent)
     return render_profile_html(
@@ -71,13 +71,13 @@ def alone() -> str:
     )
 
 
-def recorded() -> str:
+def build_recorded_page() -> str:
     return render_profile_html(ProfilePage.from_json(RECORDED.read_bytes()), "why")
 
 
-def test_a_suspect_beside_a_usual_rank(tmp_path: Path) -> None:
-    seen = read_notes(load_in_browser(recorded(), tmp_path, USE_THE_PAGE, width=1600)).split("|")
-    assert seen[:2] == ["Code: ./train.py:color on rank 1", "rank 1 (suspect) beside rank 0"]
+def test_a_suspect_is_shown_next_to_a_usual_rank(tmp_path: Path) -> None:
+    seen = read_notes(load_in_browser(build_recorded_page(), tmp_path, USE_THE_PAGE, width=1600)).split("|")
+    assert seen[:2] == ["Code: ./train.py:color on rank 1", "rank 1 (suspect) next to rank 0"]
     assert seen[2:4] == ["▲▼", "color ./train.py"]
     assert seen[4] == "calc(100% - 1px)"
     assert seen[5].startswith("./train.py:augment: 23.1 ms of a step")
@@ -87,19 +87,19 @@ def test_a_suspect_beside_a_usual_rank(tmp_path: Path) -> None:
     assert seen[10].startswith("./train.py:color, rank 1 (suspect): 36.")
 
 
-@pytest.mark.parametrize("make", [recorded, hostile, nobody, alone])
-def test_it_fits_a_phone(make: Callable[[], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [build_recorded_page, build_hostile_page, build_empty_page, build_single_page])
+def test_the_page_fits_a_phone(make: Callable[[], str], tmp_path: Path) -> None:
     wider, state = read_notes(load_in_browser(wrap_in_frame(make(), 360), tmp_path)).split("|")
     assert (wider, state) == ("0", "well")
 
 
 def test_markup_in_names_is_shown_as_it_is_written(tmp_path: Path) -> None:
-    look = "const there = [document.images.length, document.scripts.length, document.title];"
-    look += "document.documentElement.dataset.seen = there.join('|');"
-    images, scripts, title = read_notes(load_in_browser(hostile(), tmp_path, look)).split("|")
+    script = "const there = [document.images.length, document.scripts.length, document.title];"
+    script += "document.documentElement.dataset.seen = there.join('|');"
+    images, scripts, title = read_notes(load_in_browser(build_hostile_page(), tmp_path, script)).split("|")
     assert (images, scripts, title) == ("0", "3", EVIL)  # scripts: the page's own, and two of this test
 
 
-def test_one_rank_alone_has_nothing_beside_it(tmp_path: Path) -> None:
-    document = load_in_browser(alone(), tmp_path)
+def test_a_single_rank_has_nothing_next_to_it(tmp_path: Path) -> None:
+    document = load_in_browser(build_single_page(), tmp_path)
     assert "Nothing is kept to compare it with." in document

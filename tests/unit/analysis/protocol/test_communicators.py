@@ -48,12 +48,12 @@ def test_ranks_are_written_in_runs_and_read_again(ranks: tuple[int, ...], text: 
         "0-99999999999",
     ],
 )
-def test_what_is_no_group_is_refused(text: str) -> None:
+def test_an_invalid_group_is_rejected(text: str) -> None:
     with pytest.raises(InputError):
         Communicator(1, text)
 
 
-def test_a_group_that_is_interleaved_is_none_the_less_one() -> None:
+def test_interleaved_groups_are_supported() -> None:
     assert Communicator(1, "0-6:2,1-7:2").ranks == (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -67,14 +67,14 @@ def test_a_job_has_no_groups_of_ranks_beyond_its_own() -> None:
     assert not group.fits_world_size(8)
 
 
-def test_a_message_takes_so_many_members_and_its_sender_knows() -> None:
+def test_the_members_in_a_message_are_limited_and_the_sender_respects_it() -> None:
     long = [Communicator(number, ",".join(map(str, range(0, 1500, 2)))) for number in range(1, 65)]
     fit = truncate_communicators(long)
     assert 0 < len(fit) < len(long)
     check_communicators_size({"communicators": [vars(each) for each in fit]})
     with pytest.raises(InputError, match="communicators"):
         check_communicators_size({"communicators": [vars(each) for each in long]})
-    for told in (FaultReport, Evidence):
+    for kind in (FaultReport, Evidence):
         body = {"communicators": [vars(each) for each in long]}
         with pytest.raises(InputError, match="characters"):
-            told.from_json(body)
+            kind.from_json(body)

@@ -1,4 +1,4 @@
-"""What is read of JSON, whoever wrote it."""
+"""What is read of JSON from any writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Box:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (b"[" * 100_000, "nested too deeply"),
         ("9" * 5_000, "not JSON"),
@@ -40,26 +40,26 @@ class Box:
         ("x" * 10_000, "not JSON"),
     ],
 )
-def test_what_is_no_json_is_an_input_error_that_says_what_it_was_to_be(text: str | bytes, words: str) -> None:
-    with pytest.raises(InputError, match=f"plan.json: is {words}") as refused:
+def test_invalid_json_is_an_input_error_that_names_the_expected_content(text: str | bytes, message: str) -> None:
+    with pytest.raises(InputError, match=f"plan.json: is {message}") as refused:
         parse_json(text, "plan.json")
     assert len(str(refused.value)) < 200
 
 
-def test_numbers_that_json_does_not_have_are_refused_where_that_is_wanted() -> None:
+def test_numbers_that_json_does_not_have_are_rejected_on_request() -> None:
     assert parse_json("[Infinity]") == [float("inf")]
     with pytest.raises(InputError, match="NaN is not a number"):
         parse_json('{"step": NaN}', finite=True)
 
 
-def test_objects_by_name_and_numbered_words_are_read() -> None:
+def test_objects_by_name_and_numbered_names_are_read() -> None:
     box = read_dataclass(Box, {"sizes": {"a": {"nbytes": 1}}, "grade": 1, "names": ["x"]})
     assert box == Box({"a": Size(1)}, Grade.HIGH, ("x",))
     assert read_dataclass(Box, {"names": None}) == Box()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "message"),
     [
         ({"sizes": [1]}, "Box.sizes: must be an object"),
         ({"sizes": {"a": {"nbytes": -1}}}, "Box.sizes.'a'.nbytes: -1 must be from 0"),
@@ -68,6 +68,6 @@ def test_objects_by_name_and_numbered_words_are_read() -> None:
         ({"names": ["x"] * 3}, "Box.names: 3 items are more"),
     ],
 )
-def test_what_is_wrong_names_its_field(wrong: object, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_an_error_names_its_field(wrong: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         read_dataclass(Box, wrong)

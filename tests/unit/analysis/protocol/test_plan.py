@@ -1,4 +1,4 @@
-"""The plan and the reports survive the wire, and say what is wrong with what is not one."""
+"""The plan and the reports are unchanged by the wire, and errors name what is wrong with an invalid one."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ PATHS = Paths(
 )
 
 
-def test_plan_survives_json() -> None:
+def test_a_plan_is_the_same_after_json() -> None:
     assert Plan.from_json(json.loads(json.dumps(PLAN.to_json()))) == PLAN
 
 
-def test_a_worker_is_told_its_own_part() -> None:
+def test_a_worker_receives_its_own_part() -> None:
     part = PLAN.build_worker_plan("j-w4-0")
     assert (part.role, part.ranks, part.world_size, part.store) == (WorkerRole.MEMBER, (2, 3), 4, "10.0.0.1:29400")
     assert not part.serves_store
@@ -57,11 +57,11 @@ def test_a_worker_is_told_its_own_part() -> None:
     first = PLAN.build_worker_plan("j-w0-0")
     assert (part.shares, part.sequence_cost) == (None, None), "the worker of rank 0 hands them to the others"
     assert (first.shares, first.sequence_cost) == (PLAN.shares, PLAN.sequence_cost)
-    for told in (part, first):
-        assert WorkerPlan.from_json(json.loads(json.dumps(told.to_json()))) == told
+    for worker_plan in (part, first):
+        assert WorkerPlan.from_json(json.loads(json.dumps(worker_plan.to_json()))) == worker_plan
 
 
-def test_who_is_not_a_member_is_a_spare_or_leaves() -> None:
+def test_a_worker_that_is_no_member_is_a_spare_or_leaves() -> None:
     assert PLAN.build_worker_plan("j-w9-0").role is WorkerRole.SPARE
     assert Plan(stop=Stop.FINISH).build_worker_plan("j-w9-0").role is WorkerRole.LEAVE
 
@@ -79,13 +79,13 @@ def test_members_leave_when_their_pods_end_or_nothing_is_left_to_do() -> None:
     )
 
 
-def test_the_secret_is_told_to_members_only() -> None:
+def test_the_secret_is_sent_to_members_only() -> None:
     assert {PLAN.build_worker_plan(member.worker).secret for member in PLAN.members} == {"5ec2e7"}
     assert PLAN.build_worker_plan("j-w9-0").secret == ""
     assert replace(PLAN, stop=Stop.FINISH).build_worker_plan("j-w9-0").secret == ""
 
 
-def test_the_secret_is_shown_to_nobody_who_prints_a_plan_or_its_errors() -> None:
+def test_the_secret_is_not_printed_with_a_plan_or_its_errors() -> None:
     assert "5ec2e7" not in repr(PLAN) + repr(PLAN.build_worker_plan("j-w0-0"))
     with pytest.raises(InputError) as refused:
         WorkerPlan.from_json({**PLAN.build_worker_plan("j-w0-0").to_json(), "secret": "5ec2e7x"})
@@ -105,52 +105,56 @@ def test_each_membership_has_a_secret_of_its_own() -> None:
     ("ports", "place"),
     [
         ([4001, 4002], (4001, "0a")),
-        ([4001, None], (4001, "")),  # an older launcher or sidecar: it would be left out by a secret that it never gets
+        ([4001, None], (4001, "")),  # an older launcher or sidecar, which receives no secret
         ([None, 4002], (29400, "")),
         ([None], (29400, "")),
         ([], (29400, "")),
     ],
 )
-def test_a_membership_meets_where_its_first_member_says_and_in_secret_where_all_can(
+def test_the_rendezvous_is_at_the_first_members_address_and_authenticated_where_all_support_it(
     ports: list[int | None], place: tuple[int, str]
 ) -> None:
     assert choose_rendezvous(ports, "0a") == place
 
 
-def test_a_worker_is_told_of_the_paths_that_begin_or_end_with_it() -> None:
+def test_a_worker_receives_the_paths_that_begin_or_end_with_it() -> None:
     plan = replace(PLAN, paths=PATHS)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     for worker, peer, address in (("j-w0-0", "j-w4-0", "10.0.0.5"), ("j-w4-0", "j-w0-0", "10.0.0.1")):
-        told = plan.build_worker_plan(worker)
-        assert WorkerPlan.from_json(json.loads(json.dumps(told.to_json()))) == told
-        assert told.paths is not None
-        assert (told.paths.spines, told.paths.first_port, told.paths.last_port) == (3, 21000, 21999)
-        assert told.paths.wanted == (
+        worker_plan = plan.build_worker_plan(worker)
+        assert WorkerPlan.from_json(json.loads(json.dumps(worker_plan.to_json()))) == worker_plan
+        assert worker_plan.paths is not None
+        assert (worker_plan.paths.spines, worker_plan.paths.first_port, worker_plan.paths.last_port) == (
+            3,
+            21000,
+            21999,
+        )
+        assert worker_plan.paths.wanted == (
             WorkerPath(1, 2, "s1", ("10.98.0.1", "10.98.1.1"), peer, address),
             WorkerPath(3, 0, "s2", ("10.98.0.3",), peer, address),
         ), "what stays within a worker takes no path"
     assert plan.build_worker_plan("j-w9-0").paths is None, "a spare has no traffic"
 
 
-def test_in_a_fabric_that_nobody_knows_paths_have_a_number_instead_of_a_spine() -> None:
+def test_in_an_unknown_fabric_paths_have_a_number_instead_of_a_spine() -> None:
     plan = replace(PLAN, paths=Paths((PlannedPath(1, 2, draw=4),), ()))
-    told = plan.build_worker_plan("j-w4-0").paths
-    assert told is not None
-    assert told.wanted == (WorkerPath(1, 2, "", (), "j-w0-0", "10.0.0.1", 4),)
+    worker_plan = plan.build_worker_plan("j-w4-0").paths
+    assert worker_plan is not None
+    assert worker_plan.wanted == (WorkerPath(1, 2, "", (), "j-w0-0", "10.0.0.1", 4),)
 
 
-def test_no_worker_is_told_of_more_paths_than_it_takes() -> None:
+def test_no_worker_receives_more_paths_than_it_takes() -> None:
     count = MAX_WORKER_PATHS + 1
     members = (Member("a", "10.0.0.1", (0,)), Member("b", "10.0.0.2", tuple(range(1, count + 1))))
     wanted = tuple(PlannedPath(0, rank, "s1") for rank in range(1, count + 1))
-    told = Plan(members=members, paths=replace(PATHS, wanted=wanted)).build_worker_plan("b")
-    assert told.paths is not None
-    assert len(told.paths.wanted) == MAX_WORKER_PATHS
-    assert WorkerPlan.from_json(told.to_json()) == told
+    worker_plan = Plan(members=members, paths=replace(PATHS, wanted=wanted)).build_worker_plan("b")
+    assert worker_plan.paths is not None
+    assert len(worker_plan.paths.wanted) == MAX_WORKER_PATHS
+    assert WorkerPlan.from_json(worker_plan.to_json()) == worker_plan
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"wanted": [{"source": 0, "destination": 9, "spine": "s1"}]}, "no member has rank 9 of 4 ranks"),
         ({"wanted": [{"source": -1, "destination": 2, "spine": "s1"}]}, r"paths\.wanted\[0\]\.source"),
@@ -165,9 +169,9 @@ def test_no_worker_is_told_of_more_paths_than_it_takes() -> None:
         ({"last_port": "21999"}, r"paths\.last_port"),
     ],
 )
-def test_bad_paths_name_the_field(change: dict[str, object], words: str) -> None:
+def test_bad_paths_name_the_field(change: dict[str, object], message: str) -> None:
     data = replace(PLAN, paths=PATHS).to_json()
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=message):
         Plan.from_json({**data, "paths": {**data["paths"], **change}})
 
 
@@ -185,7 +189,7 @@ def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"shares": [8, 8]}, "2 shares for 4 ranks"),
         ({"shares": [24, 0, 0, 0]}, "at least 1"),
@@ -199,8 +203,8 @@ def test_unknown_fields_of_a_newer_version_are_left_out() -> None:
         ({"secret": 7}, "plan.secret: must be hexadecimal"),
     ],
 )
-def test_bad_plans_name_the_field(change: dict[str, object], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_bad_plans_name_the_field(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         Plan.from_json({**PLAN.to_json(), **change})
 
 

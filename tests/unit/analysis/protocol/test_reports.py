@@ -1,4 +1,4 @@
-"""What a broken or hostile worker may send: nothing but InputError comes of it, and what is read keeps its bounds."""
+"""What a broken or hostile worker may send: nothing but an InputError results, and what is read keeps its bounds."""
 
 from __future__ import annotations
 
@@ -71,36 +71,36 @@ NONSENSE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def as_sent(report: Any) -> dict[str, Any]:
+def encode_report(report: Any) -> dict[str, Any]:
     sent: dict[str, Any] = json.loads(json.dumps(report.to_json()))
     return sent
 
 
 @pytest.mark.parametrize("kind", REPORTS)
-def test_what_is_sent_is_what_is_read(kind: str) -> None:
+def test_reports_are_read_as_they_were_sent(kind: str) -> None:
     cls, report = REPORTS[kind]
-    assert cls.from_json(as_sent(report)) == report
-    assert cls.from_json({**as_sent(report), "of_a_later_version": [1]}) == report
+    assert cls.from_json(encode_report(report)) == report
+    assert cls.from_json({**encode_report(report), "of_a_later_version": [1]}) == report
 
 
-def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of every value in it."""
+def list_places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in it."""
     yield path
     items = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
     for key, item in items:
-        yield from places(item, (*path, key))
+        yield from list_places(item, (*path, key))
 
 
-def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+def change_value(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     if not path:
         return value
     copy = data.copy()
-    copy[path[0]] = changed(data[path[0]], path[1:], value)
+    copy[path[0]] = change_value(data[path[0]], path[1:], value)
     return copy
 
 
-def use(report: Any) -> None:
-    """All that this package makes of a report."""
+def use_report(report: Any) -> None:
+    """Run all that this package computes of a report."""
     json.dumps(report.to_json(), allow_nan=False).encode()
     if isinstance(report, FaultReport):
         hang.diagnose_hang([report], world_size=1)
@@ -114,14 +114,14 @@ def use(report: Any) -> None:
 
 @pytest.mark.parametrize("kind", REPORTS)
 @pytest.mark.filterwarnings("error")
-def test_nothing_but_an_input_error_comes_of_nonsense_in_any_place(kind: str) -> None:
+def test_nonsense_in_any_place_raises_nothing_but_an_input_error(kind: str) -> None:
     cls, report = REPORTS[kind]
-    sent = as_sent(report)
+    sent = encode_report(report)
     refused: list[str] = []
-    for path in places(sent):
+    for path in list_places(sent):
         for value in NONSENSE:
             try:
-                use(cls.from_json(changed(sent, path, value)))
+                use_report(cls.from_json(change_value(sent, path, value)))
             except InputError as error:
                 refused.append(str(error))
     assert len(refused) > 100
@@ -130,15 +130,17 @@ def test_nothing_but_an_input_error_comes_of_nonsense_in_any_place(kind: str) ->
 
 @pytest.mark.parametrize("kind", REPORTS)
 @pytest.mark.filterwarnings("error")
-def test_nothing_but_an_input_error_comes_of_several_nonsenses_at_once(kind: str) -> None:
+def test_several_nonsenses_at_once_raise_nothing_but_an_input_error(kind: str) -> None:
     cls, report = REPORTS[kind]
     chance = random.Random(0)
     for _ in range(500):
-        sent = as_sent(report)
+        sent = encode_report(report)
         for _ in range(chance.randint(2, 4)):
-            sent = changed(sent, chance.choice([path for path in places(sent) if path]), chance.choice(NONSENSE))
+            sent = change_value(
+                sent, chance.choice([path for path in list_places(sent) if path]), chance.choice(NONSENSE)
+            )
         try:
-            use(cls.from_json(sent))
+            use_report(cls.from_json(sent))
         except InputError:
             continue
 
@@ -173,7 +175,7 @@ def test_nothing_but_an_input_error_comes_of_several_nonsenses_at_once(kind: str
     ],
 )
 def test_the_field_is_named(read: Callable[[Mapping[str, Any]], Any], change: dict[str, Any], field: str) -> None:
-    given = next(as_sent(report) for cls, report in REPORTS.values() if cls.from_json == read)
+    given = next(encode_report(report) for cls, report in REPORTS.values() if cls.from_json == read)
     with pytest.raises(InputError, match=field):
         read({**given, **change})
 
@@ -183,8 +185,8 @@ def test_a_missing_field_is_named() -> None:
         FaultReport.from_json({"name": "n"})
 
 
-def test_long_words_are_cut_to_their_end_and_stay_text() -> None:
-    fault = FaultReport.from_json({**as_sent(REPORTS["fault"][1]), "error": "x" * 100_000 + "the end\ud800"})
+def test_long_texts_are_cut_to_their_end_and_stay_text() -> None:
+    fault = FaultReport.from_json({**encode_report(REPORTS["fault"][1]), "error": "x" * 100_000 + "the end\ud800"})
     assert len(fault.error) == 8_000
     assert fault.error.endswith("the end?")
 
@@ -203,11 +205,11 @@ def test_long_words_are_cut_to_their_end_and_stay_text() -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_a_window_that_is_not_sound_costs_itself_only(change: dict[str, Any]) -> None:
-    sent = as_sent(REPORTS["evidence"][1])
+    sent = encode_report(REPORTS["evidence"][1])
     sent["windows"][0] |= change
     assert [window.rank for window in Evidence.from_json(sent).windows] == [1]
 
 
-def test_a_ragged_window_cannot_be_made() -> None:
+def test_a_ragged_window_cannot_be_built() -> None:
     with pytest.raises(InputError, match=r"RankWindow.squares: 1 numbers for 32 steps"):
         replace(WINDOW, squares=(1.0,))

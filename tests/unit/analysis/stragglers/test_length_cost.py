@@ -1,4 +1,4 @@
-"""The cost of sequences is found again from what steps took."""
+"""The cost of sequences is estimated from the duration of steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TRUTHS = [
 ]
 
 
-def steps_of(seed: int, count: int = 200) -> list[npt.NDArray[np.float64]]:
+def draw_steps(seed: int, count: int = 200) -> list[npt.NDArray[np.float64]]:
     rng = np.random.default_rng(seed)
     return [np.rint(rng.lognormal(7.0, 1.0, size=rng.integers(4, 9))) for _ in range(count)]
 
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=str)
 def test_exact_times_give_the_terms_exactly(truth: SequenceCost) -> None:
-    steps = steps_of(1)
+    steps = draw_steps(1)
     found = fit_sequence_cost(steps, [truth.compute_seconds(lengths).sum() for lengths in steps])
     for term in ("fixed", "per_token", "per_token_squared"):
         assert getattr(found, term) == pytest.approx(getattr(truth, term), rel=1e-6, abs=1e-15)
@@ -44,7 +44,7 @@ def test_a_few_sequences_timed_one_by_one_are_enough() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_and_pauses_do_not_mislead(seed: int) -> None:
     """5 % noise, and one step in ten stalls for ten times as long."""
-    truth, steps, rng = TRUTHS[0], steps_of(seed, 400), np.random.default_rng(seed)
+    truth, steps, rng = TRUTHS[0], draw_steps(seed, 400), np.random.default_rng(seed)
     seconds = np.array([truth.compute_seconds(lengths).sum() for lengths in steps]) * rng.normal(1.0, 0.05, len(steps))
     seconds[rng.random(len(steps)) < 0.1] *= 10
     found = fit_sequence_cost(steps, seconds)
@@ -53,8 +53,8 @@ def test_noise_and_pauses_do_not_mislead(seed: int) -> None:
 
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=str)
-def test_sums_tell_as_much_as_the_lengths(truth: SequenceCost) -> None:
-    steps = steps_of(2)
+def test_sums_are_as_good_as_the_lengths(truth: SequenceCost) -> None:
+    steps = draw_steps(2)
     sums = [(len(lengths), lengths.sum(), (lengths * lengths).sum()) for lengths in steps]
     seconds = [truth.compute_seconds(lengths).sum() for lengths in steps]
     assert fit_cost_to_sums(sums, seconds) == fit_sequence_cost(steps, seconds)
@@ -63,8 +63,8 @@ def test_sums_tell_as_much_as_the_lengths(truth: SequenceCost) -> None:
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=str)
 @pytest.mark.parametrize("paces", [(1.0, 1.0, 1.0, 1.0), (1.0, 3.0, 1.0, 1.0), (0.5, 1.0, 1.0, 1.0)])
-def test_a_rank_that_is_slower_or_faster_spoils_nothing(truth: SequenceCost, paces: tuple[float, ...]) -> None:
-    """32 steps, 8 sequences each, 1 % noise: what sequences of any length cost is found within 2 %."""
+def test_a_slower_or_faster_rank_does_not_distort_the_estimate(truth: SequenceCost, paces: tuple[float, ...]) -> None:
+    """32 steps, 8 sequences each, 1 % noise: the cost of sequences of any length is found within 2 %."""
     rng = np.random.default_rng(3)
     lengths = np.rint(rng.lognormal(7.0, 1.0, size=(32, 4, 8)))
     seconds = truth.compute_seconds(lengths).sum(axis=2) * paces * rng.normal(1.0, 0.01, (32, 4))
@@ -98,6 +98,6 @@ def test_bad_input_is_named(steps: list[list[float]], seconds: list[float], mess
 
 
 @pytest.mark.parametrize("terms", [(-1.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, float("nan"), 0.0)])
-def test_a_cost_without_sense_is_refused(terms: tuple[float, float, float]) -> None:
+def test_a_cost_without_sense_is_rejected(terms: tuple[float, float, float]) -> None:
     with pytest.raises(InputError, match=r"cost: .* must have finite terms"):
         SequenceCost(*terms)

@@ -1,4 +1,4 @@
-"""What holds a job with stages back."""
+"""The bottleneck of a job with stages."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ SHAPE = PipelineShape(stages=2, data=3, tensor=1)
 THRESHOLD = 1.1
 
 
-def answers(shape: PipelineShape, work: OwnSeconds, steps: int = 10) -> list[Evidence]:
-    """What the sidecars would answer: one rank a worker."""
+def build_answers(shape: PipelineShape, work: OwnSeconds, steps: int = 10) -> list[Evidence]:
+    """The answers of the sidecars: one rank a worker."""
     ranks, _ = record_steps(shape, steps, work)
     found = []
     for of in ranks:
@@ -30,7 +30,7 @@ def answers(shape: PipelineShape, work: OwnSeconds, steps: int = 10) -> list[Evi
     return found
 
 
-def diagnose(given: list[Evidence]) -> strategies.Diagnosis:
+def diagnose_answers(given: list[Evidence]) -> strategies.Diagnosis:
     live = pipeline_stages.build_live_window(given)
     assert live is not None
     found = pipeline_stages.diagnose_staged_job(
@@ -40,27 +40,27 @@ def diagnose(given: list[Evidence]) -> strategies.Diagnosis:
     return found
 
 
-def heavy_last_stage(rank: int, step: int, part: str) -> float:
+def slow_last_stage(rank: int, step: int, part: str) -> float:
     """No straggler: that stage has more to do."""
     return build_steady_work()(rank, step, part) * (1.6 if SHAPE.get_coordinates(rank)[0] == 1 else 1.0)
 
 
 def test_a_stage_with_more_to_do_is_no_straggler() -> None:
-    given = answers(SHAPE, heavy_last_stage)
+    given = build_answers(SHAPE, slow_last_stage)
     plain = strategies.diagnose_bottleneck([window for answer in given for window in answer.windows], THRESHOLD)
     assert plain is not None
-    assert plain.culprits, "without stages these ranks look slow"
-    found = diagnose(given)
+    assert plain.culprits, "without stages these ranks seem slow"
+    found = diagnose_answers(given)
     assert found.bottleneck is Bottleneck.NONE
     assert found.culprits == ()
     assert "stage 1 1." in found.evidence[1]
 
 
 def test_a_slow_rank_of_a_light_stage_is_found() -> None:
-    def work(rank: int, step: int, part: str) -> float:
-        return heavy_last_stage(rank, step, part) * (2.0 if rank == 1 else 1.0)
+    def slow_rank(rank: int, step: int, part: str) -> float:
+        return slow_last_stage(rank, step, part) * (2.0 if rank == 1 else 1.0)
 
-    found = diagnose(answers(SHAPE, work))
+    found = diagnose_answers(build_answers(SHAPE, slow_rank))
     assert found.bottleneck is Bottleneck.COMPUTE
     assert found.culprits == (1,)
     assert found.rank_slowdown[1] == pytest.approx(2.0, rel=0.02)
@@ -68,45 +68,49 @@ def test_a_slow_rank_of_a_light_stage_is_found() -> None:
     assert "other ranks: rank 1 1.98 ×" in found.evidence[0]
 
 
-def test_what_holds_a_rank_up_now_and_then_is_judged_over_some_steps() -> None:
+def test_a_rank_that_is_slowed_periodically_is_evaluated_over_some_steps() -> None:
     """A processor quota: every second step takes its rank 1.8 times as long."""
-    found = diagnose(
-        answers(SHAPE, lambda r, s, p: build_steady_work()(r, s, p) * (1.8 if r == 1 and s % 2 else 1.0), steps=16)
+    found = diagnose_answers(
+        build_answers(
+            SHAPE, lambda r, s, p: build_steady_work()(r, s, p) * (1.8 if r == 1 and s % 2 else 1.0), steps=16
+        )
     )
     assert (found.bottleneck, found.culprits) == (Bottleneck.COMPUTE, (1,))
 
 
 def test_ranks_that_are_slow_in_turns_are_volatile() -> None:
-    def in_turns(rank: int, step: int, part: str) -> float:
-        return heavy_last_stage(rank, step, part) * (3.0 if step % 6 == rank else 1.0)
+    def slow_in_turns(rank: int, step: int, part: str) -> float:
+        return slow_last_stage(rank, step, part) * (3.0 if step % 6 == rank else 1.0)
 
-    found = diagnose(answers(SHAPE, in_turns, steps=24))
+    found = diagnose_answers(build_answers(SHAPE, slow_in_turns, steps=24))
     assert (found.bottleneck, found.culprits) == (Bottleneck.VOLATILE, ())
     assert found.effects[Bottleneck.COMPUTE] == 1.0
 
 
-def test_no_more_is_won_than_the_graph_allows() -> None:
+def test_the_gain_is_no_more_than_the_graph_allows() -> None:
     """A rank that is slow in a stage with little to do costs less than its own slowdown."""
-    found = diagnose(answers(SHAPE, lambda r, s, p: heavy_last_stage(r, s, p) * (1.3 if r == 1 else 1.0)))
+    found = diagnose_answers(build_answers(SHAPE, lambda r, s, p: slow_last_stage(r, s, p) * (1.3 if r == 1 else 1.0)))
     assert found.culprits == (1,)
     assert found.slowdown < 1.3
 
 
 def test_one_replica_has_no_peers() -> None:
-    found = diagnose(answers(PipelineShape(stages=2, data=1, tensor=1), build_steady_work(slow=[1], factor=2.0)))
+    found = diagnose_answers(
+        build_answers(PipelineShape(stages=2, data=1, tensor=1), build_steady_work(slow=[1], factor=2.0))
+    )
     assert found.culprits == ()
     assert found.bottleneck is Bottleneck.NONE
 
 
-def test_jobs_without_stages_are_judged_as_they_were() -> None:
+def test_jobs_without_stages_are_evaluated_as_before() -> None:
     assert (
-        pipeline_stages.build_live_window(answers(PipelineShape(stages=1, data=4, tensor=1), build_steady_work()))
+        pipeline_stages.build_live_window(build_answers(PipelineShape(stages=1, data=4, tensor=1), build_steady_work()))
         is None
     )
 
 
-def test_what_cannot_be_read_is_no_window() -> None:
-    given = answers(SHAPE, build_steady_work())
+def test_unreadable_evidence_is_no_window() -> None:
+    given = build_answers(SHAPE, build_steady_work())
     with pytest.raises(InputError):
         RankOperations(0, "!")
     silent = dataclasses.replace(given[0], operations=(RankOperations(0, ""),))
@@ -115,12 +119,12 @@ def test_what_cannot_be_read_is_no_window() -> None:
     assert pipeline_stages.build_live_window(given[1:]) is None
 
 
-def test_what_is_the_jobs_own_way_hides_no_other_trouble() -> None:
-    found = diagnose(answers(SHAPE, heavy_last_stage))
+def test_the_jobs_own_imbalance_hides_no_other_bottleneck() -> None:
+    found = diagnose_answers(build_answers(SHAPE, slow_last_stage))
     quiet = dict.fromkeys(found.effects, 1.0)
-    for other, trouble in ((1.2, Bottleneck.COMMUNICATION), (1.05, Bottleneck.NONE)):
+    for other, expected in ((1.2, Bottleneck.COMMUNICATION), (1.05, Bottleneck.NONE)):
         effects = {**quiet, Bottleneck.VOLATILE: 1.25, Bottleneck.COMMUNICATION: other}
         in_turns = dataclasses.replace(found, bottleneck=Bottleneck.VOLATILE, slowdown=1.25, effects=effects)
-        beside = pipeline_stages.exclude_bottleneck(in_turns, Bottleneck.VOLATILE, THRESHOLD)
-        assert (beside.bottleneck, beside.slowdown) == (trouble, other)
-        assert beside.effects == effects
+        remaining = pipeline_stages.exclude_bottleneck(in_turns, Bottleneck.VOLATILE, THRESHOLD)
+        assert (remaining.bottleneck, remaining.slowdown) == (expected, other)
+        assert remaining.effects == effects

@@ -1,4 +1,4 @@
-"""What pseudo-gradients weigh: good ones by their data, bad ones nothing, fast ranks no less than their share."""
+"""The weights of pseudo-gradients: good ones by their data, bad ones nothing, fast ranks no less than their share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pacekeeper_analysis.stragglers.pseudo_gradient import NormStatistics, Penal
 PENALTY = Penalty(warmup=5)
 
 
-def learnt(
+def learn_statistics(
     norms: list[list[float]], steps: list[float], penalty: Penalty = PENALTY, times: int = 50, noise: float = 0.03
 ) -> NormStatistics:
-    """Statistics after so many healthy synchronizations around `norms`."""
+    """Return statistics after a number of healthy synchronizations around `norms`."""
     generator = np.random.default_rng(1)
     statistics = NormStatistics.build_empty(len(norms), len(steps))
     for _ in range(times):
@@ -28,12 +28,14 @@ def learnt(
     return statistics
 
 
-def once(norms: list[list[float]], steps: list[float], penalty: Penalty = PENALTY, **options: Any) -> ReplicaWeights:
+def weigh_once(
+    norms: list[list[float]], steps: list[float], penalty: Penalty = PENALTY, **options: Any
+) -> ReplicaWeights:
     return weigh_replicas(norms, steps, NormStatistics.build_empty(len(norms), len(steps)), penalty, **options)[0]
 
 
 def test_equal_replicas_weigh_the_same() -> None:
-    weights, anomalous, rolled_back = once([[2.0] * 4, [0.01] * 4], [16] * 4)
+    weights, anomalous, rolled_back = weigh_once([[2.0] * 4, [0.01] * 4], [16] * 4)
     np.testing.assert_allclose(weights, 0.25)
     assert not anomalous.any()
     assert not rolled_back.any()
@@ -41,7 +43,7 @@ def test_equal_replicas_weigh_the_same() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_replica_that_is_not_finite_counts_in_no_unit(bad: float) -> None:
-    statistics = learnt([[1.0] * 3, [2.0] * 3], [4] * 3)
+    statistics = learn_statistics([[1.0] * 3, [2.0] * 3], [4] * 3)
     (weights, anomalous, rolled_back), after = weigh_replicas(
         [[1.0, bad, 1.0], [2.0, 2.0, 2.0]], [4] * 3, statistics, PENALTY
     )
@@ -54,8 +56,8 @@ def test_a_replica_that_is_not_finite_counts_in_no_unit(bad: float) -> None:
     assert (after.count - statistics.count).tolist() == [[1, 0, 1]] * 2
 
 
-def test_a_norm_far_above_its_own_mean_counts_nothing_and_is_not_learnt() -> None:
-    statistics = learnt([[1.0] * 3, [2.0] * 3], [4] * 3)
+def test_a_norm_far_above_its_own_mean_counts_nothing_and_is_not_learned() -> None:
+    statistics = learn_statistics([[1.0] * 3, [2.0] * 3], [4] * 3)
     (weights, anomalous, rolled_back), after = weigh_replicas(
         [[1.0, 1.0, 1.5], [2.0] * 3], [4] * 3, statistics, PENALTY
     )
@@ -68,22 +70,22 @@ def test_a_norm_far_above_its_own_mean_counts_nothing_and_is_not_learnt() -> Non
 
 
 def test_a_norm_below_its_mean_is_no_anomaly() -> None:
-    statistics = learnt([[1.0] * 3], [4] * 3)
+    statistics = learn_statistics([[1.0] * 3], [4] * 3)
     assert not weigh_replicas([[1.0, 0.01, 1.0]], [4] * 3, statistics, PENALTY)[0].anomalous.any()
 
 
 def test_only_the_units_without_a_good_replica_roll_back() -> None:
-    statistics = learnt([[1.0] * 3, [2.0] * 3], [4] * 3)
+    statistics = learn_statistics([[1.0] * 3, [2.0] * 3], [4] * 3)
     weights, anomalous, rolled_back = weigh_replicas([[9.0] * 3, [2.0] * 3], [4] * 3, statistics, PENALTY)[0]
     assert rolled_back.tolist() == [True, False]
     assert anomalous.tolist() == [[True] * 3, [False] * 3]
     np.testing.assert_array_equal(weights[0], 0)
-    assert once([[np.nan] * 2, [1.0] * 2], [4] * 2).rolled_back.all()
+    assert weigh_once([[np.nan] * 2, [1.0] * 2], [4] * 2).rolled_back.all()
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_garbage_weighs_nothing_before_there_are_statistics(replicas: int) -> None:
-    weights = once([[1.0] * (replicas - 1) + [1000.0]], [4] * replicas).weights
+    weights = weigh_once([[1.0] * (replicas - 1) + [1000.0]], [4] * replicas).weights
     assert weights[0, -1] < 1e-12
     np.testing.assert_allclose(weights[0, :-1], 1 / (replicas - 1))
 
@@ -96,12 +98,12 @@ SPEEDS = [[2, 2, 2, 1], [2, 1, 1, 1], [2, 1], [4, 3, 2, 1], [8, 1, 1, 1]]
 def test_the_weight_of_a_fast_replica_is_its_share_of_the_data(speeds: list[float], growth: float) -> None:
     steps = np.array(speeds) * 10.0
     share = steps / steps.sum()
-    exact = once([list(3 * steps**growth)], list(steps)).weights[0]
+    exact = weigh_once([list(3 * steps**growth)], list(steps)).weights[0]
     np.testing.assert_allclose(exact, share, rtol=1e-12)
 
     generator = np.random.default_rng(4)
     noises = 1 + 0.03 * generator.standard_normal((200, len(steps)))
-    noisy = np.array([once([list(steps**growth * noise)], list(steps)).weights[0] / share for noise in noises])
+    noisy = np.array([weigh_once([list(steps**growth * noise)], list(steps)).weights[0] / share for noise in noises])
     assert noisy.min() > 0.9
     assert (noisy.mean(axis=0) > 0.97).all()
 
@@ -110,15 +112,15 @@ def test_the_weight_of_a_fast_replica_is_its_share_of_the_data(speeds: list[floa
 def test_a_change_of_speed_is_no_anomaly(growth: float) -> None:
     """A straggler that has recovered does twice the steps at once, and the other way round."""
     slow, fast = 10.0, 20.0
-    statistics = learnt([[fast**growth, slow**growth]], [fast, slow])
+    statistics = learn_statistics([[fast**growth, slow**growth]], [fast, slow])
     (weights, anomalous, _), _ = weigh_replicas([[slow**growth, fast**growth]], [slow, fast], statistics, PENALTY)
     assert not anomalous.any()
     np.testing.assert_allclose(weights[0], [1 / 3, 2 / 3])
 
 
-def test_what_stays_different_is_learnt_anew() -> None:
-    """Else a change of the learning rate would drop a replica, or roll all of them back, for good."""
-    statistics = learnt([[1.0, 1.0]], [4, 4])
+def test_a_lasting_difference_is_learned_again() -> None:
+    """Otherwise a change of the learning rate would drop a replica, or roll all of them back, permanently."""
+    statistics = learn_statistics([[1.0, 1.0]], [4, 4])
     outcomes = []
     for _ in range(PENALTY.patience + 1):
         (_, _, rolled_back), statistics = weigh_replicas([[3.0, 3.0]], [4, 4], statistics, PENALTY)
@@ -126,8 +128,8 @@ def test_what_stays_different_is_learnt_anew() -> None:
     assert outcomes == [True] * PENALTY.patience + [False]
 
 
-def test_a_replica_that_is_never_finite_is_never_learnt() -> None:
-    statistics = learnt([[1.0, 1.0]], [4, 4])
+def test_a_replica_that_is_never_finite_is_never_learned() -> None:
+    statistics = learn_statistics([[1.0, 1.0]], [4, 4])
     for _ in range(3 * PENALTY.patience):
         (_, anomalous, _), statistics = weigh_replicas([[1.0, np.nan]], [4, 4], statistics, PENALTY)
         assert anomalous.tolist() == [[False, True]]
@@ -135,7 +137,7 @@ def test_a_replica_that_is_never_finite_is_never_learnt() -> None:
 
 
 def test_a_good_norm_ends_the_row_of_anomalies() -> None:
-    statistics = learnt([[1.0, 1.0]], [4, 4])
+    statistics = learn_statistics([[1.0, 1.0]], [4, 4])
     for _ in range(2 * PENALTY.patience):
         (_, anomalous, _), statistics = weigh_replicas([[1.0, 9.0]], [4, 4], statistics, PENALTY)
         assert anomalous[0, 1]
@@ -155,17 +157,17 @@ def test_mean_and_variance_are_exponentially_weighted_after_a_plain_average() ->
     np.testing.assert_allclose(statistics.variance, 0.75 * (np.var(norms[:4]) + 0.25 * 5.5**2))
 
 
-def test_off_the_data_alone_weighs() -> None:
+def test_only_the_data_weighs_when_the_penalty_is_off() -> None:
     off = Penalty(enabled=False)
-    weights, anomalous, rolled_back = once([[1.0, np.nan, 1e9, 0.0]], [4] * 4, off)
+    weights, anomalous, rolled_back = weigh_once([[1.0, np.nan, 1e9, 0.0]], [4] * 4, off)
     np.testing.assert_array_equal(weights, [[0.25] * 4])
     assert not anomalous.any()
     assert not rolled_back.any()
-    np.testing.assert_allclose(once([[1.0] * 2], [3, 1], off).weights, [[0.75, 0.25]])
+    np.testing.assert_allclose(weigh_once([[1.0] * 2], [3, 1], off).weights, [[0.75, 0.25]])
 
 
-def published(norms: NDArray[np.float64], warmup: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Weights and anomalies [synchronizations, replicas] of one unit, number by number as the paper has it."""
+def compute_published_weights(norms: NDArray[np.float64], warmup: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return weights and anomalies [synchronizations, replicas] of one unit, number by number as in the paper."""
     alpha, replicas = 0.02, norms.shape[1]
     mean, variance, count = [0.0] * replicas, [0.0] * replicas, [0] * replicas
     weights, anomalies = np.zeros_like(norms), np.zeros(norms.shape, np.bool_)
@@ -186,13 +188,13 @@ def published(norms: NDArray[np.float64], warmup: int) -> tuple[NDArray[np.float
 @pytest.mark.parametrize("steps", [[8, 8, 8], [20, 10, 1]], ids=["equal", "unequal"])
 @pytest.mark.parametrize("scale", [0.3, 3.0])
 def test_the_published_rules_are_those_of_the_paper(steps: list[int], scale: float) -> None:
-    """However many steps and samples: also an anomaly of all, and more of them in a row than our patience."""
+    """With any number of steps and samples: also an anomaly of all, and more of them in a row than our patience."""
     norms = scale * (1 + 0.1 * np.random.default_rng(7).standard_normal((160, 3)))
     norms[100, 1] *= 9
     norms[120] *= 9
     norms[130:140, 2] *= 9
     norms[150, 0] = 0.0
-    expected, anomalies = published(norms, warmup=100)
+    expected, anomalies = compute_published_weights(norms, warmup=100)
     assert anomalies[100:].sum() == 14
     statistics = NormStatistics.build_empty(1, 3)
     for row, weights, anomalous in zip(norms, expected, anomalies, strict=True):
@@ -203,41 +205,45 @@ def test_the_published_rules_are_those_of_the_paper(steps: list[int], scale: flo
 
 
 def test_the_published_weights_hold_for_norms_of_any_size() -> None:
-    weights = once([[5000.0, 5001.0], [0.001, 0.002]], [4, 4], Penalty.from_paper()).weights
+    weights = weigh_once([[5000.0, 5001.0], [0.001, 0.002]], [4, 4], Penalty.from_paper()).weights
     np.testing.assert_allclose(weights[0, 1] / weights[0, 0], np.exp(-1))
     np.testing.assert_allclose(weights[1, 1] / weights[1, 0], np.exp(-0.001))
 
 
-def test_not_finite_counts_nothing_by_the_published_rules_too() -> None:
-    weights, anomalous, rolled_back = once([[1.0, np.nan], [1.0, 1.0]], [4, 4], Penalty.from_paper())
+def test_a_replica_that_is_not_finite_counts_nothing_by_the_published_rules_too() -> None:
+    weights, anomalous, rolled_back = weigh_once([[1.0, np.nan], [1.0, 1.0]], [4, 4], Penalty.from_paper())
     np.testing.assert_array_equal(weights, [[1, 0], [1, 0]])
     assert anomalous.tolist() == [[False, True]] * 2
     assert not rolled_back.any()
-    assert once([[np.inf, np.nan]], [4, 4], Penalty.from_paper()).rolled_back.all()
+    assert weigh_once([[np.inf, np.nan]], [4, 4], Penalty.from_paper()).rolled_back.all()
 
 
 def test_rho_mixes_samples_in() -> None:
-    np.testing.assert_allclose(once([[1.0, 1.0]], [4, 4], Penalty(rho=0), samples=[30, 10]).weights, [[0.5, 0.5]])
-    np.testing.assert_allclose(once([[1.0, 1.0]], [4, 4], Penalty(rho=1), samples=[30, 10]).weights, [[0.75, 0.25]])
-    np.testing.assert_allclose(once([[1.0, 1.0]], [4, 4], Penalty(rho=0.4), samples=[30, 10]).weights, [[0.6, 0.4]])
+    np.testing.assert_allclose(weigh_once([[1.0, 1.0]], [4, 4], Penalty(rho=0), samples=[30, 10]).weights, [[0.5, 0.5]])
+    np.testing.assert_allclose(
+        weigh_once([[1.0, 1.0]], [4, 4], Penalty(rho=1), samples=[30, 10]).weights, [[0.75, 0.25]]
+    )
+    np.testing.assert_allclose(
+        weigh_once([[1.0, 1.0]], [4, 4], Penalty(rho=0.4), samples=[30, 10]).weights, [[0.6, 0.4]]
+    )
 
 
 def test_a_milder_temperature_lets_a_large_norm_weigh_more() -> None:
-    mild = once([[1.0, 1.0, 2.0]], [4] * 3, Penalty(temperature=10.0)).weights[0]
-    usual = once([[1.0, 1.0, 2.0]], [4] * 3).weights[0]
+    mild = weigh_once([[1.0, 1.0, 2.0]], [4] * 3, Penalty(temperature=10.0)).weights[0]
+    usual = weigh_once([[1.0, 1.0, 2.0]], [4] * 3).weights[0]
     np.testing.assert_allclose(mild[2] / mild[0], np.exp(-0.1))
     np.testing.assert_allclose(usual[2] / usual[0], np.exp(-1))
 
 
-def test_replicas_without_a_step_or_without_a_move() -> None:
-    """A replica that did nothing has no say; a unit in which only one has moved (an expert, say) believes that one."""
-    np.testing.assert_allclose(once([[1.0, 0.0, 1.0]], [4, 0, 4]).weights, [[0.5, 0, 0.5]])
-    np.testing.assert_allclose(once([[0.0, 0.0]], [0, 0]).weights, [[0.5, 0.5]])
-    np.testing.assert_allclose(once([[0.0, 2.0]], [4, 4]).weights, [[0.5, 0.5]])
+def test_replicas_without_a_step_or_without_a_move_are_supported() -> None:
+    """A replica that did nothing has no weight; a unit in which only one has moved (such as an expert) uses it."""
+    np.testing.assert_allclose(weigh_once([[1.0, 0.0, 1.0]], [4, 0, 4]).weights, [[0.5, 0, 0.5]])
+    np.testing.assert_allclose(weigh_once([[0.0, 0.0]], [0, 0]).weights, [[0.5, 0.5]])
+    np.testing.assert_allclose(weigh_once([[0.0, 2.0]], [4, 4]).weights, [[0.5, 0.5]])
 
 
-def test_statistics_come_back_from_json_as_they_were() -> None:
-    statistics = learnt([[1.0, 1.0, 1.0], [0.3, 0.3, 0.3]], [4, 4, 4])
+def test_statistics_are_the_same_after_json() -> None:
+    statistics = learn_statistics([[1.0, 1.0, 1.0], [0.3, 0.3, 0.3]], [4, 4, 4])
     again = NormStatistics.from_dict(json.loads(json.dumps(statistics.to_dict())))
     for name in ("mean", "variance", "count", "strikes"):
         np.testing.assert_array_equal(getattr(again, name), getattr(statistics, name))
@@ -247,7 +253,7 @@ def test_statistics_come_back_from_json_as_they_were() -> None:
 @pytest.mark.parametrize(
     "data", [{}, {"mean": [[[1.0]]], "variance": [[[1.0]]], "count": [[1]], "strikes": [[0]]}, {"mean": "x"}]
 )
-def test_what_are_no_statistics(data: dict[str, Any]) -> None:
+def test_invalid_statistics_are_rejected(data: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="statistics"):
         NormStatistics.from_dict(data)
 

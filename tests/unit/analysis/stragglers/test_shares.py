@@ -1,4 +1,4 @@
-"""Integer shares against brute force, and what windows tell of the ranks' costs."""
+"""Integer shares against brute force, and what windows show of the ranks' costs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_integer_shares_are_better_where_costs_do_not_vary(seed: int) -> None
     assert found.seconds_after == pytest.approx(best)
 
 
-def test_under_noise_the_expected_maximum_decides_not_the_mean() -> None:
+def test_under_noise_the_expected_maximum_decides_and_not_the_mean() -> None:
     """Equal means, but one rank is erratic: it must get less than the steady ones."""
     random = np.random.default_rng(1)
     cost = np.ones((400, 4))
@@ -60,7 +60,7 @@ def test_bounds_are_kept() -> None:
     assert found.shares == (11, 11, 2)
 
 
-def test_what_cannot_be_bettered_stays() -> None:
+def test_optimal_shares_stay() -> None:
     assert optimize_shares(np.ones((4, 4)), (8, 8, 8, 8)).shares == (8, 8, 8, 8)
 
 
@@ -79,26 +79,28 @@ def test_equal_shares_in_whole_microbatches() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, 0.0, -1.0])
-def test_bad_costs_are_refused(bad: float) -> None:
+def test_bad_costs_are_rejected(bad: float) -> None:
     cost = np.ones((4, 2))
     cost[1, 1] = bad
     with pytest.raises(InputError, match="finite, positive"):
         optimize_shares(cost, (4, 4))
 
 
-def test_the_grain_of_integers_decides_how_near_shares_come_to_the_bound() -> None:
+def test_the_granularity_of_integers_decides_how_near_shares_come_to_the_bound() -> None:
     """Speeds 1 : 1 : 1 : ½ could do 3.5 samples a second: 32 reach 91.4 % of that and 28 all of it."""
     cost = np.tile([1.0, 1.0, 1.0, 2.0], (8, 1))
-    known = ShareCosts(np.zeros(4), cost[0], np.ones(4, dtype=bool))
-    coarse, whole = (rebalance_shares(cost * samples, np.full(cost.shape, samples), costs=known) for samples in (8, 7))
+    known_costs = ShareCosts(np.zeros(4), cost[0], np.ones(4, dtype=bool))
+    coarse, whole = (
+        rebalance_shares(cost * samples, np.full(cost.shape, samples), costs=known_costs) for samples in (8, 7)
+    )
     assert coarse.shares[3] in {4, 5}
     assert 32 / 3.5 / coarse.seconds_after == pytest.approx(0.914, abs=0.001)
     assert whole.shares == (8, 8, 8, 4)
     assert 28 / 3.5 / whole.seconds_after == pytest.approx(1.0)
 
 
-def test_a_part_of_each_step_is_supposed_to_be_fixed() -> None:
-    """Three samples of a rank at 3.3 × fit a usual rank's time only as long as nothing of its steps is fixed."""
+def test_a_part_of_each_step_is_assumed_to_be_fixed() -> None:
+    """Three samples of a rank at 3.3 × fit a usual rank's time only while nothing of its steps is fixed."""
     own = np.tile([1.0, 1.0, 1.0, 3.3], (8, 1))
     nothing = ShareCosts(np.zeros(4), own[0] / 8, np.ones(4, dtype=bool))
     assert sorted(rebalance_shares(own, np.full(own.shape, 8), costs=nothing).shares) == [3, 9, 10, 10]
@@ -108,13 +110,13 @@ def test_a_part_of_each_step_is_supposed_to_be_fixed() -> None:
 
 
 def test_two_hiccups_in_a_short_window_are_not_a_ranks_pace() -> None:
-    """Of eight steps, rank 1 took three times as long in two: likelier luck than a rank to spare for ever."""
+    """Of eight steps, rank 1 took three times as long in two: this is rather chance than a rank to spare."""
     own = 1.0 + 0.01 * np.random.default_rng(0).standard_normal((8, 4))
     own[[2, 5], 1] *= 3.0
     assert not rebalance_shares(own, np.full(own.shape, 16)).is_worthwhile
 
 
-def test_what_only_one_half_of_the_steps_says_is_not_sure() -> None:
+def test_a_result_of_only_one_half_of_the_steps_is_not_sure() -> None:
     own = np.ones((16, 4))
     own[0::2, 0] = 1.3
     found = rebalance_shares(own, np.full(own.shape, 16))
@@ -159,7 +161,7 @@ def test_no_shares_of_whole_microbatches_are_better(seed: int) -> None:
     assert found.seconds_after == pytest.approx(best, rel=1e-4)
 
 
-def test_present_shares_that_are_no_whole_microbatches_are_refused() -> None:
+def test_present_shares_that_are_no_whole_microbatches_are_rejected() -> None:
     with pytest.raises(InputError, match=r"\[10, 6\] samples must all be multiples of the shares' granularity, 4"):
         rebalance_shares(np.ones((8, 2)), np.tile([10, 6], (8, 1)), limits=ShareLimits(granularity=4))
 
@@ -174,7 +176,7 @@ def test_many_ranks_with_large_batches_keep_sum_and_bounds() -> None:
     assert found.shares[slowest] == 60 < found.shares[fastest]
 
 
-def steps_of(samples: np.ndarray, fixed: np.ndarray, per_sample: np.ndarray, noise: float = 0.02) -> np.ndarray:
+def draw_steps(samples: np.ndarray, fixed: np.ndarray, per_sample: np.ndarray, noise: float = 0.02) -> np.ndarray:
     """Own seconds, [steps, ranks]."""
     random = np.random.default_rng(3)
     return np.asarray((fixed + per_sample * samples) * (1 + noise * random.standard_normal(samples.shape)))
@@ -183,9 +185,9 @@ def steps_of(samples: np.ndarray, fixed: np.ndarray, per_sample: np.ndarray, noi
 FIXED, PER_SAMPLE = np.array([0.0, 1.0, 4.0, 8.0]), np.array([1.0, 1.0, 0.5, 0.25])
 
 
-def test_fixed_and_per_sample_cost_are_told_apart_where_samples_varied() -> None:
+def test_fixed_and_per_sample_cost_are_separated_where_samples_varied() -> None:
     samples = np.random.default_rng(0).integers(5, 12, size=(64, 4))
-    costs = fit_costs(steps_of(samples, FIXED, PER_SAMPLE), samples)
+    costs = fit_costs(draw_steps(samples, FIXED, PER_SAMPLE), samples)
     assert costs.identified.all()
     assert costs.fixed == pytest.approx(FIXED, abs=0.4)
     assert costs.per_sample == pytest.approx(PER_SAMPLE, abs=0.05)
@@ -194,7 +196,7 @@ def test_fixed_and_per_sample_cost_are_told_apart_where_samples_varied() -> None
 
 def test_pauses_in_a_fifth_of_the_steps_do_not_distort_the_fit() -> None:
     samples = np.random.default_rng(0).integers(5, 12, size=(64, 4))
-    seconds = steps_of(samples, FIXED, PER_SAMPLE)
+    seconds = draw_steps(samples, FIXED, PER_SAMPLE)
     seconds[np.random.default_rng(1).random(seconds.shape) < 0.2] += 50.0
     costs = fit_costs(seconds, samples)
     assert costs.identified.all()
@@ -204,12 +206,12 @@ def test_pauses_in_a_fifth_of_the_steps_do_not_distort_the_fit() -> None:
 
 def test_where_samples_did_not_vary_enough_all_cost_is_taken_as_per_sample() -> None:
     samples = np.full((32, 4), 8)
-    costs = fit_costs(steps_of(samples, FIXED, PER_SAMPLE), samples)
+    costs = fit_costs(draw_steps(samples, FIXED, PER_SAMPLE), samples)
     assert not costs.identified.any()
     assert (costs.fixed == 0).all()
     assert costs.per_sample == pytest.approx(FIXED / 8 + PER_SAMPLE, rel=0.02)
     samples[7, 2] = 9  # once, in the noise
-    assert not fit_costs(steps_of(samples, FIXED, PER_SAMPLE, noise=0.1), samples).identified.any()
+    assert not fit_costs(draw_steps(samples, FIXED, PER_SAMPLE, noise=0.1), samples).identified.any()
 
 
 def test_a_pace_that_changed_along_with_the_samples_is_not_taken_for_a_fixed_part() -> None:
@@ -230,53 +232,53 @@ def test_ranks_are_fitted_each_over_its_own_steps() -> None:
     assert costs.per_sample == pytest.approx([1.0, 2.0])
 
 
-def test_shares_that_cannot_help_are_seen_once_the_fixed_part_is_known() -> None:
+def test_shares_that_cannot_help_are_detected_once_the_fixed_part_is_known() -> None:
     """Rank 3's cost hardly depends on its samples: less of them would only burden the others."""
     fixed, per_sample = np.array([0.0, 0.0, 0.0, 12.0]), np.array([1.0, 1.0, 1.0, 0.02])
     unknown = np.full((32, 4), 8)
-    assert rebalance_shares(steps_of(unknown, fixed, per_sample), unknown).win > 0.2, "as far as anybody can know"
+    assert rebalance_shares(draw_steps(unknown, fixed, per_sample), unknown).win > 0.2, "as far as the window shows"
     tried = np.repeat([[8, 8, 8, 8], [9, 9, 9, 5]], 16, axis=0)
-    found = rebalance_shares(steps_of(tried, fixed, per_sample), tried)
+    found = rebalance_shares(draw_steps(tried, fixed, per_sample), tried)
     assert not found.is_worthwhile
 
 
 @pytest.mark.parametrize("ranks", [4, 16, 48])
 def test_shares_do_not_follow_noise(ranks: int) -> None:
-    """Ranks that are alike, with noise as large as their work: whatever the window shows, the next one is another."""
+    """Ranks that are alike, with noise as large as their work: the next window is different from any before."""
     for seed in range(4):
         random = np.random.default_rng(seed)
         seconds = 8 * (1 + random.exponential(0.7, (32, ranks)))
         assert not rebalance_shares(seconds, np.full(seconds.shape, 8)).is_worthwhile
 
 
-def test_the_slow_one_of_many_gets_less_and_the_others_do_not_follow_their_luck() -> None:
-    """Of 64 ranks with noise of 8 %, by eight steps. What a step takes then is known to the test alone."""
+def test_the_slow_one_of_many_gets_less_and_the_others_do_not_follow_chance() -> None:
+    """Of 64 ranks with noise of 8 %, by eight steps. Only the test knows what a step takes then."""
     random, pace = np.random.default_rng(7), np.where(np.arange(64) == 59, 1.24, 1.0)
     noise = 1 + 0.08 * random.standard_normal((20, 8, 64))
     later = pace * (1 + 0.08 * random.standard_normal((4000, 64)))
 
-    def takes(shares: tuple[int, ...]) -> float:
+    def compute_step_seconds(shares: tuple[int, ...]) -> float:
         return float((later * shares).max(axis=1).mean())
 
-    equally, best = takes((8,) * 64), takes((9, *(8,) * 58, 7, *(8,) * 4))
+    equally, best = compute_step_seconds((8,) * 64), compute_step_seconds((9, *(8,) * 58, 7, *(8,) * 4))
     found = [rebalance_shares(8 * pace * each, np.full((8, 64), 8)).shares for each in noise]
-    lost = (np.mean([takes(shares) for shares in found]) - best) / (equally - best)
+    lost = (np.mean([compute_step_seconds(shares) for shares in found]) - best) / (equally - best)
     assert lost < 0.2, "of what the best shares win"
 
 
-def of_a_node(pace: float, ranks: int = 1024, steps: int = 8, seed: int = 0) -> np.ndarray:
+def draw_node(pace: float, ranks: int = 1024, steps: int = 8, seed: int = 0) -> np.ndarray:
     """Own seconds of ranks that vary by 3 %, (steps, ranks); the first eight take `pace` times as long."""
     noise = 1.0 + 0.03 * np.random.default_rng(seed).standard_normal((steps, ranks))
     return np.asarray(noise * np.where(np.arange(ranks) < 8, pace, 1.0))
 
 
-def longest(shares: Sequence[int], own: np.ndarray) -> float:
+def compute_step_time(shares: Sequence[int], own: np.ndarray) -> float:
     return float((own * np.array(shares) / 32).max(axis=1).mean())
 
 
-def test_ranks_that_are_slow_alike_are_as_slow_as_all_of_them_together() -> None:
+def test_equally_slow_ranks_are_as_slow_as_all_of_them_together() -> None:
     """By its own eight steps one of a node's ranks seems 1.09 × slow, another 1.15 ×."""
-    own = of_a_node(1.12)
+    own = draw_node(1.12)
     costs = (own / 32).mean(axis=0)[:8] / np.median(own / 32)
     assert np.ptp(costs) > 0.02
     assert np.ptp(_shrink_costs(own / 32)[0].mean(axis=0)[:8] / np.median(own / 32)) < 0.015
@@ -287,7 +289,7 @@ def test_ranks_that_are_slow_alike_are_as_slow_as_all_of_them_together() -> None
 
 @pytest.mark.parametrize("ranks", [64, 1024])
 def test_ranks_that_are_alike_do_not_follow_single_draws(ranks: int) -> None:
-    own = of_a_node(1.12, ranks)
+    own = draw_node(1.12, ranks)
     found = rebalance_shares(own, np.full(own.shape, 32))
     assert found.is_worthwhile
     freed = 8 * 32 - sum(found.shares[:8])
@@ -296,22 +298,22 @@ def test_ranks_that_are_alike_do_not_follow_single_draws(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("deviations", [(-0.15, 0.15), (0.2, 0.4, 0.0, 0.0, 0.0)])
-def test_ranks_that_are_not_as_slow_as_each_other_are_not_taken_together(deviations: tuple[float, ...]) -> None:
+def test_ranks_that_are_not_as_slow_as_each_other_are_not_combined(deviations: tuple[float, ...]) -> None:
     """They lie nine and six standard errors apart."""
     found = _pool_deviations(np.array(deviations), np.full(len(deviations), 0.033), CHANCE_STANDARD_ERRORS)
     assert found[1] - found[0] > 0.6 * (deviations[1] - deviations[0])
 
 
-def test_what_two_ranks_have_in_common_may_be_luck_as_well() -> None:
-    alone, both = (
+def test_a_common_slowdown_of_two_ranks_may_be_chance_as_well() -> None:
+    single, both = (
         _pool_deviations(np.array([0.075, two, 0.0, 0.0]), np.full(4, 0.033), CHANCE_STANDARD_ERRORS)
         for two in (0.0, 0.075)
     )
-    assert 0 < alone[0] < both[0] < 0.075
+    assert 0 < single[0] < both[0] < 0.075
     assert both[0] == both[1]
 
 
-def test_a_step_that_takes_next_to_nothing_of_the_mean_is_not_less_than_nothing() -> None:
+def test_a_step_that_takes_next_to_nothing_of_the_mean_is_not_negative() -> None:
     """The two halves of four steps are two each."""
     own = np.full((4, 4), 32.0)
     own[2:, 1] = 6 * 32.0
@@ -336,7 +338,7 @@ def test_ranks_of_a_kind_whose_fixed_parts_differ_have_other_shares() -> None:
     assert found.shares == (35, 24, 31, 35, 35)
 
 
-def test_what_only_luck_tells_apart_is_shared_alike() -> None:
+def test_ranks_that_differ_only_by_chance_have_equal_shares() -> None:
     """By these draws the second rank is faster than the third."""
     cost = np.array([[2.0, 1.0, 1.2], [2.0, 0.9, 1.3], [2.0, 1.1, 1.0], [2.0, 0.9, 1.3]])
     alike = np.array([7, 2, 2])
@@ -347,16 +349,18 @@ def test_what_only_luck_tells_apart_is_shared_alike() -> None:
     assert abs(coarse.shares[1] - coarse.shares[2]) <= 4
 
 
-def test_what_is_known_of_ranks_by_more_steps_is_worth_what_it_wins() -> None:
+def test_a_pace_known_from_more_steps_is_worth_its_gain() -> None:
     """A node at 1.06 × among 1,024: no eight steps show what other shares win."""
-    own, later = of_a_node(1.06), of_a_node(1.06, steps=512, seed=1)
+    own, later = draw_node(1.06), draw_node(1.06, steps=512, seed=1)
     samples = np.full(own.shape, 32)
     assert not rebalance_shares(own, samples).is_worthwhile
-    known = rebalance_shares(own, samples, known_relative_times=dict.fromkeys(range(8), 1.06))
-    assert known.is_worthwhile
-    assert 1.0 - longest(known.shares, later) / longest((32,) * 1024, later) == pytest.approx(known.win, abs=0.01)
-    assert longest(known.shares, later) < longest((32,) * 1024, later)
-    assert not rebalance_shares(of_a_node(1.0), samples, known_relative_times={0: 1.001}).is_worthwhile
+    rebalanced = rebalance_shares(own, samples, known_relative_times=dict.fromkeys(range(8), 1.06))
+    assert rebalanced.is_worthwhile
+    assert 1.0 - compute_step_time(rebalanced.shares, later) / compute_step_time((32,) * 1024, later) == pytest.approx(
+        rebalanced.win, abs=0.01
+    )
+    assert compute_step_time(rebalanced.shares, later) < compute_step_time((32,) * 1024, later)
+    assert not rebalance_shares(draw_node(1.0), samples, known_relative_times={0: 1.001}).is_worthwhile
 
 
 def test_a_known_pace_hides_nothing_of_the_other_ranks() -> None:
@@ -364,24 +368,24 @@ def test_a_known_pace_hides_nothing_of_the_other_ranks() -> None:
     pace = np.array([0.8, 0.8, *[1.0] * 13, 1.06])
     given = np.array([40, 40, *[32] * 14])
 
-    def own(steps: int, seed: int) -> np.ndarray:
+    def draw_own_seconds(steps: int, seed: int) -> np.ndarray:
         noise = 1.0 + 0.01 * np.random.default_rng(seed).standard_normal((steps, 16))
         return np.asarray(noise * pace * given)
 
-    found = rebalance_shares(own(8, 0), np.tile(given, (8, 1)), known_relative_times={15: 1.06})
-    later = own(512, 1) / given
+    found = rebalance_shares(draw_own_seconds(8, 0), np.tile(given, (8, 1)), known_relative_times={15: 1.06})
+    later = draw_own_seconds(512, 1) / given
     assert min(found.shares[:2]) >= 40
     assert found.shares[15] < 32
     won = 1.0 - (later * found.shares).max(axis=1).mean() / (later * given).max(axis=1).mean()
     assert won > 0.015
 
 
-def test_known_paces_of_ranks_that_there_are_not_are_refused() -> None:
+def test_known_paces_of_missing_ranks_are_rejected() -> None:
     with pytest.raises(InputError, match=r"ranks \[5\] do not fit 2 ranks"):
         rebalance_shares(np.ones((4, 2)), np.full((4, 2), 8), known_relative_times={5: 1.06})
 
 
-def test_a_rank_that_comes_and_goes_is_known_by_its_own_steps() -> None:
+def test_an_intermittently_slow_rank_is_evaluated_by_its_own_steps() -> None:
     """Its mean is its peers', and a third of its steps take more than twice as long: it has to be early in the others,
     since all wait for it in those."""
     own = 1 + 0.05 * np.random.default_rng(3).standard_normal((48, 4))
@@ -391,7 +395,7 @@ def test_a_rank_that_comes_and_goes_is_known_by_its_own_steps() -> None:
     assert found.shares[3] <= 8
 
 
-def test_what_is_promised_under_noise_comes_true() -> None:
+def test_a_promise_under_noise_comes_true() -> None:
     promised, real = [], []
     for seed in range(10):
         random = np.random.default_rng(seed)
@@ -412,7 +416,7 @@ def test_a_rare_pause_moves_no_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "samples", "words"),
+    ("seconds", "samples", "message"),
     [
         (np.ones((4, 2)), np.ones((4, 3)), r"must both be \[steps, ranks\]"),
         (np.ones(4), np.ones(4), r"must both be \[steps, ranks\]"),
@@ -422,14 +426,14 @@ def test_a_rare_pause_moves_no_shares() -> None:
         (np.full((4, 2), np.inf), np.ones((4, 2)), "compute_seconds must be finite"),
     ],
 )
-def test_bad_windows_are_refused(seconds: np.ndarray, samples: np.ndarray, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_bad_windows_are_rejected(seconds: np.ndarray, samples: np.ndarray, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         rebalance_shares(seconds, samples)
 
 
 @pytest.mark.parametrize("fixed", [0.0, 1e9])
 def test_numbers_beyond_reason_are_shared_out_in_a_moment(fixed: float) -> None:
-    """As a script may have its rank tell: a sample costs less than the least time that can be told from the fixed one,
+    """As a script may have its rank report: a sample costs less than the least time that differs from the fixed one,
     or 10¹⁵ times as much as on another rank."""
     cost = np.full((8, 3), 1e-14)
     cost[:, 2] *= 1e15

@@ -1,4 +1,4 @@
-"""Who is blamed for the others' waits: worked out by hand, and on ranks whose own delays are known."""
+"""Which rank is blamed for the others' waits: worked out by hand, and on ranks whose own delays are known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pacekeeper_analysis.stragglers.wait_attribution import (
 from testing.training.nested_ranks import NestedRanks
 
 
-def by_hand(*own: list[float], axes: list[int]) -> NestedRanks:
+def build_ranks(*own: list[float], axes: list[int]) -> NestedRanks:
     """Data × tensor 2 × 2: own work of ranks 0-3 before each collective, along `axes`: 0 data, 1 tensor."""
     job = NestedRanks((2, 2), transfer=1.0)
     job.begin_step()
@@ -27,67 +27,69 @@ def by_hand(*own: list[float], axes: list[int]) -> NestedRanks:
     return job
 
 
-def blames(job: NestedRanks) -> list[float]:
+def list_blames(job: NestedRanks) -> list[float]:
     return [round(float(seconds), 6) for seconds in attribute_waits(job.build_evidence()).seconds.sum(axis=1)]
 
 
-def test_who_was_held_up_elsewhere_passes_the_blame_on() -> None:
-    """Rank 1 takes 5 s longer. Rank 0 waits for it in the tensor group, and afterwards so do ranks 2 and 3 in their
-    data groups: rank 2 for rank 0, which was held up itself, rank 3 for rank 1."""
-    job = by_hand([1, 6, 1, 1], [0, 0, 0, 0], axes=[1, 0])
+def test_a_rank_that_was_delayed_elsewhere_passes_the_blame_on() -> None:
+    """Rank 1 takes 5 s longer. Rank 0 waits for it in the tensor group, and afterward ranks 2 and 3 in their
+    data groups: rank 2 for rank 0, which was delayed itself, rank 3 for rank 1."""
+    job = build_ranks([1, 6, 1, 1], [0, 0, 0, 0], axes=[1, 0])
     assert job.waited.tolist() == [5, 0, 5, 5]
-    assert blames(job) == [0, 15, 0, 0]
+    assert list_blames(job) == [0, 15, 0, 0]
 
 
-def test_what_the_last_to_come_takes_by_itself_stays_with_it() -> None:
-    """Rank 0 is held up by rank 1 for 3 s and then takes 2 s by itself."""
-    job = by_hand([1, 4, 1, 1], [2, 0, 0, 0], axes=[1, 0])
+def test_the_own_time_of_the_last_rank_stays_with_it() -> None:
+    """Rank 0 is delayed by rank 1 for 3 s and then takes 2 s by itself."""
+    job = build_ranks([1, 4, 1, 1], [2, 0, 0, 0], axes=[1, 0])
     assert job.waited.tolist() == [3, 0, 5, 3]
-    assert blames(job) == [2, 9, 0, 0]
+    assert list_blames(job) == [2, 9, 0, 0]
 
 
-def test_waits_that_both_had_hold_nobody_up() -> None:
+def test_waits_that_both_had_delay_no_rank() -> None:
     """In both tensor groups one waits for the other alike; then rank 0 takes 2 s by itself, for which rank 2 waits."""
-    job = by_hand([0, 3, 0, 3], [2, 0, 0, 0], axes=[1, 0])
+    job = build_ranks([0, 3, 0, 3], [2, 0, 0, 0], axes=[1, 0])
     assert job.waited.tolist() == [3, 0, 5, 0]
-    assert blames(job) == [2, 3, 0, 3]
+    assert list_blames(job) == [2, 3, 0, 3]
 
 
 def test_blame_goes_back_through_several_groups() -> None:
-    """Rank 3 holds up 2 in a tensor group, that 0 in a data group, and that 1 in a tensor group."""
+    """Rank 3 delays 2 in a tensor group, that 0 in a data group, and that 1 in a tensor group."""
     job = NestedRanks((2, 2), transfer=1.0)
     job.begin_step()
     job.work(np.array([0.0, 0.0, 0.0, 4.0]))
     for ranks in ((2, 3), (0, 2), (0, 1)):
         job.enter_collective(ranks)
     assert job.waited.tolist() == [5, 6, 4, 0]
-    assert blames(job) == [2, 0, 0, 12] or sum(blames(job)) == pytest.approx(15)
-    assert blames(job)[3] >= 12, "rank 2 and 0 enter their next collective a transfer later than who did not take part"
+    assert list_blames(job) == [2, 0, 0, 12] or sum(list_blames(job)) == pytest.approx(15)
+    assert list_blames(job)[3] >= 12, (
+        "rank 2 and 0 enter their next collective a transfer later than who did not take part"
+    )
 
 
 @pytest.mark.parametrize("mesh", [(8,), (4, 2), (2, 2, 2), (3, 2, 4)])
 @pytest.mark.parametrize("seed", range(5))
-def test_blames_sum_to_the_lost_time_and_the_guilty_gets_them(mesh: tuple[int, ...], seed: int) -> None:
+def test_blames_sum_to_the_lost_time_and_the_slow_rank_gets_them(mesh: tuple[int, ...], seed: int) -> None:
     random = np.random.default_rng(seed)
     job = NestedRanks(mesh)
-    world = len(job.now)
-    guilty = int(random.integers(world))
+    world_size = len(job.now)
+    slow_rank = int(random.integers(world_size))
     program = [*random.integers(len(mesh), size=int(random.integers(3, 9))), *range(len(mesh))]  # all meet in the end
     for _ in range(10):
         job.begin_step()
         for axis in program:
-            own = random.normal(0.02, 0.001, world)
-            own[guilty] += 0.01
+            own = random.normal(0.02, 0.001, world_size)
+            own[slow_rank] += 0.01
             job.work(own)
             job.run_collective(int(axis))
     found = attribute_waits(job.build_evidence())
     assert found.lost_seconds == pytest.approx(job.waited.sum(), rel=1e-3)
     assert (found.seconds >= 0).all()
     by_rank = found.seconds.sum(axis=1)
-    assert int(by_rank.argmax()) == guilty
+    assert int(by_rank.argmax()) == slow_rank
     step_seconds = float(job.now.max() / 10)
-    assert found.find_slow_ranks(step_seconds) == (guilty,)
-    assert found.find_slow_ranks(10 * step_seconds) == (), "of so long a step it costs less than a tenth"
+    assert found.find_slow_ranks(step_seconds) == (slow_rank,)
+    assert found.find_slow_ranks(10 * step_seconds) == (), "of a step of this duration it costs less than a tenth"
 
 
 def test_ranks_that_take_turns_are_not_slow() -> None:
@@ -102,7 +104,7 @@ def test_ranks_that_take_turns_are_not_slow() -> None:
     assert attribute_waits(job.build_evidence()).find_slow_ranks(float(job.now.max() / 12)) == ()
 
 
-def pipeline(slow: int, replicas: int = 2) -> NestedRanks:
+def build_pipeline(slow: int, replicas: int = 2) -> NestedRanks:
     """Two stages of `replicas` replicas, ranks (stage · replicas + replica); `slow` takes 0.01 s longer, of 0.02 s."""
     job = NestedRanks((2, replicas))
     for _ in range(8):
@@ -121,19 +123,19 @@ def pipeline(slow: int, replicas: int = 2) -> NestedRanks:
 
 
 def test_stages_of_a_pipeline_wait_for_each_other_by_their_nature() -> None:
-    healthy = attribute_waits(pipeline(-1).build_evidence())
+    healthy = attribute_waits(build_pipeline(-1).build_evidence())
     assert healthy.lost_seconds > 0, "each stage waits for the other"
     assert healthy.find_slow_ranks(0.06) == ()
     assert healthy.roles.tolist() == [0, 0, 1, 1]
     for slow in range(4):
-        assert attribute_waits(pipeline(slow).build_evidence()).find_slow_ranks(0.07) == (slow,)
-    assert attribute_waits(pipeline(0, replicas=1).build_evidence()).find_slow_ranks(0.07) == (), (
-        "a stage alone compares with nobody"
+        assert attribute_waits(build_pipeline(slow).build_evidence()).find_slow_ranks(0.07) == (slow,)
+    assert attribute_waits(build_pipeline(0, replicas=1).build_evidence()).find_slow_ranks(0.07) == (), (
+        "a single stage has nothing to compare with"
     )
 
 
-def test_what_a_rank_computes_beside_a_collective_is_no_wait() -> None:
-    """All are inside of it for long; rank 1 is held up by nothing, the others by the last 5 ms."""
+def test_computation_during_a_collective_is_no_wait() -> None:
+    """All are inside of it for long; rank 1 is delayed by nothing, the others by the last 5 ms."""
     job = NestedRanks((3,))
     for _ in range(5):
         job.begin_step()
@@ -145,15 +147,15 @@ def test_what_a_rank_computes_beside_a_collective_is_no_wait() -> None:
     assert attribute_waits(job.build_evidence()).find_slow_ranks(0.016) == (1,)
 
 
-def test_collectives_that_some_member_has_not_told_of_do_not_count() -> None:
-    job = by_hand([1, 6, 1, 1], [0, 0, 0, 0], axes=[1, 0])
-    told = job.build_evidence(ranks_of_a_worker=2)
-    assert attribute_waits(told[:1]).lost_seconds == pytest.approx(5.0), "that of ranks 0 and 1 alone"
+def test_collectives_that_some_member_has_not_reported_do_not_count() -> None:
+    job = build_ranks([1, 6, 1, 1], [0, 0, 0, 0], axes=[1, 0])
+    evidence = job.build_evidence(ranks_of_a_worker=2)
+    assert attribute_waits(evidence[:1]).lost_seconds == pytest.approx(5.0), "only that of ranks 0 and 1"
     assert attribute_waits(()).lost_seconds == 0.0
     assert attribute_waits(()).find_slow_ranks(1.0) == ()
     job._rows[0].append(job._rows[0][0])
     assert attribute_waits(job.build_evidence()).lost_seconds == pytest.approx(10.0), (
-        "one that a rank tells twice is left out"
+        "one that a rank reports twice is left out"
     )
 
 
@@ -186,7 +188,7 @@ def test_a_late_rank_is_no_slow_transfer() -> None:
     assert find_slow_transfers(now, find_usual_transfer_times(now)) == {}
 
 
-def test_many_ranks_are_judged_in_a_moment() -> None:
+def test_many_ranks_are_evaluated_in_a_moment() -> None:
     job = NestedRanks((32, 8))
     random = np.random.default_rng(0)
     for _ in range(16):
@@ -196,9 +198,9 @@ def test_many_ranks_are_judged_in_a_moment() -> None:
             own[77] += 0.001
             job.work(own)
             job.run_collective(0 if at % 10 == 9 else 1)
-    told = job.build_evidence(8)
+    evidence = job.build_evidence(8)
     began = time.process_time()
-    found = attribute_waits(told)
+    found = attribute_waits(evidence)
     seconds = time.process_time() - began
     assert found.find_slow_ranks(float(job.now.max() / 16)) == (77,)
     assert found.lost_seconds == pytest.approx(job.waited.sum(), rel=1e-2)

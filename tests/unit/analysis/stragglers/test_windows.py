@@ -1,4 +1,4 @@
-"""Windows of the ranks, side by side."""
+"""Windows of the ranks, next to each other."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def test_a_window_is_bounded_in_steps_and_in_seconds(most: int, step_seconds: fl
     assert windows.count_window_steps(most, step_seconds) == steps
 
 
-def test_windows_without_common_steps_are_refused() -> None:
+def test_windows_without_common_steps_are_rejected() -> None:
     one = RankWindow(0, (1, 2, 3), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
     other = RankWindow(1, (7, 8, 9), (1.0,) * 3, (1.0,) * 3, (1,) * 3)
     assert windows.align_windows([one, other]) is None
     assert windows.align_windows([one]) is None
 
 
-def test_steps_with_other_shares_tell_the_costs_only() -> None:
-    """Rank 0 takes 3 s and 1 s a sample: nothing but its earlier steps can tell. Rank 1 was slow in its own."""
+def test_steps_with_other_shares_show_the_costs_only() -> None:
+    """Rank 0 takes 3 s and 1 s a sample: only its earlier steps can show it. Rank 1 was slow in its own."""
     samples = np.repeat([[8, 8], [5, 11]], [8, 12], axis=0)
     own = np.stack([3.0 + samples[:, 0], np.where(samples[:, 1] == 8, 4.0, 1.0) * samples[:, 1]], axis=1)
     steps = (*range(8), *range(20, 32))

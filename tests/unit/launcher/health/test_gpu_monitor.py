@@ -64,16 +64,16 @@ class Watching:
 
     double: NvmlDouble
     lines: Queue[str] = field(default_factory=Queue)
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     events: list[GpuEvent] = field(default_factory=list)
     health: tuple[GpuHealth, ...] = ()
 
-    def has(self, holds: Callable[[], bool]) -> bool:
+    def receive_until(self, holds: Callable[[], bool]) -> bool:
         try:
             while True:
                 match json.loads(self.lines.get_nowait()):
-                    case str(words):
-                        self.said.append(words)
+                    case str(message):
+                        self.messages.append(message)
                     case list(health):
                         self.health = Heartbeat.from_json({"gpus": health}).gpus
                     case event:
@@ -81,16 +81,16 @@ class Watching:
         except Empty:
             return holds()
 
-    def until(self, holds: Callable[[], bool], what: str) -> None:
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         try:
-            wait_until_true(lambda: self.has(holds), what, seconds=240)
+            wait_until_true(lambda: self.receive_until(holds), what, seconds=240)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {self.events}, {self.said}") from None
+            raise AssertionError(f"{error}: {self.events}, {self.messages}") from None
 
-    def goes_on(self) -> None:
-        """NVML is asked again and again."""
+    def assert_polling_continues(self) -> None:
+        """NVML is polled repeatedly."""
         before = self.double.state.calls
-        self.until(lambda: self.double.state.calls > before + 200, "further calls")
+        self.wait_until(lambda: self.double.state.calls > before + 200, "further calls")
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +99,20 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def watching(double: NvmlDouble, *without: str, hung: float = 60.0) -> Iterator[Watching]:
-    """`without`: what this pynvml lacks. `hung`: seconds after which a call counts as one that never answers."""
+def start_monitor(double: NvmlDouble, *without: str, hung: float = 60.0) -> Iterator[Watching]:
+    """`without`: what this pynvml lacks. `hung`: seconds after which a call counts as one that does not return."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(hung), *without],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=double.environment,
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
-    one = Watching(double)
+    monitor = Watching(double)
     output = process.stdout
-    reader = Thread(target=_hand_on, args=(output, one.lines))
+    reader = Thread(target=_forward_lines, args=(output, monitor.lines))
     reader.start()
     try:
-        yield one
+        yield monitor
     finally:
         process.stdin.close()
         try:
@@ -123,7 +123,7 @@ def watching(double: NvmlDouble, *without: str, hung: float = 60.0) -> Iterator[
             output.close()
 
 
-def _hand_on(lines: Iterable[str], to: Queue[str]) -> None:
+def _forward_lines(lines: Iterable[str], to: Queue[str]) -> None:
     for line in lines:
         to.put(line)
 
@@ -134,97 +134,97 @@ def double(tmp_path: Path, library: Path) -> NvmlDouble:
     return NvmlDouble(tmp_path, gpus=2)
 
 
-def test_errors_of_gpus_are_told_as_they_come(double: NvmlDouble) -> None:
+def test_gpu_errors_are_reported_as_they_occur(double: NvmlDouble) -> None:
     double.state.gpus[1].event_types = XID
-    with watching(double) as one:
-        one.until(lambda: bool(double.state.gpus[1].registered), "events are asked for")
+    with start_monitor(double) as monitor:
+        monitor.wait_until(lambda: bool(double.state.gpus[1].registered), "events are registered")
         assert (double.state.gpus[0].registered, double.state.gpus[1].registered) == (ECC | XID, XID)
         double.send_event(1, XID, 31)
         double.send_event(0, ECC, 0)
         double.send_event(1, XID, 31)
-        one.until(lambda: len(one.events) == 3, "three events")
-    assert one.events == [
+        monitor.wait_until(lambda: len(monitor.events) == 3, "three events")
+    assert monitor.events == [
         GpuEvent("GPU-1", 31, "XID 31 on GPU-1"),
         GpuEvent("GPU-0", 48, "double-bit ECC error on GPU-0"),
         GpuEvent("GPU-1", 31, "XID 31 on GPU-1"),
     ]
-    assert one.said == []
+    assert monitor.messages == []
 
 
 OFF_THE_BUS = GpuEvent("GPU-1", 79, "GPU GPU-1 has fallen off the bus: it does not answer")
 
 
 @pytest.mark.parametrize("error", [GPU_IS_LOST, UNKNOWN])
-def test_a_gpu_that_falls_off_the_bus_is_told_once_and_the_others_are_watched_on(
+def test_a_gpu_that_falls_off_the_bus_is_reported_once_and_the_others_are_monitored_further(
     double: NvmlDouble, error: int
 ) -> None:
-    with watching(double) as one:
-        one.goes_on()
+    with start_monitor(double) as monitor:
+        monitor.assert_polling_continues()
         double.state.gpus[1].error = error
-        one.until(lambda: bool(one.events), "the loss is told")
-        double.state.wait_error = error  # and now NVML is opened again and again
-        one.until(lambda: double.state.openings > 3, "it is opened again")
+        monitor.wait_until(lambda: bool(monitor.events), "the loss is reported")
+        double.state.wait_error = error  # and now NVML is opened repeatedly
+        monitor.wait_until(lambda: double.state.openings > 3, "it is opened again")
         double.state.wait_error = 0
         double.send_event(1, XID, 79)
         double.send_event(0, XID, 48)
-        one.until(lambda: len(one.events) == 2, "another GPU's error")
-    assert one.events == [OFF_THE_BUS, GpuEvent("GPU-0", 48, "XID 48 on GPU-0")]
-    assert len(one.said) == 1, "an NVML in trouble is spoken of once"
+        monitor.wait_until(lambda: len(monitor.events) == 2, "another GPU's error")
+    assert monitor.events == [OFF_THE_BUS, GpuEvent("GPU-0", 48, "XID 48 on GPU-0")]
+    assert len(monitor.messages) == 1, "an NVML that fails is reported once"
 
 
 @pytest.mark.parametrize("gone", ["GPU-0", "GPU-1"])
-def test_a_gpu_that_is_gone_when_nvml_is_opened_again_is_told_by_its_name_of_before(
+def test_a_gpu_that_is_gone_when_nvml_is_reopened_is_reported_by_its_earlier_name(
     double: NvmlDouble, gone: str
 ) -> None:
-    with watching(double) as one:
-        one.goes_on()
+    with start_monitor(double) as monitor:
+        monitor.assert_polling_continues()
         double.state.gpus[0].uuid = b"GPU-1" if gone == "GPU-0" else b"GPU-0"  # which moves up
         double.state.count, double.state.wait_error = 1, UNKNOWN
-        one.until(lambda: bool(one.events), "the loss is told")
-    assert one.events == [replace(OFF_THE_BUS, gpu=gone, text=OFF_THE_BUS.text.replace("GPU-1", gone))]
+        monitor.wait_until(lambda: bool(monitor.events), "the loss is reported")
+    assert monitor.events == [replace(OFF_THE_BUS, gpu=gone, text=OFF_THE_BUS.text.replace("GPU-1", gone))]
 
 
-def test_an_nvml_that_never_answers_stops_nothing_and_is_asked_again(double: NvmlDouble) -> None:
-    with watching(double, hung=0.2) as one:
-        one.goes_on()
+def test_an_nvml_that_never_returns_stops_nothing_and_is_polled_again(double: NvmlDouble) -> None:
+    with start_monitor(double, hung=0.2) as monitor:
+        monitor.assert_polling_continues()
         double.state.blocked = 1
-        one.until(lambda: bool(one.said), "it is said")
+        monitor.wait_until(lambda: bool(monitor.messages), "it is reported")
         calls = double.state.calls
-        one.until(lambda: double.state.calls > calls, "another thread tries")
+        monitor.wait_until(lambda: double.state.calls > calls, "another thread tries")
         double.state.blocked = 0
         double.send_event(0, XID, 62)
-        one.until(lambda: bool(one.events), "it is watched again")
-        one.goes_on()
-    assert one.events == [GpuEvent("GPU-0", 62, "XID 62 on GPU-0")]
-    assert len(one.said) == 1
+        monitor.wait_until(lambda: bool(monitor.events), "it is watched again")
+        monitor.assert_polling_continues()
+    assert monitor.events == [GpuEvent("GPU-0", 62, "XID 62 on GPU-0")]
+    assert len(monitor.messages) == 1
 
 
-def test_an_nvml_that_is_out_of_order_at_first_is_asked_again(double: NvmlDouble) -> None:
+def test_an_nvml_that_fails_at_first_is_polled_again(double: NvmlDouble) -> None:
     double.state.init_error = UNKNOWN
-    with watching(double) as one:
-        one.until(lambda: bool(one.said), "it is said")
+    with start_monitor(double) as monitor:
+        monitor.wait_until(lambda: bool(monitor.messages), "it is reported")
         double.state.init_error = 0
-        one.goes_on()
-    assert one.said[0].startswith("NVML: Unknown Error")
+        monitor.assert_polling_continues()
+    assert monitor.messages[0].startswith("NVML: Unknown Error")
 
 
 @pytest.mark.parametrize("why", ["no driver", "no GPU", "no library"])
-def test_where_there_is_no_gpu_nothing_is_watched(double: NvmlDouble, tmp_path: Path, why: str) -> None:
+def test_without_a_gpu_nothing_is_monitored(double: NvmlDouble, tmp_path: Path, why: str) -> None:
     double.state.init_error = DRIVER_NOT_LOADED if why == "no driver" else 0
     double.state.count = 0
     if why == "no library":
         (tmp_path / "libnvidia-ml.so.1").unlink()
-    with watching(double) as one:
-        one.until(lambda: "over" in one.said, "the thread ends")
-    assert one.events == []
+    with start_monitor(double) as monitor:
+        monitor.wait_until(lambda: "over" in monitor.messages, "the thread ends")
+    assert monitor.events == []
 
 
-def test_unknown_errors_are_a_loss_only_in_a_row() -> None:
-    census = GpuInventory()
+def test_unknown_errors_count_as_a_loss_only_in_a_row() -> None:
+    inventory = GpuInventory()
     for _ in range(2 * MAX_UNKNOWN_GPU_ERRORS):
-        assert list(census.record_failure("GPU-1", lost=False)) == []
-        assert list(census.record_sample("GPU-1", GpuSample(0.0))) == []
-    assert [len(list(census.record_failure("GPU-1", lost=False))) for _ in range(MAX_UNKNOWN_GPU_ERRORS + 2)] == [
+        assert list(inventory.record_failure("GPU-1", lost=False)) == []
+        assert list(inventory.record_sample("GPU-1", GpuSample(0.0))) == []
+    assert [len(list(inventory.record_failure("GPU-1", lost=False))) for _ in range(MAX_UNKNOWN_GPU_ERRORS + 2)] == [
         0,
         0,
         1,
@@ -236,7 +236,7 @@ def test_unknown_errors_are_a_loss_only_in_a_row() -> None:
 SOUND = GpuHealth("GPU-1", pcie_width=16, pcie_generation=5, clock_share=0.9, temperature=50, power=300.0)
 
 
-def test_the_health_of_each_gpu_is_told(double: NvmlDouble) -> None:
+def test_the_health_of_each_gpu_is_reported(double: NvmlDouble) -> None:
     signs = (
         GpuSign.ROWS_PENDING,
         GpuSign.MEMORY_ERRORS,
@@ -248,57 +248,57 @@ def test_the_health_of_each_gpu_is_told(double: NvmlDouble) -> None:
         SOUND, signs=signs, memory_errors=2, lifetime_errors=7, remapped_rows=3, pcie_replays=80,
         nvlink_errors=11, throttled_minutes=1, temperature=91, power=699.6,
     )  # fmt: skip
-    with watching(double) as one:
-        one.until(lambda: one.health == (replace(SOUND, gpu="GPU-0"), SOUND), "both are sound")
+    with start_monitor(double) as monitor:
+        monitor.wait_until(lambda: monitor.health == (replace(SOUND, gpu="GPU-0"), SOUND), "both are sound")
         gpu = double.state.gpus[1]
         gpu.rows_pending, gpu.remapped_rows, gpu.temperature, gpu.power = 1, 3, 91, 699_600
         gpu.pcie_replays, gpu.nvlink_replays, gpu.nvlink_recoveries = 80, 5, 6
         gpu.lifetime_errors, gpu.uncorrected_errors, gpu.nvlinks_active, gpu.slowdown = 7, 2, 17, 0x48
-        one.until(lambda: one.health == (replace(SOUND, gpu="GPU-0"), ill), "what it shows is told")
-    assert one.events == []
+        monitor.wait_until(lambda: monitor.health == (replace(SOUND, gpu="GPU-0"), ill), "its health is reported")
+    assert monitor.events == []
 
 
-def test_rows_that_cannot_be_remapped_any_more_are_an_error_at_once_and_what_was_so_before_is_none(
+def test_rows_that_can_no_longer_be_remapped_are_an_error_at_once_unless_they_failed_before(
     double: NvmlDouble,
 ) -> None:
     double.state.gpus[0].rows_failed = 1
-    with watching(double) as one:
-        one.until(lambda: len(one.health) == 2, "both are looked at")
+    with start_monitor(double) as monitor:
+        monitor.wait_until(lambda: len(monitor.health) == 2, "both are checked")
         double.state.gpus[1].rows_failed = 1
-        one.until(lambda: bool(one.events), "it is told")
-        one.goes_on()
-    assert one.events == [GpuEvent("GPU-1", 64, "memory rows of GPU-1 could not be remapped (XID 64)")]
-    assert [health.signs for health in one.health] == [(GpuSign.ROWS_FAILED,)] * 2
+        monitor.wait_until(lambda: bool(monitor.events), "it is reported")
+        monitor.assert_polling_continues()
+    assert monitor.events == [GpuEvent("GPU-1", 64, "memory rows of GPU-1 could not be remapped (XID 64)")]
+    assert [health.signs for health in monitor.health] == [(GpuSign.ROWS_FAILED,)] * 2
 
 
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, UNKNOWN])
-def test_what_a_gpu_does_not_offer_is_no_sign_against_it(double: NvmlDouble, error: int) -> None:
+def test_an_unsupported_query_is_no_sign_against_a_gpu(double: NvmlDouble, error: int) -> None:
     double.state.gpus[1].health_error = error
-    with watching(double) as one:
-        one.until(lambda: len(one.health) == 2, "both are looked at")
-        one.goes_on()
-    assert one.health[1] == GpuHealth("GPU-1", temperature=40)
-    assert (one.events, one.said) == ([], [])
+    with start_monitor(double) as monitor:
+        monitor.wait_until(lambda: len(monitor.health) == 2, "both are checked")
+        monitor.assert_polling_continues()
+    assert monitor.health[1] == GpuHealth("GPU-1", temperature=40)
+    assert (monitor.events, monitor.messages) == ([], [])
 
 
-def test_nor_is_what_an_older_pynvml_cannot_ask(double: NvmlDouble) -> None:
+def test_a_query_that_an_older_pynvml_lacks_is_no_sign_against_a_gpu(double: NvmlDouble) -> None:
     double.state.gpus[1].rows_pending = 1
     lacks = ("nvmlDeviceGetRemappedRows", "nvmlDeviceGetFieldValues", "NVML_FI_DEV_MEMORY_TEMP")
-    with watching(double, *lacks) as one:
-        one.until(lambda: len(one.health) == 2, "both are looked at")
-    assert one.health[1] == replace(SOUND, temperature=40)
-    assert one.said == []
+    with start_monitor(double, *lacks) as monitor:
+        monitor.wait_until(lambda: len(monitor.health) == 2, "both are checked")
+    assert monitor.health[1] == replace(SOUND, temperature=40)
+    assert monitor.messages == []
 
 
-def test_a_gpu_that_is_lost_while_its_health_is_read_is_told_and_has_none_any_more(double: NvmlDouble) -> None:
-    with watching(double) as one:
-        one.until(lambda: len(one.health) == 2, "both are looked at")
+def test_a_gpu_lost_while_its_health_is_read_is_reported_and_has_no_health_afterward(double: NvmlDouble) -> None:
+    with start_monitor(double) as monitor:
+        monitor.wait_until(lambda: len(monitor.health) == 2, "both are checked")
         double.state.gpus[1].health_error = GPU_IS_LOST
-        one.until(lambda: len(one.health) == 1, "it has none any more")
-    assert one.events == [OFF_THE_BUS]
+        monitor.wait_until(lambda: len(monitor.health) == 1, "it has none any more")
+    assert monitor.events == [OFF_THE_BUS]
 
 
-def test_a_journal_forgets_what_is_older_than_its_window() -> None:
+def test_a_journal_drops_entries_older_than_its_window() -> None:
     journal = GpuHistory("GPU-0")
     for at in (0.0, 5.0, GPU_RATE_WINDOW_SECONDS + 4.0):
         journal.add(GpuSample(at, pcie_replays=int(at)))

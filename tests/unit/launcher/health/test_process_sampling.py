@@ -1,4 +1,4 @@
-"""A rank's stack is asked for by a signal, of which a process without the handler would die."""
+"""A rank's stack is requested by a signal, which ends a process that has no handler for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     "then", ["os.execv('/bin/sleep', ['sleep', '60'])", "signal.signal(STACK_SIGNAL, signal.SIG_DFL)"]
 )
-def test_a_process_without_the_handler_is_not_asked_for_its_stack(tmp_path: Path, then: str) -> None:
+def test_a_process_without_the_handler_is_not_sent_the_signal(tmp_path: Path, then: str) -> None:
     command = [sys.executable, "-c", A_RANK.format(then), str(tmp_path / "0")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         try:
@@ -41,8 +41,8 @@ def test_a_process_without_the_handler_is_not_asked_for_its_stack(tmp_path: Path
             deadline = time.monotonic() + 60
             while has_signal_handler(rank.pid, STACK_SIGNAL):
                 assert time.monotonic() < deadline
-            look = asyncio.run(sample_process(rank.pid, StackFile(tmp_path / "0")))
-            assert (look.stack, rank.poll()) == ("", None)
+            sample = asyncio.run(sample_process(rank.pid, StackFile(tmp_path / "0")))
+            assert (sample.stack, rank.poll()) == ("", None)
         finally:
             rank.kill()
     assert not has_signal_handler(rank.pid, STACK_SIGNAL), "it is gone"

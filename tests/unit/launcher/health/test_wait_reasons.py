@@ -1,4 +1,4 @@
-"""What the kernel says of processes that stand still, each a real one."""
+"""What the kernel reports of processes that stand still, each a real one."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ IDLE_THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).star
 
 
 @contextmanager
-def standing(folder: Path, code: str) -> Iterator[tuple[int, StackFile]]:
-    """A process that runs `code`, once it sleeps in it. It prints a line just before."""
+def start_sleeping_process(folder: Path, code: str) -> Iterator[tuple[int, StackFile]]:
+    """Start a process that runs `code`, and yield once it sleeps in it. It prints a line just before."""
     path = folder / "stack"
     command = [sys.executable, "-c", HEAD + code, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
@@ -42,13 +42,13 @@ def standing(folder: Path, code: str) -> Iterator[tuple[int, StackFile]]:
             assert process.stdout is not None
             assert process.stdout.readline()
             sleeps = Path(f"/proc/{process.pid}/stat")
-            wait_for(lambda: sleeps.read_text().rpartition(")")[2].split()[0] == "S")
+            wait_until(lambda: sleeps.read_text().rpartition(")")[2].split()[0] == "S")
             yield process.pid, StackFile(path)
         finally:
             os.killpg(process.pid, 9)
 
 
-def wait_for(met: Callable[[], bool]) -> None:
+def wait_until(met: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not met():
         assert time.monotonic() < deadline
@@ -56,7 +56,7 @@ def wait_for(met: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "expected"),
     [
         ("ready(); time.sleep(60)", "a clock (sleep)"),
         ("ready(); near.recv(1)", "a socket"),
@@ -70,39 +70,39 @@ def wait_for(met: Callable[[], bool]) -> None:
         (IDLE_THREAD + LOCK, ""),
     ],
 )
-async def test_what_a_process_waits_for(tmp_path: Path, code: str, words: str) -> None:
-    with standing(tmp_path, code) as (pid, file):
+async def test_the_wait_reason_of_a_process_is_named(tmp_path: Path, code: str, expected: str) -> None:
+    with start_sleeping_process(tmp_path, code) as (pid, file):
         waits_for = (await sample_process(pid, file)).waits_for
-        assert words in waits_for
-        assert bool(words) is bool(waits_for), waits_for
+        assert expected in waits_for
+        assert bool(expected) is bool(waits_for), waits_for
 
 
-async def test_an_attached_debugger_is_seen(tmp_path: Path) -> None:
+async def test_an_attached_debugger_is_detected(tmp_path: Path) -> None:
     attach, detach, libc = 16, 17, ctypes.CDLL(None, use_errno=True)
-    with standing(tmp_path, LOCK) as (pid, file):
+    with start_sleeping_process(tmp_path, LOCK) as (pid, file):
         assert libc.ptrace(attach, pid, 0, 0) == 0
-        wait_for(lambda: read_process_state(pid)[0] == "t")
-        look = await sample_process(pid, file)
+        wait_until(lambda: read_process_state(pid)[0] == "t")
+        sample = await sample_process(pid, file)
         libc.ptrace(detach, pid, 0, 0)
-        assert (look.process_state, look.waits_for) == ("t", DEBUGGER_WAIT)
-        wait_for(lambda: read_process_state(pid)[0] == "S")
+        assert (sample.process_state, sample.waits_for) == ("t", DEBUGGER_WAIT)
+        wait_until(lambda: read_process_state(pid)[0] == "S")
         assert (await sample_process(pid, file)).waits_for == ""
 
 
-def test_work_of_processes_below_it_is_seen_those_that_have_ended_included(tmp_path: Path) -> None:
+def test_work_of_child_processes_counts_also_after_they_exit(tmp_path: Path) -> None:
     busy = "subprocess.Popen(['sh', '-c', 'while true; do /bin/true; done']); ready(); time.sleep(60)"
-    with standing(tmp_path, busy) as (pid, _):
+    with start_sleeping_process(tmp_path, busy) as (pid, _):
         before = count_helper_ticks(pid)
         assert list_descendants(pid)
-        wait_for(lambda: count_helper_ticks(pid) > before + 2)
+        wait_until(lambda: count_helper_ticks(pid) > before + 2)
 
 
-def test_work_of_its_other_threads_is_seen(tmp_path: Path) -> None:
+def test_work_of_other_threads_counts(tmp_path: Path) -> None:
     busy = "threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start(); ready(); time.sleep(60)"
-    with standing(tmp_path, busy) as (pid, _):
+    with start_sleeping_process(tmp_path, busy) as (pid, _):
         before = count_helper_ticks(pid)
-        wait_for(lambda: count_helper_ticks(pid) > before + 2)
+        wait_until(lambda: count_helper_ticks(pid) > before + 2)
 
 
-def test_nobody_is_there() -> None:
+def test_a_missing_process_has_no_wait_reason() -> None:
     assert (list_descendants(2**22), count_helper_ticks(2**22)) == ([], 0)

@@ -1,4 +1,4 @@
-"""Launchers measure their links: over real connections, between those who hold the membership's secret only."""
+"""Launchers measure their links over real connections, and only between holders of the membership's secret."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET, OTHER = "5ec2e7" * 8, "0a" * 24
 
 
 @asynccontextmanager
-async def host(secret: str = SECRET) -> AsyncIterator[tuple[LinkProbeServer, int]]:
+async def run_server(secret: str = SECRET) -> AsyncIterator[tuple[LinkProbeServer, int]]:
     serving, listener = LinkProbeServer(), bind_socket("127.0.0.1")
     port: int = listener.getsockname()[1]
     await serving.serve(listener)
@@ -41,7 +41,9 @@ async def host(secret: str = SECRET) -> AsyncIterator[tuple[LinkProbeServer, int
         serving.close()
 
 
-async def measured(folder: Path, *targets: ProbeTarget, secret: str = SECRET, membership: int = 1) -> list[LinkProbe]:
+async def measure_links(
+    folder: Path, *targets: ProbeTarget, secret: str = SECRET, membership: int = 1
+) -> list[LinkProbe]:
     prober = LinkProber(folder / "probes.json")
     prober.start_task(LinkProbeTask("p", targets), membership, secret)
     await prober.wait_done()
@@ -51,12 +53,16 @@ async def measured(folder: Path, *targets: ProbeTarget, secret: str = SECRET, me
     return list(Evidence.from_json({"request": "p", "worker": "w", "round": 1, "probes": found["probes"]}).probes)
 
 
-async def test_pings_and_transfers_of_every_target_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pings_and_transfers_of_every_target_are_measured_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for limit in ("PROBE_MEASUREMENT_SECONDS", "PROBE_PING_SECONDS", "PING_LOST_SECONDS"):
         monkeypatch.setattr(link_probes, limit, 60.0)  # the link loses nothing; a machine under load is only slow
-    async with host() as (_, port):
+    async with run_server() as (_, port):
         began = time.monotonic()
-        here, later = await measured(tmp_path, *(ProbeTarget(f"w{i}", f"127.0.0.1:{port}", slot=i) for i in range(2)))
+        here, later = await measure_links(
+            tmp_path, *(ProbeTarget(f"w{i}", f"127.0.0.1:{port}", slot=i) for i in range(2))
+        )
         assert time.monotonic() - began > 1.0, "the second has a slot of its own"
     for found, name in ((here, "w0"), (later, "w1")):
         assert (found.target, found.failed, found.pings_lost) == (name, "", 0)
@@ -71,14 +77,14 @@ async def test_a_ping_that_takes_as_long_as_a_retransmission_counts_as_lost(
     monkeypatch.setattr(link_probes, "PROBE_PINGS", 3)
     for limit in ("PROBE_MEASUREMENT_SECONDS", "PROBE_PING_SECONDS"):
         monkeypatch.setattr(link_probes, limit, 60.0)
-    async with host() as (_, port):
-        (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
+    async with run_server() as (_, port):
+        (found,) = await measure_links(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
     assert found.pings_lost == 3
 
 
 async def test_a_request_is_measured_once_and_a_new_one_ends_it(tmp_path: Path) -> None:
     results = tmp_path / "probes.json"
-    async with host() as (_, port):
+    async with run_server() as (_, port):
         prober = LinkProber(results)
         slow = LinkProbeTask("old", (ProbeTarget("w", f"127.0.0.1:{port}", slot=9),))
         prober.start_task(slow, 1, SECRET)
@@ -93,56 +99,58 @@ async def test_a_request_is_measured_once_and_a_new_one_ends_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("secret", "membership"), [(OTHER, 1), (SECRET, 2), ("", 1)])
-async def test_who_does_not_hold_the_memberships_secret_measures_nothing(
+async def test_a_worker_without_the_memberships_secret_measures_nothing(
     tmp_path: Path, secret: str, membership: int
 ) -> None:
-    async with host() as (_, port):
-        (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"), secret=secret, membership=membership)
+    async with run_server() as (_, port):
+        (found,) = await measure_links(
+            tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"), secret=secret, membership=membership
+        )
     assert found.failed
     assert found.bytes_per_second is None
 
 
-async def test_a_host_without_a_secret_answers_nobody(tmp_path: Path) -> None:
-    async with host(secret="") as (_, port):
-        (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
+async def test_a_server_without_a_secret_answers_no_one(tmp_path: Path) -> None:
+    async with run_server(secret="") as (_, port):
+        (found,) = await measure_links(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
     assert found.failed
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:1", "127.0.0.1:none", "nonsense"])
-async def test_an_address_where_nobody_is(tmp_path: Path, address: str) -> None:
-    (found,) = await measured(tmp_path, ProbeTarget("w", address))
+async def test_an_address_without_a_listener_is_reported(tmp_path: Path, address: str) -> None:
+    (found,) = await measure_links(tmp_path, ProbeTarget("w", address))
     assert found.failed
     assert found.bytes_per_second is None
 
 
-async def test_somebody_who_says_nothing_costs_a_turn_and_no_more(tmp_path: Path) -> None:
+async def test_a_silent_peer_costs_one_turn_only(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
-        (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{silent.getsockname()[1]}"))
+        (found,) = await measure_links(tmp_path, ProbeTarget("w", f"127.0.0.1:{silent.getsockname()[1]}"))
     assert time.monotonic() - began < PROBE_MEASUREMENT_SECONDS + 10
     assert found.failed
 
 
-async def test_a_transfer_that_does_not_end_in_time_tells_what_came_through(
+async def test_a_transfer_that_misses_its_deadline_reports_what_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader that takes 20 MB/s; the whole would take three seconds."""
     read = asyncio.StreamReader.read
 
-    async def slowly(reader: asyncio.StreamReader, size: int = -1) -> bytes:
+    async def read_slowly(reader: asyncio.StreamReader, size: int = -1) -> bytes:
         await asyncio.sleep(0.01)
         return await read(reader, min(size, 200_000))
 
-    monkeypatch.setattr(asyncio.StreamReader, "read", slowly)
+    monkeypatch.setattr(asyncio.StreamReader, "read", read_slowly)
     monkeypatch.setattr(link_probes, "PROBE_TRANSFER_BYTES", 8 * PROBE_TRANSFER_BYTES)
-    async with host() as (_, port):
-        (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
+    async with run_server() as (_, port):
+        (found,) = await measure_links(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
     assert found.failed == ""
     assert found.bytes_per_second is not None
     assert 1e6 < found.bytes_per_second < 60e6
 
 
-async def guest(
+async def connect_client(
     port: int, secret: str = SECRET
 ) -> tuple[AuthenticatedChannel, asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -153,18 +161,18 @@ async def guest(
     "message",
     [{"transfer": 10**12}, {"transfer": -1}, {"transfer": "x"}, {}, {"quit": 1}],
 )
-async def test_a_guest_that_asks_for_anything_else_is_hung_up_on(message: dict[str, object]) -> None:
-    async with host() as (_, port):
-        channel, reader, writer = await guest(port)
+async def test_a_client_that_sends_another_request_is_disconnected(message: dict[str, object]) -> None:
+    async with run_server() as (_, port):
+        channel, reader, writer = await connect_client(port)
         channel.write(message)
         async with asyncio.timeout(30):
             assert await reader.read() == b""
         writer.close()
 
 
-async def test_a_guest_pings_so_often_and_no_more() -> None:
-    async with host() as (_, port):
-        channel, _, writer = await guest(port)
+async def test_the_number_of_pings_of_a_client_is_limited() -> None:
+    async with run_server() as (_, port):
+        channel, _, writer = await connect_client(port)
         answers = 0
         with contextlib.suppress(ConnectionError):
             for number in range(link_probes.PROBE_PINGS + 10):
@@ -176,16 +184,18 @@ async def test_a_guest_pings_so_often_and_no_more() -> None:
         writer.close()
 
 
-async def test_strangers_fill_no_memory_and_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unauthenticated_connections_fill_no_memory_and_block_no_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_probes, "PROBE_AUTHENTICATION_SECONDS", 10.0)
-    async with host() as (serving, port):
+    async with run_server() as (serving, port):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MAX_PROBE_CONNECTIONS)]
-        async with asyncio.timeout(8):  # less than a stranger has time
+        async with asyncio.timeout(8):  # less than an unauthenticated connection is allowed
             for reader, _ in crowd[: 2 * MAX_PROBE_CONNECTIONS]:
-                await reader.read()  # until it is hung up on
+                await reader.read()  # until it is disconnected
         assert len(serving._connections) == MAX_PROBE_CONNECTIONS
-        (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
-        assert found.failed == "", "whoever proves itself comes in"
+        (found,) = await measure_links(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
+        assert found.failed == "", "an authenticated peer is admitted"
         async with asyncio.timeout(60):
             for reader, _ in crowd:
                 await reader.read()
@@ -194,6 +204,6 @@ async def test_strangers_fill_no_memory_and_keep_nobody_out(tmp_path: Path, monk
             writer.close()
 
 
-async def test_an_address_that_is_none_is_what_failed(tmp_path: Path) -> None:
-    (found,) = await measured(tmp_path, ProbeTarget("w", "127.0.0.1:99999"))
+async def test_an_invalid_address_is_the_error(tmp_path: Path) -> None:
+    (found,) = await measure_links(tmp_path, ProbeTarget("w", "127.0.0.1:99999"))
     assert "port must be 0-65535" in found.failed

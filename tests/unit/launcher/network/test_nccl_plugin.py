@@ -40,7 +40,7 @@ PLUGIN, TRANSPORT = Path("/lib/plugin.so"), Path("/run/pacekeeper/rings/0.transp
         ({}, None, {}),
     ],
 )
-def test_only_where_nobody_has_said_otherwise(
+def test_the_plugin_is_set_only_where_the_user_has_not_set_one(
     given: dict[str, str], plugin: Path | None, expected: dict[str, str]
 ) -> None:
     assert build_plugin_environment(given, plugin, TRANSPORT) == expected
@@ -61,7 +61,7 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGBUS, signal.SIGILL])
-def test_a_crash_in_native_code_is_the_plugins_until_the_contrary_is_known(
+def test_a_crash_in_native_code_is_blamed_on_the_plugin_until_the_contrary_is_known(
     signum: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose_next_plugin(PLUGIN, [0, None, -signum]) is None
@@ -69,22 +69,24 @@ def test_a_crash_in_native_code_is_the_plugins_until_the_contrary_is_known(
     assert choose_next_plugin(None, [0]) is None, "it does not come back"
 
 
-def test_other_ends_are_not_the_plugins() -> None:
+def test_other_exits_are_not_blamed_on_the_plugin() -> None:
     others = [0, 1, None, 143, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, int(signal.SIGSEGV)]
     assert choose_next_plugin(PLUGIN, others) == PLUGIN
 
 
-class NoWarm:
-    """In the place of the warm process: it forks nothing."""
+class FakeWarmProcess:
+    """A substitute for the warm process: it forks nothing."""
 
     def fork(self, *_: object) -> None:
         pass
 
 
-async def test_what_ranks_are_at_is_read_from_their_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_transfers_of_ranks_are_read_from_their_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime = RuntimeFolder(tmp_path / "run").create()
     runtime.transport(0).write_text("of the round before")
-    ranks = RankProcesses(NoWarm(), runtime)  # type: ignore[arg-type]  # all that is asked of it here
+    ranks = RankProcesses(FakeWarmProcess(), runtime)  # type: ignore[arg-type]  # all that is used of it here
     plan = WorkerPlan(role=WorkerRole.MEMBER, ranks=(4, 5, 6), world_size=8, workers=4, store="127.0.0.2:29400")
     settings = LauncherSettings(worker="w", address="127.0.0.1")
     ranks.start(build_rank_starts(StartRound(3, 4711, plan), Script("s.py", False, ()), settings, runtime))
@@ -93,14 +95,14 @@ async def test_what_ranks_are_at_is_read_from_their_files(tmp_path: Path, caplog
     assert ranks.exit_codes() == [None] * 3
     build_driver(tmp_path / "built").run_scenario(6, "running", transport=runtime.transport(0))
     runtime.transport(1).write_text("nonsense")
-    words = ranks.describe_transfers()
-    assert words.startswith("rank 4: sends to rank 3 in a communicator of 4 (BROADCAST 8, channel 3) for ")
-    assert "\n" not in words
+    description = ranks.describe_transfers()
+    assert description.startswith("rank 4: sends to rank 3 in a communicator of 4 (BROADCAST 8, channel 3) for ")
+    assert "\n" not in description
     assert "1.transport: 8 bytes, but a file of NCCL's transfers has" in caplog.text
     ranks.close()
 
 
-def test_gpus_are_known_by_their_devices(tmp_path: Path) -> None:
+def test_gpus_are_identified_by_their_devices(tmp_path: Path) -> None:
     assert not has_gpus(tmp_path / "missing")
     for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset"):
         (tmp_path / name).touch()
@@ -117,7 +119,7 @@ def test_the_plugin_that_the_build_makes_is_usable(tmp_path: Path) -> None:
     assert all(hasattr(library, symbol) for symbol in PROFILER_PLUGIN_SYMBOLS)
 
 
-def test_a_pure_installation_says_that_the_transport_is_unknown(
+def test_a_pure_installation_reports_that_the_transport_is_unknown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):

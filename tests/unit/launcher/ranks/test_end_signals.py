@@ -26,7 +26,7 @@ def test_named_signals_end_a_run_and_sigterm_and_sigint_always_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("SIGTERM,USR1", "'USR1' is no signal's name"),
         ("SIGKILL", "'SIGKILL' cannot be handled"),
@@ -34,12 +34,12 @@ def test_named_signals_end_a_run_and_sigterm_and_sigint_always_do() -> None:
         ("", "'' is no signal's name"),
     ],
 )
-def test_other_names_are_refused(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_other_names_are_rejected(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         parse_signals(text)
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_a_signal_that_nohup_ignores_remains_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     read_initially_ignored_signals.cache_clear()
     try:
@@ -62,7 +62,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         (signal.SIGINT, {signal.SIGINT, signal.SIGTERM}, signal.SIGTERM),
     ],
 )
-def test_a_rank_gets_the_signal_in_the_form_that_it_handles(
+def test_a_rank_receives_the_signal_in_the_form_that_it_handles(
     received: signal.Signals, caught: set[signal.Signals], sent: signal.Signals
 ) -> None:
     assert choose_rank_signal(received, caught.__contains__) is sent

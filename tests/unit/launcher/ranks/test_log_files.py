@@ -37,7 +37,9 @@ PLACE = RankPlace(rank=5, local_rank=1, attempt=2, shares_console=True)
 FILE = FOLDER / "attempt_2/1/stdout.log"
 
 
-def plan(output: OutputOptions, stream: StandardStream = StandardStream.OUT, place: RankPlace = PLACE) -> StreamPlan:
+def plan_stream(
+    output: OutputOptions, stream: StandardStream = StandardStream.OUT, place: RankPlace = PLACE
+) -> StreamPlan:
     return output.plan_stream(stream, place, "trainer", "node7")
 
 
@@ -73,17 +75,17 @@ def plan(output: OutputOptions, stream: StandardStream = StandardStream.OUT, pla
         (OutputOptions(FOLDER, tee=ALL, stderr_filters=("loss",)), StreamPlan(True, "[trainer1]:", FILE)),
     ],
 )
-def test_a_stream_goes_where_torchrun_would_have_it(output: OutputOptions, expected: StreamPlan) -> None:
-    assert plan(output) == expected
+def test_a_stream_goes_where_torchrun_would_send_it(output: OutputOptions, expected: StreamPlan) -> None:
+    assert plan_stream(output) == expected
 
 
-def test_a_single_ranks_lines_have_no_prefix_unless_one_is_asked_for() -> None:
-    alone = replace(PLACE, shares_console=False)
-    assert plan(OutputOptions(), place=alone).prefix == ""
-    assert plan(OutputOptions(prefix_template="$rank>"), place=alone).prefix == "5>"
+def test_a_single_ranks_lines_have_no_prefix_unless_the_user_requests_one() -> None:
+    single = replace(PLACE, shares_console=False)
+    assert plan_stream(OutputOptions(), place=single).prefix == ""
+    assert plan_stream(OutputOptions(prefix_template="$rank>"), place=single).prefix == "5>"
 
 
-def start(tmp_path: Path) -> RankStart:
+def build_rank_start(tmp_path: Path) -> RankStart:
     environment = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     return RankStart("1-0", 0, 1, "s.py", False, [], environment, "ring", "stack", 0)
 
@@ -103,7 +105,7 @@ async def test_redirected_and_teed_streams_are_written_to_files(
     )
     ranks = RankOutput(RankOptions(output=output))
     (tmp_path / "error.json").write_text("of an earlier rank")
-    stdout, stderr = ranks.open(start(tmp_path), 0, shares_console=True)
+    stdout, stderr = ranks.open(build_rank_start(tmp_path), 0, shares_console=True)
     assert not (tmp_path / "error.json").exists()
     os.write(stdout.write_end, b"one\nloss 3\nbar 10%\rtwo")
     os.write(stderr.write_end, b"warning\nValueError: 3\n")
@@ -128,7 +130,7 @@ async def test_a_folder_that_takes_no_files_leaves_the_output_on_the_console(
 ) -> None:
     (tmp_path / "file").touch()
     output = OutputOptions(tmp_path / "file", redirects=ALL)
-    streams = RankOutput(RankOptions(output=output)).open(start(tmp_path), 0, shares_console=False)
+    streams = RankOutput(RankOptions(output=output)).open(build_rank_start(tmp_path), 0, shares_console=False)
     assert all(isinstance(stream, OutputPipe) for stream in streams)
     assert "no log file for rank 0" in caplog.text
     for stream in streams:
@@ -138,13 +140,13 @@ async def test_a_folder_that_takes_no_files_leaves_the_output_on_the_console(
         make_run_folder(str(tmp_path / "file" / "x"), "x")
 
 
-def test_a_file_system_that_stands_still_holds_up_nobody_and_what_is_lost_is_said(
+def test_a_stalled_file_system_blocks_no_rank_and_lost_output_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pacekeeper.launcher.ranks.log_files._MAX_PENDING_LOG_BYTES", 1 << 20)
     monkeypatch.setattr("pacekeeper.launcher.ranks.log_files._LOG_DRAIN_SECONDS", 0.01)
     os.mkfifo(tmp_path / "fifo")
-    read_end = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)  # which nobody reads
+    read_end = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)  # which has no reader
     file = (tmp_path / "fifo").open("wb", buffering=0)
     writer = FileWriter()
     for _ in range(4):
@@ -154,7 +156,7 @@ def test_a_file_system_that_stands_still_holds_up_nobody_and_what_is_lost_is_sai
     assert "bytes of the ranks' output: their file system was too slow or failed" in caplog.text
 
 
-def test_error_files_lie_beside_the_log_files_or_in_the_runtime_folder() -> None:
+def test_error_files_are_in_the_log_folder_or_in_the_runtime_folder() -> None:
     assert choose_error_file(RankOptions(), 2, 1, Path("/run/errors")) == Path("/run/errors/1.json")
     options = RankOptions(output=OutputOptions(FOLDER))
     assert choose_error_file(options, 2, 1, Path("/run/errors")) == FOLDER / "attempt_2/1/error.json"
@@ -165,7 +167,7 @@ RECORDED = {"message": {"message": "ValueError: no data", "extraInfo": {"py_call
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "text"),
     [
         (json.dumps(RECORDED), CALLSTACK.strip()),
         ('{"message": {"message": "ValueError: no data"}}', "ValueError: no data"),
@@ -177,14 +179,14 @@ RECORDED = {"message": {"message": "ValueError: no data", "extraInfo": {"py_call
         ("", ""),
     ],
 )
-def test_what_record_has_written_is_read_whatever_it_is(tmp_path: Path, content: str, words: str) -> None:
+def test_a_recorded_error_of_any_form_is_read(tmp_path: Path, content: str, text: str) -> None:
     path = tmp_path / "error.json"
     assert read_recorded_error(path) == ""
     path.write_text(content)
-    assert read_recorded_error(path) == words
+    assert read_recorded_error(path) == text
 
 
-def test_what_record_has_written_explains_where_the_output_does_not() -> None:
+def test_a_recorded_error_explains_an_exit_that_the_output_does_not() -> None:
     assert merge_error_texts("Traceback\n[rank1]: ValueError: no\n", "Traceback\nValueError: no") == (
         "Traceback\n[rank1]: ValueError: no\n"
     )

@@ -1,4 +1,4 @@
-"""What ranks print reaches whoever reads it, and whoever does not read it stops nobody but the ranks."""
+"""The output of ranks reaches the reader of the launcher. A reader that stops reading stops only the ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LIMIT = 60.0
 
 @dataclass
 class Reader:
-    """A pipe to whose writing end an outlet writes."""
+    """A pipe to whose writing end an output writer writes."""
 
     descriptor: int
-    outlet: OutputWriter
+    writer: OutputWriter
 
     def read(self, size: int) -> bytes:
-        """This many bytes. Not to be called in the loop."""
+        """Return this number of bytes. Not to be called in the loop."""
         data = b""
         while len(data) < size:
             data += os.read(self.descriptor, size - len(data))
@@ -39,22 +39,22 @@ class Reader:
 def reader() -> Iterator[Reader]:
     read_end, write_end = os.pipe()
     yield Reader(read_end, OutputWriter(write_end, "standard output"))
-    os.close(write_end)  # where a thread is still at it, it has nobody to read it, and ends its write by that
+    os.close(write_end)  # a thread that still writes has no reader left, which ends its write
     os.close(read_end)
 
 
-async def eventually(look: Callable[[], bool]) -> None:
+async def wait_until(is_met: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT):
-        while not look():  # noqa: ASYNC110  # a thread and a reader change it, without an event
+        while not is_met():  # noqa: ASYNC110  # a thread and a reader change it, without an event
             await asyncio.sleep(0.01)
 
 
-def rank(outlet: OutputWriter, number: int) -> OutputPipe:
-    return OutputPipe(outlet, f"[{number}] ".encode())
+def open_rank_pipe(writer: OutputWriter, number: int) -> OutputPipe:
+    return OutputPipe(writer, f"[{number}] ".encode())
 
 
 async def test_a_line_that_has_not_ended_is_passed_on_after_a_moment(reader: Reader) -> None:
-    pipe = rank(reader.outlet, 1)
+    pipe = open_rank_pipe(reader.writer, 1)
     os.write(pipe.write_end, b"first\nGo on? ")
     await reader.expect(b"[1] first\n[1] Go on? ")
     os.write(pipe.write_end, b"yes\nlast\n")
@@ -63,7 +63,7 @@ async def test_a_line_that_has_not_ended_is_passed_on_after_a_moment(reader: Rea
 
 
 async def test_progress_bars_of_several_ranks_overwrite_each_other(reader: Reader) -> None:
-    zero, one = rank(reader.outlet, 0), rank(reader.outlet, 1)
+    zero, one = open_rank_pipe(reader.writer, 0), open_rank_pipe(reader.writer, 1)
     os.write(zero.write_end, b"\r10%\r20%\r30%")
     await reader.expect(b"\r[0] 10%\r[0] 20%\r[0] 30%")
     os.write(one.write_end, b"\r15%\r")
@@ -74,8 +74,8 @@ async def test_progress_bars_of_several_ranks_overwrite_each_other(reader: Reade
         os.close(pipe.write_end)
 
 
-async def test_what_others_print_does_not_run_into_a_line_that_has_not_ended(reader: Reader) -> None:
-    zero, one = rank(reader.outlet, 0), rank(reader.outlet, 1)
+async def test_output_of_other_ranks_does_not_run_into_a_line_that_has_not_ended(reader: Reader) -> None:
+    zero, one = open_rank_pipe(reader.writer, 0), open_rank_pipe(reader.writer, 1)
     os.write(zero.write_end, b"begun")
     await reader.expect(b"[0] begun")
     os.write(one.write_end, b"other\n")
@@ -84,14 +84,14 @@ async def test_what_others_print_does_not_run_into_a_line_that_has_not_ended(rea
     await reader.expect(b"[0]  and ended\n")
     os.write(zero.write_end, b"again")
     await reader.expect(b"[0] again")
-    LogStream(reader.outlet).write("the launcher\n")
+    LogStream(reader.writer).write("the launcher\n")
     await reader.expect(b"\nthe launcher\n")
     for pipe in (zero, one):
         os.close(pipe.write_end)
 
 
-async def test_a_reader_that_stands_still_stops_the_ranks_alone_and_nothing_is_lost(reader: Reader) -> None:
-    pipe = OutputPipe(reader.outlet)
+async def test_a_reader_that_stops_reading_stops_only_the_ranks_and_nothing_is_lost(reader: Reader) -> None:
+    pipe = OutputPipe(reader.writer)
     text = b"".join(b"%08d\n" % number for number in range(400_000))
 
     def print_all() -> None:
@@ -101,40 +101,40 @@ async def test_a_reader_that_stands_still_stops_the_ranks_alone_and_nothing_is_l
         os.close(pipe.write_end)
 
     printing = asyncio.create_task(asyncio.to_thread(print_all))
-    await eventually(lambda: reader.outlet.is_full)
+    await wait_until(lambda: reader.writer.is_full)
     for _ in range(100):
         await asyncio.sleep(0)  # the loop goes on
-    assert reader.outlet._bytes < OUTPUT_FULL_BYTES + (2 << 20), "what is not read waits with the rank"
+    assert reader.writer._bytes < OUTPUT_FULL_BYTES + (2 << 20), "what is not read waits with the rank"
     assert not printing.done()
     await reader.expect(text)
     await printing
-    await eventually(lambda: pipe.tail().endswith("00399999\n"))
+    await wait_until(lambda: pipe.tail().endswith("00399999\n"))
 
 
 @pytest.mark.parametrize("how", ["closed", "full device"])
-async def test_a_reader_that_has_gone_is_named_and_ranks_go_on(reader: Reader, how: str) -> None:
-    outlet = reader.outlet
+async def test_a_closed_reader_is_named_and_the_ranks_continue(reader: Reader, how: str) -> None:
+    writer = reader.writer
     if how == "closed":
         os.close(reader.descriptor)
         reader.descriptor = os.open(os.devnull, os.O_RDONLY)
     else:
-        outlet = OutputWriter(os.open("/dev/full", os.O_WRONLY), "standard output")
-    pipe = OutputPipe(outlet)
+        writer = OutputWriter(os.open("/dev/full", os.O_WRONLY), "standard output")
+    pipe = OutputPipe(writer)
     for _ in range(40):
         await asyncio.to_thread(os.write, pipe.write_end, b"x" * 2**17)
     os.write(pipe.write_end, b"\nlast\n")
-    await eventually(lambda: pipe.tail().endswith("last\n"))
-    assert outlet.closed_reason.startswith("standard output cannot be written to any more (")
-    assert outlet.drain(LIMIT)
+    await wait_until(lambda: pipe.tail().endswith("last\n"))
+    assert writer.closed_reason.startswith("standard output cannot be written to any more (")
+    assert writer.drain(LIMIT)
     os.close(pipe.write_end)
 
 
-async def test_output_that_others_have_made_non_blocking_is_written_whole(reader: Reader) -> None:
-    assert reader.outlet._descriptor is not None
-    os.set_blocking(reader.outlet._descriptor, False)
+async def test_output_on_a_non_blocking_stream_is_written_whole(reader: Reader) -> None:
+    assert reader.writer._descriptor is not None
+    os.set_blocking(reader.writer._descriptor, False)
     text = b"line\n" * 50_000
     for start in range(0, len(text), 50_000):
-        reader.outlet.write(text[start : start + 50_000])
+        reader.writer.write(text[start : start + 50_000])
     await reader.expect(text)
-    assert await asyncio.to_thread(reader.outlet.drain, LIMIT)
-    assert not reader.outlet.closed_reason
+    assert await asyncio.to_thread(reader.writer.drain, LIMIT)
+    assert not reader.writer.closed_reason

@@ -33,7 +33,7 @@ from pacekeeper.observe.record_ring import RingReader
 
 
 @dataclass
-class Ended:
+class EndedRank:
     """A rank that has run."""
 
     pid: int
@@ -58,22 +58,22 @@ class Runner:
         ring: Path | None = None,
         **environment: str,
     ) -> int:
-        """The rank's process id."""
-        return self.start_with(
+        """Return the rank's process id."""
+        return self.start_rank(
             script, arguments=arguments, module=module, environment=environment, program=program, ring=ring
         )
 
-    def start_with(self, script: str, **given: Any) -> int:
-        """Start it with what `fork_with` takes; return the rank's process id."""
-        self.fork_with(script, **given)
-        news = self.next()
-        assert isinstance(news, RankForked)
-        return news.pid
+    def start_rank(self, script: str, **given: Any) -> int:
+        """Start it with what `fork_rank` takes; return the rank's process id."""
+        self.fork_rank(script, **given)
+        event = self.receive_event()
+        assert isinstance(event, RankForked)
+        return event.pid
 
     def fork(self, script: str, ring: Path | None = None) -> None:
-        self.fork_with(script, ring=ring)
+        self.fork_rank(script, ring=ring)
 
-    def fork_with(  # noqa: PLR0913  # options of a harness: each caller names what it varies
+    def fork_rank(  # noqa: PLR0913  # options of a harness: each caller names what it varies
         self,
         script: str,
         arguments: Sequence[str] = (),
@@ -105,10 +105,10 @@ class Runner:
         for file in files:
             os.close(file)
 
-    def end(self, pid: int) -> Ended:
-        news = self.next()
-        assert isinstance(news, RankExited)
-        return Ended(pid, news.code, (self.folder / "out").read_text(), (self.folder / "err").read_text())
+    def wait_for_exit(self, pid: int) -> EndedRank:
+        event = self.receive_event()
+        assert isinstance(event, RankExited)
+        return EndedRank(pid, event.code, (self.folder / "out").read_text(), (self.folder / "err").read_text())
 
     def run(
         self,
@@ -118,16 +118,18 @@ class Runner:
         program: str = "",
         ring: Path | None = None,
         **environment: str,
-    ) -> Ended:
-        return self.end(self.start(script, *arguments, module=module, program=program, ring=ring, **environment))
+    ) -> EndedRank:
+        return self.wait_for_exit(
+            self.start(script, *arguments, module=module, program=program, ring=ring, **environment)
+        )
 
-    def next(self) -> RankForked | RankExited:
+    def receive_event(self) -> RankForked | RankExited:
         # The warm process imports torch first, which on a machine that has never read it takes tens of seconds.
         while True:
             ready, _, _ = select.select([self.warm.connection], [], [], 600)
-            assert ready, "no news of the warm process"
-            for news in self.warm.read_events():
-                return news
+            assert ready, "no event of the warm process"
+            for event in self.warm.read_events():
+                return event
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         ("import atexit; atexit.register(print, 'late')", 0, ""),
     ],
 )
-def test_a_script_ends_as_it_would_alone(runner: Runner, script: str, code: int, error: str) -> None:
+def test_a_script_ends_as_it_would_in_plain_python(runner: Runner, script: str, code: int, error: str) -> None:
     ended = runner.run(script)
     assert ended.code == code
     assert error in ended.stderr
@@ -168,19 +170,19 @@ def test_a_traceback_begins_with_the_script(runner: Runner) -> None:
     assert "rank.py" not in ended.stderr
 
 
-def test_a_warm_process_that_is_made_anew_forks_ranks_like_the_first(
+def test_a_warm_process_that_is_started_again_forks_ranks_like_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runner = Runner(tmp_path, spawn_warm_process)
     assert not runner.warm.ready
-    script = "import logging, sys\nlogging.getLogger('pacekeeper.here').info('told')\nprint('torch' in sys.modules)\n"
+    script = "import logging, sys\nlogging.getLogger('pacekeeper.here').info('logged')\nprint('torch' in sys.modules)\n"
     configured = "logging.basicConfig(level='DEBUG', format='%(levelname)s %(message)s')\nlogging.debug('own')\n"
     ended = runner.run(script + configured)
     assert runner.warm.ready
     assert (ended.code, ended.stdout) == (0, "True\n")
-    assert re.fullmatch(r"pacekeeper [\d:]+ told\nDEBUG own\n", ended.stderr), "the script's log is its own affair"
-    os.kill(runner.warm.pid, signal.SIGSTOP)  # it does not hear of its launcher's end
+    assert re.fullmatch(r"pacekeeper [\d:]+ logged\nDEBUG own\n", ended.stderr), "the script's log is its own affair"
+    os.kill(runner.warm.pid, signal.SIGSTOP)  # it does not notice its launcher's end
     assert runner.warm.reap() == "killed by SIGKILL"
     runner.warm.fork(RankStart("2", 3, 2, "x", False, [], {}, "x", "x", 0), 1, 2)
     with pytest.raises(EOFError):
@@ -188,27 +190,27 @@ def test_a_warm_process_that_is_made_anew_forks_ranks_like_the_first(
     runner.warm.connection.close()
 
 
-def test_a_rank_whose_warm_process_has_died_meanwhile_does_not_begin() -> None:
+def test_a_rank_whose_warm_process_has_died_does_not_begin() -> None:
     pid = os.fork()
     if pid == 0:
-        die_with_parent(os.getpid())  # somebody else than its parent
+        die_with_parent(os.getpid())  # another process than its parent
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def test_arguments_environment_and_main_are_the_scripts(runner: Runner) -> None:
+def test_arguments_environment_and_main_belong_to_the_script(runner: Runner) -> None:
     script = (
         "import os, pickle, sys\n"
-        "import beside\n"
+        "import neighbor\n"
         "class Thing: pass\n"
         "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
-        "print(__name__, sys.argv[1:], os.environ['RANK'], beside.value, sys.stdin.read() == '')\n"
+        "print(__name__, sys.argv[1:], os.environ['RANK'], neighbor.value, sys.stdin.read() == '')\n"
     )
-    (runner.folder / "beside.py").write_text("value = 5")
+    (runner.folder / "neighbor.py").write_text("value = 5")
     assert runner.run(script, "-x", "y", RANK="3").stdout == "__main__ ['-x', 'y'] 3 5 True\n"
 
 
-def test_a_module_is_run_as_python_m_would(runner: Runner) -> None:
+def test_a_module_is_run_as_by_python_m(runner: Runner) -> None:
     assert runner.run("print(__name__, __spec__.name)", module="job").stdout == "__main__ job\n"
 
 
@@ -227,12 +229,12 @@ sys.exit(7)
 
 
 def test_a_rank_can_be_any_program(runner: Runner) -> None:
-    """It keeps the rank's place; a request for its Python stack does not end it; it has the ring, if it wants it."""
+    """It remains the rank's process. A request for its Python stack does not end it. It has the ring if it wants it."""
     (runner.folder / "program.py").write_text(PROGRAM)
     arguments = [str(runner.folder / "program.py"), str(int(STACK_SIGNAL)), "-x"]
     ring = runner.folder / "ring"
     ended = runner.run("", *arguments, program=sys.executable, RANK="3", RING=str(ring))
-    mine = sorted([signal.SIGPIPE, signal.SIGXFSZ, STACK_SIGNAL])  # the first two are this Python's own
+    mine = sorted([signal.SIGPIPE, signal.SIGXFSZ, STACK_SIGNAL])  # the first two belong to this Python
     assert (ended.code, ended.stdout) == (7, f"3 True {int(signal.SIGKILL)} {[*mine]} ['-x']\n"), ended.stderr
     assert RingReader(ring).state()["pid"] == ended.pid
     assert runner.run("", "-c", "exit 3", program="sh").code == 3
@@ -251,7 +253,7 @@ def test_ranks_do_not_share_random_numbers(runner: Runner) -> None:
     assert first[1] != second[1]
 
 
-def test_a_script_knows_where_it_lies_and_is_main_until_the_end(runner: Runner) -> None:
+def test_a_script_has_its_path_and_is_main_until_the_end(runner: Runner) -> None:
     script = (
         "import atexit, os, pickle, sys, threading, time\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -299,7 +301,7 @@ LEFT_OPEN = {
 
 @pytest.mark.parametrize("how", LEFT_OPEN)
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("\nimport sys; sys.exit(3)", 3), ("\nraise ValueError", 1)])
-def test_what_is_left_open_at_the_end_is_written(runner: Runner, how: str, end: str, code: int) -> None:
+def test_open_files_are_flushed_at_the_end(runner: Runner, how: str, end: str, code: int) -> None:
     if how == "by a finalizer" and code == 1:
         return  # the exception still refers to it
     path = runner.folder / f"{how} {code}"
@@ -335,7 +337,7 @@ AS_PYTHON = "import sys; sys.unraisablehook = sys.__unraisablehook__\n"
         ("import os, sys; os.execv('/bin/sh', ['sh', '-c', 'exit 5'])", 5, ""),
     ],
 )
-def test_an_odd_end_is_pythons_own(runner: Runner, script: str, code: int, error: str) -> None:
+def test_an_unusual_exit_is_the_same_as_pythons(runner: Runner, script: str, code: int, error: str) -> None:
     ended = runner.run(script)
     assert ended.code == code
     assert error in ended.stderr
@@ -346,7 +348,7 @@ def test_a_script_reads_its_standard_input_and_writes_unbuffered(runner: Runner)
     os.write(write_end, b"given\n")
     os.close(write_end)
     script = "import os, sys\nprint(sys.stdin.read().strip(), end=' ')\nsys.__stdout__.write('at once')\nos._exit(4)"
-    ended = runner.end(runner.start_with(script, stdin=read_end))
+    ended = runner.wait_for_exit(runner.start_rank(script, stdin=read_end))
     assert (ended.code, ended.stdout) == (4, "given at once")
 
 
@@ -370,12 +372,12 @@ def test_numpy_uses_as_many_threads_as_the_rank_may(runner: Runner) -> None:
         "        if hasattr(library, name): print(getattr(library, name)())\n"
     )
     for setting, threads in (("", "1"), ("import os\nos.environ['OMP_NUM_THREADS'] = '3'\n", "3")):
-        found = runner.end(runner.start_with(setting + script, threads=1)).stdout.split()
+        found = runner.wait_for_exit(runner.start_rank(setting + script, threads=1)).stdout.split()
         assert found
         assert set(found) == {threads}
 
 
-def test_a_warm_process_whose_launcher_has_gone_ends_without_a_word(
+def test_a_warm_process_whose_launcher_has_exited_ends_silently(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runner = Runner(tmp_path)
@@ -389,64 +391,64 @@ def test_a_warm_process_whose_launcher_has_gone_ends_without_a_word(
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_leads_a_group_of_its_own_and_takes_it_along(runner: Runner) -> None:
+def test_a_rank_leads_a_process_group_that_ends_with_it(runner: Runner) -> None:
     script = "import os, subprocess, time\nsubprocess.Popen(['sleep', '60'])\nprint(os.getpgid(0))\ntime.sleep(60)"
     pid = runner.start(script)
-    wait_for(lambda: (runner.folder / "out").read_text().strip() == str(pid))
+    wait_until(lambda: (runner.folder / "out").read_text().strip() == str(pid))
     os.killpg(pid, signal.SIGKILL)
-    assert runner.end(pid).code == -signal.SIGKILL
-    wait_for(lambda: not group_exists(pid))
+    assert runner.wait_for_exit(pid).code == -signal.SIGKILL
+    wait_until(lambda: not group_exists(pid))
 
 
-def test_a_rank_has_a_fresh_ring_and_gives_its_stack_on_a_signal(runner: Runner) -> None:
+def test_a_rank_has_a_fresh_ring_and_writes_its_stack_on_a_signal(runner: Runner) -> None:
     pid = runner.start("import time\ndef wait_here():\n    print('ready')\n    time.sleep(60)\nwait_here()")
-    wait_for(lambda: "ready" in (runner.folder / "out").read_text())
+    wait_until(lambda: "ready" in (runner.folder / "out").read_text())
     state = RingReader(runner.folder / "ring").state()
     assert (state["rank"], state["round"], state["pid"]) == (3, 2, 0)
     os.kill(pid, STACK_SIGNAL)
-    wait_for(lambda: "in wait_here" in (runner.folder / "stack").read_text())
+    wait_until(lambda: "in wait_here" in (runner.folder / "stack").read_text())
     os.kill(pid, signal.SIGTERM)
-    assert runner.end(pid).code == -signal.SIGTERM
+    assert runner.wait_for_exit(pid).code == -signal.SIGTERM
 
 
-def test_a_rank_whose_folder_has_no_room_trains_unwatched(runner: Runner, tmp_path: Path) -> None:
+def test_a_rank_whose_folder_has_no_space_trains_unmonitored(runner: Runner, tmp_path: Path) -> None:
     ended = runner.run("print('trains')", ring=tmp_path / "no such folder" / "ring")
     assert (ended.code, ended.stdout) == (0, "trains\n")
     assert "pacekeeper: rank 3 is not monitored in this round" in ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    ("broken", "message"),
     [
         ("rank._reset_signals", "OSError: broken"),
         ("rank._connect_standard_files", "OSError: broken"),
         ("os.fork", "cannot be"),
     ],
 )
-def test_a_process_whose_start_fails_ends_there_and_says_why(
-    broken: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_whose_start_fails_exits_there_and_reports_the_reason(
+    broken: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is above on its stack is its parent's: it would remove the folder that the others work in."""
+    """What is above on its stack belongs to its parent: it would remove the folder that the others work in."""
     tester, fork = os.getpid(), os.fork
 
-    def refuse(*_: object) -> int:
+    def refuse_fork(*_: object) -> int:
         if broken == "os.fork" and os.getpid() == tester:
             return fork()  # the warm process
         raise OSError("broken")
 
     module, _, name = broken.rpartition(".")
-    monkeypatch.setattr({"os": os, "rank": rank}[module], name, refuse)
+    monkeypatch.setattr({"os": os, "rank": rank}[module], name, refuse_fork)
     monkeypatch.chdir(tmp_path)
     unwound = tmp_path / "unwound"
     try:
         runner = Runner(tmp_path)
         runner.fork("pass")
-        news = runner.next()
-        if isinstance(news, RankForked):
-            news = runner.next()
-        assert isinstance(news, RankExited)
-        assert news.code == 1
-        assert words in (tmp_path / "err").read_text()
+        event = runner.receive_event()
+        if isinstance(event, RankForked):
+            event = runner.receive_event()
+        assert isinstance(event, RankExited)
+        assert event.code == 1
+        assert message in (tmp_path / "err").read_text()
     finally:
         if os.getpid() != tester:
             unwound.touch()
@@ -461,16 +463,16 @@ def test_standard_files_that_were_closed_are_opened(closed: str, tmp_path: Path)
     code = (
         "import os, pathlib, sys; from pacekeeper.launcher.ranks.processes import open_standard_files as open_them;"
         "open_them(); own = os.open('/dev/null', os.O_RDONLY); print('', end='', flush=True);"
-        f"pathlib.Path({str(tmp_path / 'said')!r}).write_text(f'{{own > 2}} {{sys.stdin.read()!r}}')"
+        f"pathlib.Path({str(tmp_path / 'read')!r}).write_text(f'{{own > 2}} {{sys.stdin.read()!r}}')"
     )
     command = f'exec "$PYTHON" -c "$CODE" {"</dev/null" if "<" not in closed else ""} {closed}'
     environment = {**os.environ, "PYTHON": sys.executable, "CODE": code}
     subprocess.run(["sh", "-c", command], env=environment, timeout=60, check=True)
-    assert (tmp_path / "said").read_text() == "True ''"
+    assert (tmp_path / "read").read_text() == "True ''"
 
 
-def wait_for(look: Callable[[], bool]) -> None:
+def wait_until(is_met: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
-    while not look():
+    while not is_met():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -26,7 +26,7 @@ from pacekeeper.launcher.ranks.script_imports import ALWAYS_IMPORTED_MODULES, FI
         ("from . import torch", ()),
     ],
 )
-def test_modules_are_those_that_the_script_imports(tmp_path: Path, source: str, modules: tuple[str, ...]) -> None:
+def test_the_imports_of_a_script_are_listed(tmp_path: Path, source: str, modules: tuple[str, ...]) -> None:
     (tmp_path / "train.py").write_text(source)
     needs = find_import_needs(str(tmp_path / "train.py"), False, [])
     assert needs.modules == [name for name in modules if name != "torch.utils"]
@@ -75,7 +75,7 @@ BEFORE = "import os\n{}\nimport torch"
         ("import settings\nimport torch", ["OMP_NUM_THREADS"]),
     ],
 )
-def test_where_a_script_sets_what_torch_reads_at_import_ranks_import_torch_themselves(
+def test_ranks_import_torch_themselves_if_the_script_sets_what_torch_reads_at_import(
     tmp_path: Path, source: str, names: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text(source)

@@ -1,4 +1,4 @@
-"""The first rank reads what the launcher is given."""
+"""The first rank reads the launcher's standard input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pty
 from pacekeeper.launcher.ranks.stdin import StandardInput
 
 
-async def test_of_a_pipe_the_next_round_reads_what_the_first_has_left() -> None:
+async def test_the_next_round_reads_the_rest_of_a_pipe() -> None:
     read_end, write_end = os.pipe()
     os.write(write_end, b"1234")
     stdin = StandardInput(read_end)
@@ -23,7 +23,7 @@ async def test_of_a_pipe_the_next_round_reads_what_the_first_has_left() -> None:
         os.close(descriptor)
 
 
-async def test_what_is_typed_at_a_terminal_is_passed_on_to_the_rank_of_the_present_round() -> None:
+async def test_terminal_input_is_passed_to_the_rank_of_the_current_round() -> None:
     keyboard, terminal = pty.openpty()
     stdin = StandardInput(terminal)
     for line in (b"step\n", b"quit\n"):
@@ -42,5 +42,5 @@ async def test_what_is_typed_at_a_terminal_is_passed_on_to_the_rank_of_the_prese
         os.close(descriptor)
 
 
-async def test_where_there_is_no_standard_input_ranks_have_none() -> None:
+async def test_ranks_have_no_standard_input_if_the_launcher_has_none() -> None:
     assert StandardInput(None).open() is None

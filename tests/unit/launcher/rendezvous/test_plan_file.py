@@ -16,7 +16,7 @@ PLAN = WorkerPlan(version=7, role=WorkerRole.MEMBER)
 @pytest.mark.parametrize(
     "content", [b'{"role": "\xff"}', b'{"role": ' + b"[" * 100_000, b"[]", b"7", b'{"role": "Member", "version": "8"}']
 )
-def test_what_is_no_plan_leaves_the_one_before_in_force(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_plan_leaves_the_one_before_in_force(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN.to_json()))
     plans = PlanFile(path)

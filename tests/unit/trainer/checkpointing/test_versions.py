@@ -1,4 +1,4 @@
-"""Of what the ranks hold, the newest that all of them can have is chosen, and each worker gets one copy of it."""
+"""The newest state that all ranks can have is chosen, and each worker receives one copy of it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_the_newest_state_that_all_can_have_is_chosen(
         ("1101", "1010", [(0, 2)]),
         ("0011", "1010", [(2, 0)]),
         ("110000", "101010", [(0, 2), (0, 4)]),
-        ("10000000", "11111111", [(0, 1), (0, 2), (1, 3), (0, 4), (1, 5), (2, 6), (3, 7)]),  # who has it sends it on
+        ("10000000", "11111111", [(0, 1), (0, 2), (1, 3), (0, 4), (1, 5), (2, 6), (3, 7)]),  # each holder sends it
         ("11001100", "10101010", [(0, 2), (4, 6)]),  # each sends to as many as the others
-        ("0110", "1001", [(1, 0), (2, 3)]),  # no keeper has it: whoever has it sends
+        ("0110", "1001", [(1, 0), (2, 3)]),  # no peer holds it: a rank that has it sends it
     ],
 )
 def test_each_worker_that_lacks_a_replica_gets_one(holds: str, keeps: str, expected: list[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""Batches come to the device whole, as they are asked for, and while it computes. The device is a double, or "meta"."""
+"""Batches arrive on the device whole, on request, and while it computes. The device is a double, or "meta"."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Record:
         object.__setattr__(self, "doubled", 2 * self.x)
 
 
-class Encoding(UserDict[str, torch.Tensor]):
+class TokenizerEncoding(UserDict[str, torch.Tensor]):
     """A dictionary of its own kind, as tokenizers return it."""
 
     encoded_by = "it"
 
 
-class Own:
-    """What the loader knows nothing of, but that it can be moved. Made of a batch's samples."""
+class MovableSamples:
+    """An object of which the loader knows only that it can be moved. Made of a batch's samples."""
 
     moved: ClassVar[list[tuple[int, Any, bool]]] = []
 
@@ -52,46 +52,52 @@ class Own:
 
 
 @pytest.fixture(autouse=True)
-def nothing_moved() -> None:
-    Own.moved.clear()
+def no_moves() -> None:
+    MovableSamples.moved.clear()
 
 
-def moved(batch: Any) -> Any:
+def move_to_meta(batch: Any) -> Any:
     return move_to_device(batch, META, OrderedBatchCopies(META))
 
 
 def test_tensors_are_moved_wherever_they_stand_in_a_batch() -> None:
     x = torch.ones(1)
-    batch = {"pair": Pair(x, "a"), "list": [x, (x, 3)], "record": Record(x, [x]), "own": Own([x]), "none": None}
-    found = moved(batch)
+    batch = {
+        "pair": Pair(x, "a"),
+        "list": [x, (x, 3)],
+        "record": Record(x, [x]),
+        "own": MovableSamples([x]),
+        "none": None,
+    }
+    found = move_to_meta(batch)
     assert isinstance(found["pair"], Pair)
     assert isinstance(found["list"][1], tuple)
     record = found["record"]
     on_device = [found["pair"].x, found["list"][0], found["list"][1][0], record.x, record.parts[0], record.doubled]
     assert {tensor.device for tensor in on_device} == {META}
     assert (found["pair"].name, found["list"][1][1], found["none"]) == ("a", 3, None)
-    assert Own.moved == [(1, META, True)]
+    assert MovableSamples.moved == [(1, META, True)]
     assert batch["pair"].x.device.type == batch["record"].x.device.type == "cpu"  # type: ignore[attr-defined]
 
 
-def test_a_mapping_keeps_its_type_and_the_batch_on_the_host_stays_whole() -> None:
-    encoding = Encoding(ids=torch.ones(2))
+def test_a_mapping_keeps_its_type_and_the_batch_on_the_host_is_unchanged() -> None:
+    encoding = TokenizerEncoding(ids=torch.ones(2))
     encoding.encoded_by = "another"
-    found = moved(encoding)
-    assert isinstance(found, Encoding)
+    found = move_to_meta(encoding)
+    assert isinstance(found, TokenizerEncoding)
     assert found.encoded_by == "another"
     assert found["ids"].device == META
     assert encoding["ids"].device.type == "cpu"
 
 
 def test_a_packed_sequence_moves_itself_since_a_part_of_it_stays_on_the_host() -> None:
-    found = moved([pack_sequence([torch.ones(3), torch.ones(1)])])[0]
+    found = move_to_meta([pack_sequence([torch.ones(3), torch.ones(1)])])[0]
     assert isinstance(found, PackedSequence)
     assert found.data.device == META
     assert found.batch_sizes.device.type == "cpu"
 
 
-def test_nothing_is_touched_where_there_is_nowhere_to_go() -> None:
+def test_nothing_is_moved_without_a_device() -> None:
     batch = Record(torch.ones(2), [])
     assert create_batch_mover(None)(batch) is create_batch_mover(torch.device("cpu"))(batch) is batch
 
@@ -99,11 +105,13 @@ def test_nothing_is_touched_where_there_is_nowhere_to_go() -> None:
 def test_batches_are_weighed_on_the_host() -> None:
     weighed_on = set()
 
-    def weight(batch: torch.Tensor) -> torch.Tensor:
+    def compute_weight(batch: torch.Tensor) -> torch.Tensor:
         weighed_on.add(batch.device.type)
         return batch.sum()
 
-    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), SampleOrder(shuffle=False), weight=weight, device=META)
+    loader = Loader(
+        NUMBERS, BatchSizes(4, 2), RankTopology(), SampleOrder(shuffle=False), weight=compute_weight, device=META
+    )
     drawn = loader.next_step()
     assert drawn is not None
     assert drawn[0].weight == 0 + 1 + 2 + 3
@@ -112,28 +120,28 @@ def test_batches_are_weighed_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_is_moved_when_it_is_asked_for_and_a_stale_one_never(workers: int) -> None:
+def test_a_batch_is_moved_on_request_and_an_outdated_one_never(workers: int) -> None:
     loader = Loader(
         NUMBERS,
         BatchSizes(4, 2),
         RankTopology(),
         SampleOrder(shuffle=False),
-        collate_fn=Own,
+        collate_fn=MovableSamples,
         num_workers=workers,
         device=META,
     )
     drawn = loader.next_step()
     assert drawn is not None
-    assert Own.moved == []
+    assert MovableSamples.moved == []
     assert next(drawn[1]) == 0
-    assert [first for first, *_ in Own.moved] == [0]
+    assert [first for first, *_ in MovableSamples.moved] == [0]
     assert next(drawn[1]) == 2
     loader.complete_step()
-    loader.start_leases(lambda _: 8, None)  # others take the next ones: what workers have fetched ahead is of no use
+    loader.start_leases(lambda _: 8, None)  # others take the next ones: prefetched batches of workers are of no use
     drawn = loader.next_step()
     assert drawn is not None
     assert list(drawn[1]) == [12, 14]
-    assert [first for first, *_ in Own.moved] == [0, 2, 12, 14]
+    assert [first for first, *_ in MovableSamples.moved] == [0, 2, 12, 14]
 
 
 class VirtualCopies:
@@ -158,8 +166,8 @@ class VirtualCopies:
 
 
 @pytest.mark.parametrize(("copy_seconds", "lasts"), [(3.0, 2 * 3.0 + 5 * 10.0), (12.0, 5 * 2 * 12.0 + 10.0)])
-def test_copies_hide_behind_the_computation_and_come_before_their_use(copy_seconds: float, lasts: float) -> None:
-    """Five batches of two tensors, launched without a wait. The dearer of the two streams is never idle."""
+def test_copies_overlap_the_computation_and_arrive_before_their_use(copy_seconds: float, lasts: float) -> None:
+    """Five batches of two tensors, launched without a wait. The slower of the two streams is never idle."""
     device = VirtualCopies(copy_seconds)
     for _ in range(5):
         move_to_device({"x": torch.ones(1), "y": torch.ones(1)}, META, device)

@@ -1,4 +1,4 @@
-"""Iterable data sets by position: what they must keep to, and what spares them work."""
+"""Iterable data sets by position: the rules they must follow, and what saves work."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_an_earlier_position_begins_the_epoch_again() -> None:
     assert letters.begun == 2
 
 
-def test_a_stream_without_end_is_read_no_further_than_asked() -> None:
-    class Endless:
+def test_an_endless_stream_is_read_no_further_than_requested() -> None:
+    class EndlessLetters:
         made = 0
 
         def __iter__(self) -> Iterator[int]:
@@ -51,24 +51,24 @@ def test_a_stream_without_end_is_read_no_further_than_asked() -> None:
                 self.made += 1
                 yield self.made - 1
 
-    endless = Endless()
+    endless = EndlessLetters()
     assert IterableAdapter(endless).__getitems__([5, 999]) == [5, 999]
     assert endless.made == 1000
 
 
-def test_with_the_size_of_a_checkpoint_earlier_epochs_are_not_read() -> None:
+def test_earlier_epochs_are_not_read_if_the_checkpoint_has_their_size() -> None:
     letters = Letters("abcdef")
     assert IterableAdapter(letters, size=6)[600_002] == "c"
     assert letters.made == 3
 
 
 @pytest.mark.parametrize(("position", "counted"), [(3, 0), (8, 6), (14, 6)])
-def test_the_middle_of_an_epoch_is_skipped_to_where_the_iterable_can(position: int, counted: int) -> None:
-    class Skipping(Letters):
+def test_an_iterable_that_can_skip_is_skipped_to_the_position(position: int, counted: int) -> None:
+    class SkippingLetters(Letters):
         def skip(self, count: int) -> Letters:
             return Letters(self.epochs[0][count:])
 
-    letters = Skipping("abcdef")
+    letters = SkippingLetters("abcdef")
     assert IterableAdapter(letters)[position] == "abcdef"[position % 6]
     assert letters.made == counted  # once, to find out how many an epoch has
 
@@ -83,13 +83,13 @@ def test_the_middle_of_an_epoch_is_skipped_to_where_the_iterable_can(position: i
         (Letters("abcd"), 3, "epoch 0 has more samples than the 3 of an epoch"),
     ],
 )
-def test_epochs_of_unequal_size_are_refused(letters: Letters, size: int | None, message: str) -> None:
+def test_epochs_of_unequal_size_are_rejected(letters: Letters, size: int | None, message: str) -> None:
     stream = IterableAdapter(letters, size)
     with pytest.raises(InputError, match=message):
         stream.__getitems__(list(range(10)))
 
 
-def test_what_is_taken_for_an_iterable() -> None:
+def test_iterables_are_recognized() -> None:
     assert is_iterable(Letters("a"))
     assert not is_iterable([1, 2])
     assert not is_iterable(torch.arange(3))
@@ -98,8 +98,8 @@ def test_what_is_taken_for_an_iterable() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> None:
-    def load() -> Loader:
+def test_the_size_that_workers_find_out_is_saved_and_restored(workers: int) -> None:
+    def build_loader() -> Loader:
         return Loader(
             Letters("abcdefg"),
             BatchSizes(5, 5),
@@ -108,7 +108,7 @@ def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> No
             collate_fn="".join,
         )
 
-    def steps(loader: Loader, count: int) -> str:
+    def run_steps(loader: Loader, count: int) -> str:
         letters = ""
         for _ in range(count):
             drawn = loader.next_step()
@@ -117,13 +117,13 @@ def test_the_size_that_workers_find_out_is_kept_and_restored(workers: int) -> No
             loader.complete_step()
         return letters
 
-    loader = load()
-    assert steps(loader, 3) == "abcdefgabcdefga"
+    loader = build_loader()
+    assert run_steps(loader, 3) == "abcdefgabcdefga"
     state = loader.state_dict()
     assert state["size"] == 7
-    restored = load()
+    restored = build_loader()
     restored.load_state_dict(state)
-    assert steps(restored, 2) == "bcdefgabcd"
+    assert run_steps(restored, 2) == "bcdefgabcd"
     sized: Any = {**state, "size": 8}
     with pytest.raises(InputError, match="it has 7 samples, the checkpoint's had 8"):
         restored.load_state_dict(sized)

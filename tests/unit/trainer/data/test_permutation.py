@@ -1,4 +1,4 @@
-"""The computed permutation is one, looks like any other, and stays what it is."""
+"""The computed permutation is one, looks like any other, and never changes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ EPOCHS = 400
 LARGE = 10**9 + 7
 
 
-def whole(size: int, seed: int, number: int) -> NDArray[np.int64]:
+def list_permutation(size: int, seed: int, number: int) -> NDArray[np.int64]:
     return create_permutation(size, seed, number).permute(np.arange(size))
 
 
-def chi_square(counts: Iterable[int], cells: int) -> float:
-    """How far the counts are from equal ones, in standard deviations of that. `cells`: of them, those with 0 too."""
+def compute_chi_square(counts: Iterable[int], cells: int) -> float:
+    """Return how many standard deviations the counts are from equal ones. `cells`: including those with 0."""
     found = list(counts)
     expected = sum(found) / cells
     chi = sum((count - expected) ** 2 / expected for count in found) + (cells - len(found)) * expected
@@ -32,16 +32,16 @@ def chi_square(counts: Iterable[int], cells: int) -> float:
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 64, 81, 255, 256, 257, 1000, 65_536, 65_537])
-def test_each_index_once(size: int) -> None:
+def test_each_index_occurs_once(size: int) -> None:
     for seed, number in ((0, 0), (-3, 1), (2**70, 12)):
-        assert sorted(whole(size, seed, number).tolist()) == list(range(size))
+        assert sorted(list_permutation(size, seed, number).tolist()) == list(range(size))
 
 
-def test_a_position_is_worth_the_same_whatever_else_is_asked_for() -> None:
-    order = whole(1000, 5, 3)
-    asked = np.array([999, 0, 500, 501, 0])
-    assert create_permutation(1000, 5, 3).permute(asked).tolist() == order[asked].tolist()
-    assert create_permutation(1000, 5, 3).permute(asked[:0]).tolist() == []
+def test_a_position_has_the_same_value_in_every_request() -> None:
+    order = list_permutation(1000, 5, 3)
+    requests = np.array([999, 0, 500, 501, 0])
+    assert create_permutation(1000, 5, 3).permute(requests).tolist() == order[requests].tolist()
+    assert create_permutation(1000, 5, 3).permute(requests[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -49,23 +49,23 @@ def test_small_sets_come_in_every_order_equally_often(size: int) -> None:
     """Over epochs, and over seeds."""
     trials = range(100 * math.factorial(size))
     for found in (
-        Counter(tuple(whole(size, 11, number).tolist()) for number in trials),
-        Counter(tuple(whole(size, seed, 0).tolist()) for seed in trials),
+        Counter(tuple(list_permutation(size, 11, number).tolist()) for number in trials),
+        Counter(tuple(list_permutation(size, seed, 0).tolist()) for seed in trials),
     ):
         assert set(found) <= set(itertools.permutations(range(size)))
-        assert abs(chi_square(found.values(), math.factorial(size))) < 3.5
+        assert abs(compute_chi_square(found.values(), math.factorial(size))) < 3.5
 
 
 @pytest.mark.parametrize("size", [9, 16, 25, 36])
 def test_odd_permutations_come_as_often_as_even_ones(size: int) -> None:
     """A Feistel network over two halves of bits has even ones only."""
-    odd = sum(is_odd(whole(size, 2, epoch)) for epoch in range(EPOCHS))
+    odd = sum(is_odd(list_permutation(size, 2, epoch)) for epoch in range(EPOCHS))
     assert abs(odd - EPOCHS / 2) < 3.5 * math.sqrt(EPOCHS) / 2
 
 
 @pytest.mark.parametrize("size", [48, 97, 1000])
 def test_epochs_look_like_random_permutations(size: int) -> None:
-    orders = np.array([whole(size, 7, epoch) for epoch in range(EPOCHS)])
+    orders = np.array([list_permutation(size, 7, epoch) for epoch in range(EPOCHS)])
     places = np.broadcast_to(np.arange(size), orders.shape)
     # Any part of the data set stands in any part of the epoch.
     parts = 8
@@ -79,7 +79,7 @@ def test_epochs_look_like_random_permutations(size: int) -> None:
         differences = (orders[:, distance:] - orders[:, :-distance]) % size
         counts = np.bincount(differences.ravel(), minlength=size)
         assert counts[0] == 0
-        assert abs(chi_square(counts[1:].tolist(), size - 1)) < 4
+        assert abs(compute_chi_square(counts[1:].tolist(), size - 1)) < 4
     # A sample stays in its place once an epoch, and is in the place that it had in the last epoch as rarely: Poisson.
     for still in ((orders == places).sum(1), (orders[1:] == orders[:-1]).sum(1)):
         assert abs(still.mean() - 1) < 3.5 / math.sqrt(EPOCHS)
@@ -91,7 +91,7 @@ def test_epochs_look_like_random_permutations(size: int) -> None:
     # The number of cycles: as if each sample in turn closed one with probability 1/1, 1/2, 1/3, …
     mean = sum(1 / k for k in range(1, size + 1))
     variance = sum((1 - 1 / k) / k for k in range(1, size + 1))
-    assert abs(np.mean([cycles(order) for order in orders]) - mean) < 3.5 * math.sqrt(variance / EPOCHS)
+    assert abs(np.mean([count_cycles(order) for order in orders]) - mean) < 3.5 * math.sqrt(variance / EPOCHS)
 
 
 def test_large_sets_take_no_memory_and_are_spread_evenly() -> None:
@@ -100,24 +100,24 @@ def test_large_sets_take_no_memory_and_are_spread_evenly() -> None:
     assert len(set(found.tolist())) == len(found)
     assert 0 <= found.min() <= found.max() < LARGE
     for part in (found * 100 // LARGE, np.diff(found) % LARGE * 100 // LARGE, found % 100):
-        assert abs(chi_square(np.bincount(part, minlength=100).tolist(), 100)) < 3.5
+        assert abs(compute_chi_square(np.bincount(part, minlength=100).tolist(), 100)) < 3.5
     assert create_permutation(2**62, 1, 0).permute(np.array([0, 2**62 - 1])).min() >= 0
 
-    def peak(size: int) -> int:
+    def measure_peak(size: int) -> int:
         batch = [(0, 256), (700, 956)]
-        IndexedStream(size, seed=3).get_indices(batch)  # what Python and numpy keep once they have been here
+        IndexedStream(size, seed=3).get_indices(batch)  # what Python and numpy store after the first call
         tracemalloc.start()
         IndexedStream(size, seed=3).get_indices(batch)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
 
-    assert peak(10**12) < 2 * peak(10**4) < 200_000
+    assert measure_peak(10**12) < 2 * measure_peak(10**4) < 200_000
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
-    """What is named `SHUFFLED_ORDER_NAME` in kept states. Another order needs another name."""
-    assert whole(10, 0, 0).tolist() == [1, 2, 9, 5, 3, 7, 0, 4, 8, 6]
+    """Saved states name it `SHUFFLED_ORDER_NAME`. Another order needs another name."""
+    assert list_permutation(10, 0, 0).tolist() == [1, 2, 9, 5, 3, 7, 0, 4, 8, 6]
     assert create_permutation(LARGE, 42, 3).permute(np.array([0, 1, LARGE - 1])).tolist() == [
         910750013,
         727252257,
@@ -126,10 +126,10 @@ def test_the_order_is_the_same_in_every_version() -> None:
 
 
 def is_odd(order: NDArray[np.int64]) -> bool:
-    return (len(order) - cycles(order)) % 2 == 1
+    return (len(order) - count_cycles(order)) % 2 == 1
 
 
-def cycles(order: NDArray[np.int64]) -> int:
+def count_cycles(order: NDArray[np.int64]) -> int:
     following, seen, found = order.tolist(), [False] * len(order), 0
     for first in range(len(following)):
         found += not seen[first]

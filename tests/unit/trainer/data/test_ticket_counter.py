@@ -13,8 +13,10 @@ from pacekeeper.data.leases import ENDLESS_TICKETS
 from pacekeeper.data.ticket_counter import TicketCounter
 
 
-def of_ranks(store: HashStore, ranks: int, replica_size: int, monkeypatch: pytest.MonkeyPatch) -> list[TicketCounter]:
-    """As if each of them were a process of its own."""
+def build_counters(
+    store: HashStore, ranks: int, replica_size: int, monkeypatch: pytest.MonkeyPatch
+) -> list[TicketCounter]:
+    """Build them as if each rank were a process of its own."""
     found = []
     for rank in range(ranks):
         monkeypatch.setattr(ticket_counter, "_counter_numbers", itertools.count(1))
@@ -23,22 +25,22 @@ def of_ranks(store: HashStore, ranks: int, replica_size: int, monkeypatch: pytes
 
 
 def test_each_ticket_goes_to_one_replica_and_to_all_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = of_ranks(HashStore(), 4, 2, monkeypatch)
+    ranks = build_counters(HashStore(), 4, 2, monkeypatch)
     taken = [[rank.take(3) for rank in ranks] for _ in range(5)]
     assert taken == [[first, first, first + 3, first + 3] for first in range(0, 30, 6)]
 
 
 def test_a_rank_that_is_far_behind_finds_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of a loader prefetch; 8 of them, 32 microbatches each, say."""
+    """Workers of a loader prefetch, for example 8 of them with 32 microbatches each."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))  # of a wait for an answer that is gone
-    first, mate = of_ranks(store, 2, 2, monkeypatch)
+    first, mate = build_counters(store, 2, 2, monkeypatch)
     taken = [first.take(2) for _ in range(300)]
     assert [mate.take(2) for _ in range(300)] == taken == list(range(0, 600, 2))
 
 
-def test_any_rank_may_end_them_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, mate, other, last = of_ranks(HashStore(), 4, 2, monkeypatch)
+def test_any_rank_may_end_the_tickets_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, mate, other, last = build_counters(HashStore(), 4, 2, monkeypatch)
     assert [first.take(3), mate.take(3)] == [0, 0]
     last.close()
     mate.close()
@@ -48,7 +50,7 @@ def test_any_rank_may_end_them_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_old_answers_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store lives as long as the round."""
     store = HashStore()
-    first, mate = of_ranks(store, 2, 2, monkeypatch)
+    first, mate = build_counters(store, 2, 2, monkeypatch)
     before = store.num_keys()
     for _ in range(3000):
         first.take(1)

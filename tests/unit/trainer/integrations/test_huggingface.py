@@ -1,4 +1,4 @@
-"""Which of a Trainer's checkpoints a restart goes on from."""
+"""Which of a Trainer's checkpoints a restart continues from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from pacekeeper.integrations.huggingface import COMPLETE_MARKER_FILE, find_newest_checkpoint  # it imports transformers
 
 
-def checkpoint(folder: Path, step: int, state: str | None = None, marked: bool = False) -> str:
+def write_checkpoint(folder: Path, step: int, state: str | None = None, marked: bool = False) -> str:
     path = folder / f"checkpoint-{step}"
     path.mkdir()
     if state is not None:
@@ -21,23 +21,23 @@ def checkpoint(folder: Path, step: int, state: str | None = None, marked: bool =
     return str(path)
 
 
-def test_the_newest_that_all_ranks_have_written(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 9, "{}", marked=True)
-    newest = checkpoint(tmp_path, 100, "{}", marked=True)
-    checkpoint(tmp_path, 101, "{}")  # a crash in the middle of it: perhaps another rank's part is missing
+def test_the_newest_checkpoint_that_all_ranks_have_written_is_found(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 9, "{}", marked=True)
+    newest = write_checkpoint(tmp_path, 100, "{}", marked=True)
+    write_checkpoint(tmp_path, 101, "{}")  # a crash in the middle of it: perhaps another rank's part is missing
     for name in ("checkpoint-best", "checkpoint-best2", "checkpoint-last-100"):  # the script's own
         (tmp_path / name).mkdir()
     assert find_newest_checkpoint(tmp_path) == newest
 
 
-def test_one_that_was_trained_without_the_callback_counts_where_its_last_file_is_whole(tmp_path: Path) -> None:
-    newest = checkpoint(tmp_path, 10, "{}")
-    checkpoint(tmp_path, 20, '{"global_st')
-    checkpoint(tmp_path, 30)
+def test_a_checkpoint_without_the_callback_counts_if_its_last_file_is_whole(tmp_path: Path) -> None:
+    newest = write_checkpoint(tmp_path, 10, "{}")
+    write_checkpoint(tmp_path, 20, '{"global_st')
+    write_checkpoint(tmp_path, 30)
     assert find_newest_checkpoint(str(tmp_path)) == newest
 
 
-def test_without_one_the_training_begins(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 30)
+def test_training_begins_at_zero_without_a_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 30)
     assert find_newest_checkpoint(tmp_path) is None
     assert find_newest_checkpoint(tmp_path / "nowhere") is None

@@ -8,8 +8,8 @@ from pacekeeper.observe import recorder_factory
 
 
 @pytest.fixture(params=["Python", "C"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test's module has RingWriter, Recorder and CollectiveMonitor as they are, or those with the part in C."""
+def python_or_c(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Leave RingWriter, Recorder, and CollectiveMonitor of the test's module, or replace them with the part in C."""
     if request.param == "C":
         fast = recorder_factory.native_recorder
         assert fast is not None, f"{recorder_factory.NATIVE_UNAVAILABLE_REASON}; `make native` builds it"

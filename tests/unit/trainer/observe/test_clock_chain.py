@@ -1,4 +1,4 @@
-"""From a device's marks to stragglers, shares and the pace of A-EDiT: as if every call had waited for its work."""
+"""From a device's marks to stragglers, shares, and the pace of A-EDiT: as if every call had waited for its work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pacekeeper_analysis.whatif import data_parallel
 from testing.training.async_device import DeviceRank, DeviceWorld, Event, FakeGroup, FakeWork, GroupLinks, Stream
 
 pytestmark = [
-    pytest.mark.usefixtures("either_way"),
+    pytest.mark.usefixtures("python_or_c"),
     pytest.mark.skipif(
         torch_internals.HookOpName is None,
         reason="the double has process groups' own hooks, which torch has from 2.15 on",
@@ -46,12 +46,12 @@ MS = 1_000_000
 THRESHOLD = 1.1
 
 Program = Callable[["RankUnderTest", int, int], None]
-"""A step's forward and backward pass, of so many nanoseconds of computation and so many of each collective."""
+"""A step's forward and backward pass, of this many nanoseconds of computation and of each collective."""
 
 
 @dataclass
 class RankUnderTest:
-    """What stands between the simulated device and the ring: all of it real."""
+    """All that is between the simulated device and the ring, and all of it real."""
 
     rank: DeviceRank
     recorder: Recorder
@@ -60,7 +60,7 @@ class RankUnderTest:
     side: Stream
 
     @classmethod
-    def of(cls, rank: DeviceRank, links: GroupLinks, ring: Path, clock: Clock | None = None) -> RankUnderTest:
+    def build(cls, rank: DeviceRank, links: GroupLinks, ring: Path, clock: Clock | None = None) -> RankUnderTest:
         create_ring(ring, rank.number, 1)
         recorder = Recorder(RingWriter(ring), clock or rank.clock())
         watcher, group = CollectiveMonitor(recorder), FakeGroup(rank, links)
@@ -70,7 +70,7 @@ class RankUnderTest:
 
 @dataclass(frozen=True)
 class Faults:
-    """What one rank, or all, suffer from step BEGIN on."""
+    """Faults of one rank, or of all, from step BEGIN on."""
 
     slower: float = 1.0
     """The slow rank's computation."""
@@ -81,7 +81,7 @@ class Faults:
     noise: float = 0.03
 
 
-def ddp(under_test: RankUnderTest, compute: int, transfer: int) -> None:
+def run_ddp(under_test: RankUnderTest, compute: int, transfer: int) -> None:
     """Two buckets, and gradients that belong to none; C++ waits for the buckets at the end."""
     rank, group = under_test.rank, under_test.group
     rank.launch(compute // 2)
@@ -96,36 +96,36 @@ def ddp(under_test: RankUnderTest, compute: int, transfer: int) -> None:
     under_test.watcher.backward_ended()
 
 
-def without_work(under_test: RankUnderTest, compute: int, transfer: int) -> None:
+def run_without_work(under_test: RankUnderTest, compute: int, transfer: int) -> None:
     """The script reduces after its backward pass, and its stream waits at once."""
     under_test.rank.launch(compute)
-    synchronously(under_test, transfer)
+    reduce_synchronously(under_test, transfer)
 
 
-def on_a_side_stream(under_test: RankUnderTest, compute: int, transfer: int) -> None:
+def run_on_a_side_stream(under_test: RankUnderTest, compute: int, transfer: int) -> None:
     """As FSDP2: two layers are gathered on another stream, for which the computing one waits."""
     rank, side = under_test.rank, under_test.side
     for part in (compute // 2, compute - compute // 2):
         side.wait_for(rank.computing.tail)
         with rank.on(side):
-            synchronously(under_test, transfer)
+            reduce_synchronously(under_test, transfer)
         with under_test.recorder.time_peer_wait():
             rank.computing.wait_for(side.tail)
         rank.launch(part)
 
 
-def synchronously(under_test: RankUnderTest, transfer: int) -> None:
+def reduce_synchronously(under_test: RankUnderTest, transfer: int) -> None:
     work = under_test.group.all_reduce(transfer, async_op=False)
     if work is not None:
         under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
 
 
-PROGRAMS: dict[str, Program] = {"DDP": ddp, "no Work": without_work, "FSDP2": on_a_side_stream}
+PROGRAMS: dict[str, Program] = {"DDP": run_ddp, "no Work": run_without_work, "FSDP2": run_on_a_side_stream}
 
 
-def windows(
+def record_windows(
     folder: Path,
-    world: DeviceWorld,
+    devices: DeviceWorld,
     program: Program,
     faults: Faults,
     clock: Callable[[DeviceRank], Clock] | None = None,
@@ -133,9 +133,9 @@ def windows(
     """Of all ranks after STEPS steps. clock: another one than the right one; its script reads the loss at each step."""
     links = GroupLinks(RANKS)
 
-    def train(rank: DeviceRank) -> None:
+    def train_rank(rank: DeviceRank) -> None:
         ring = folder / f"{rank.number}"
-        under_test = RankUnderTest.of(rank, links, ring, clock and clock(rank))
+        under_test = RankUnderTest.build(rank, links, ring, clock and clock(rank))
         recorder, random = under_test.recorder, np.random.default_rng(rank.number)
         for step in range(STEPS):
             now = faults if step >= BEGIN else replace(faults, slower=1.0, transfer=3 * MS, load=0)
@@ -152,7 +152,7 @@ def windows(
             assert sum(not step.reached for step in recorder._in_flight) <= MAX_STEPS_AHEAD
         recorder.finish()
 
-    world.run(*[train] * RANKS)
+    devices.run(*[train_rank] * RANKS)
     found = []
     for number in range(RANKS):
         history = RankHistory(WINDOW)
@@ -163,25 +163,25 @@ def windows(
 
 @pytest.fixture(autouse=True)
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceWorld], DeviceWorld]:
-    def follow(world: DeviceWorld) -> DeviceWorld:
-        monkeypatch.setattr(time, "monotonic_ns", lambda: world.now if world.ranks else 0)
-        return world
+    def follow_device(devices: DeviceWorld) -> DeviceWorld:
+        monkeypatch.setattr(time, "monotonic_ns", lambda: devices.now if devices.ranks else 0)
+        return devices
 
-    return follow
+    return follow_device
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """All that is concluded from the windows."""
 
-    trouble: Bottleneck
+    bottleneck: Bottleneck
     culprits: tuple[int, ...]
     shares: tuple[int, ...] | None
     figures: tuple[float, ...]
-    """S of each trouble, of each rank, and by simulation; seconds of a step, and of its exposed communication."""
+    """S of each bottleneck, of each rank, and by simulation; seconds of a step, and of its exposed communication."""
 
     @classmethod
-    def by(cls, given: Sequence[RankWindow]) -> Found:
+    def from_windows(cls, given: Sequence[RankWindow]) -> Findings:
         diagnosis = strategies.diagnose_bottleneck(given, THRESHOLD)
         assert diagnosis is not None
         work = OwnWork.from_window(diagnosis.window, THRESHOLD)
@@ -195,7 +195,7 @@ class Found:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
-    ("faults", "trouble", "culprits"),
+    ("faults", "bottleneck", "culprits"),
     [
         (Faults(), Bottleneck.NONE, ()),
         (Faults(slower=2.0), Bottleneck.COMPUTE, (SLOW,)),
@@ -203,10 +203,10 @@ class Found:
     ],
     ids=["healthy", "a slow rank", "a slow link"],
 )
-def test_the_device_s_clock_finds_what_a_synchronous_run_finds(
+def test_the_devices_clock_finds_what_a_synchronous_run_finds(
     program: str,
     faults: Faults,
-    trouble: Bottleneck,
+    bottleneck: Bottleneck,
     culprits: tuple[int, ...],
     tmp_path: Path,
     virtual_time: Callable[[DeviceWorld], DeviceWorld],
@@ -215,9 +215,13 @@ def test_the_device_s_clock_finds_what_a_synchronous_run_finds(
     for asynchronous in (False, True):
         folder = tmp_path / str(asynchronous)
         folder.mkdir()
-        found.append(Found.by(windows(folder, virtual_time(DeviceWorld(asynchronous)), PROGRAMS[program], faults)))
+        found.append(
+            Findings.from_windows(
+                record_windows(folder, virtual_time(DeviceWorld(asynchronous)), PROGRAMS[program], faults)
+            )
+        )
     synchronous, asynchronous_ = found
-    assert (synchronous.trouble, synchronous.culprits) == (trouble, culprits)
+    assert (synchronous.bottleneck, synchronous.culprits) == (bottleneck, culprits)
     assert replace(asynchronous_, figures=()) == replace(synchronous, figures=())
     assert asynchronous_.figures == pytest.approx(synchronous.figures, rel=1e-6, abs=1e-9)
     if culprits:
@@ -245,7 +249,9 @@ def test_records_and_state_are_those_of_python_field_by_field(
                 (collective_monitor, "CollectiveMonitor"),
             ):
                 monkeypatch.setattr(request.module, name, vars(module)[name])
-        windows(folder, virtual_time(DeviceWorld(asynchronous)), PROGRAMS[program], Faults(slower=2.0, load=5 * MS))
+        record_windows(
+            folder, virtual_time(DeviceWorld(asynchronous)), PROGRAMS[program], Faults(slower=2.0, load=5 * MS)
+        )
         rings.append([RingReader(folder / f"{rank}") for rank in range(RANKS)])
     for given, python in zip(*rings, strict=True):
         assert len(given.records()) >= 3 * STEPS
@@ -257,42 +263,44 @@ def test_records_and_state_are_those_of_python_field_by_field(
 def test_own_work_is_what_a_rank_computes(
     program: str, tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
-    given = windows(tmp_path, virtual_time(DeviceWorld()), PROGRAMS[program], Faults(slower=2.0, noise=0.0))
+    given = record_windows(tmp_path, virtual_time(DeviceWorld()), PROGRAMS[program], Faults(slower=2.0, noise=0.0))
     own = [122 if rank == SLOW else 62 for rank in range(RANKS)]
     assert [window.compute_seconds[-1] for window in given] == pytest.approx([0.001 * each for each in own])
 
 
-def test_a_late_host_is_found_by_what_no_work_of_its_device_hides(
+def test_a_late_host_is_found_if_no_work_of_its_device_hides_it(
     tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
-    """The loader takes 150 ms, and the device meanwhile the step before, of 62 ms."""
+    """The loader takes 150 ms, while the device takes 62 ms for the step before."""
     found = []
     for asynchronous, load in ((False, 88 * MS), (True, 150 * MS)):
         folder = tmp_path / str(asynchronous)
         folder.mkdir()
         faults = Faults(load=load, noise=0.0)
-        found.append(Found.by(windows(folder, virtual_time(DeviceWorld(asynchronous)), ddp, faults)))
+        found.append(
+            Findings.from_windows(record_windows(folder, virtual_time(DeviceWorld(asynchronous)), run_ddp, faults))
+        )
     assert found[1].culprits == found[0].culprits == (SLOW,)
     assert found[1].figures == pytest.approx(found[0].figures, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_host_s_clock_finds_nobody_on_a_device(
+def test_the_hosts_clock_finds_no_straggler_on_a_device(
     program: str, tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
     """Although the script reads the loss at each step, so that a step takes as long on the host as on the device."""
     faults = Faults(slower=2.0)
-    world = virtual_time(DeviceWorld())
-    given = windows(tmp_path, world, PROGRAMS[program], faults, lambda rank: HostClock(rank.nanoseconds))
-    found = Found.by(given)
+    devices = virtual_time(DeviceWorld())
+    given = record_windows(tmp_path, devices, PROGRAMS[program], faults, lambda rank: HostClock(rank.nanoseconds))
+    found = Findings.from_windows(given)
     assert found.culprits == ()
-    assert found.trouble is Bottleneck.NONE
+    assert found.bottleneck is Bottleneck.NONE
 
 
-def test_a_collective_without_a_work_is_recorded_as_long_as_it_holds_its_stream_up(
+def test_a_collective_without_a_work_is_recorded_as_long_as_it_blocks_its_stream(
     tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
-    windows(tmp_path, virtual_time(DeviceWorld()), without_work, Faults(slower=2.0, noise=0.0))
+    record_windows(tmp_path, virtual_time(DeviceWorld()), run_without_work, Faults(slower=2.0, noise=0.0))
     lengths = {}
     for rank in (0, SLOW):
         found = RingReader(tmp_path / f"{rank}").records()
@@ -304,14 +312,14 @@ def test_a_collective_without_a_work_is_recorded_as_long_as_it_holds_its_stream_
     assert lengths[0] == pytest.approx([63.0] * len(lengths[0]))
 
 
-def test_a_work_that_the_stream_waits_for_is_let_go_of_and_its_end_is_the_device_s(
+def test_a_work_that_the_stream_waits_for_is_released_and_its_end_is_the_devices(
     tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
     """A work has its output's memory, and the host may be steps ahead of the device's end of it."""
     gone = []
 
-    def reduce(rank: DeviceRank) -> None:
-        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
+    def reduce_once(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.build(rank, GroupLinks(1), tmp_path / "ring")
         rank.launch(10 * MS)
         work = under_test.group.all_reduce(3 * MS)
         assert work is not None
@@ -322,7 +330,7 @@ def test_a_work_that_the_stream_waits_for_is_let_go_of_and_its_end_is_the_device
         rank.wait_for(rank.submit(0))
         under_test.watcher.notice_ends()
 
-    virtual_time(DeviceWorld()).run(reduce)
+    virtual_time(DeviceWorld()).run(reduce_once)
     assert gone == [True]
     (found,) = RingReader(tmp_path / "ring").records()
     assert found["end_ns"] - found["start_ns"] == pytest.approx(13 * MS)
@@ -332,8 +340,8 @@ def test_a_work_that_the_stream_waits_for_is_let_go_of_and_its_end_is_the_device
 def test_a_barrier_without_a_work_is_a_wait(tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]) -> None:
     """NCCL's has no tensors, and no `Work` where the host waits for it."""
 
-    def meet(rank: DeviceRank) -> None:
-        under_test = RankUnderTest.of(rank, links, tmp_path / str(rank.number))
+    def wait_at_barrier(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.build(rank, links, tmp_path / str(rank.number))
         under_test.recorder.end_step()
         rank.launch((20 if rank.number == SLOW else 10) * MS)
         under_test.group.barrier()
@@ -341,7 +349,7 @@ def test_a_barrier_without_a_work_is_a_wait(tmp_path: Path, virtual_time: Callab
         under_test.recorder.finish()
 
     links = GroupLinks(RANKS)
-    virtual_time(DeviceWorld()).run(*[meet] * RANKS)
+    virtual_time(DeviceWorld()).run(*[wait_at_barrier] * RANKS)
     for rank in (0, SLOW):
         records = RingReader(tmp_path / f"{rank}").records()
         (barrier,) = records[records["kind"] == RecordKind.COLLECTIVE]
@@ -350,13 +358,13 @@ def test_a_barrier_without_a_work_is_a_wait(tmp_path: Path, virtual_time: Callab
         assert (own["end_ns"] - own["start_ns"]) / MS == pytest.approx([20 if rank == SLOW else 10])
 
 
-def test_nothing_is_asked_while_a_graph_is_captured(
+def test_no_event_is_queried_while_a_graph_is_captured(
     tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA breaks a capture off where events are asked for; and what is captured does not run."""
+    """CUDA breaks a capture off where events are queried, and captured work does not run."""
 
-    def capture(rank: DeviceRank) -> None:
-        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
+    def capture_graph(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.build(rank, GroupLinks(1), tmp_path / "ring")
         for wait in (True, False):
             work = under_test.group.all_reduce(3 * MS)
             assert work is not None
@@ -365,8 +373,8 @@ def test_nothing_is_asked_while_a_graph_is_captured(
         rank.busy(10 * MS)
         with monkeypatch.context() as patch:
             patch.setattr(DeviceRank, "captures", True)
-            patch.setattr(Event, "query", forbidden)
-            patch.setattr(FakeWork, "is_completed", forbidden)
+            patch.setattr(Event, "query", fail_on_query)
+            patch.setattr(FakeWork, "is_completed", fail_on_query)
             for _ in range(2):
                 work = under_test.group.all_reduce(3 * MS)
                 assert work is not None
@@ -374,18 +382,18 @@ def test_nothing_is_asked_while_a_graph_is_captured(
         rank.busy(100 * MS)
         under_test.watcher.notice_ends()
 
-    def forbidden(*_: object) -> bool:
-        raise AssertionError("asked within a capture")
+    def fail_on_query(*_: object) -> bool:
+        raise AssertionError("queried within a capture")
 
-    virtual_time(DeviceWorld()).run(capture)
+    virtual_time(DeviceWorld()).run(capture_graph)
     assert len(RingReader(tmp_path / "ring").records()) == 2
 
 
-def test_what_is_done_in_another_phase_is_no_part_of_the_step(
+def test_work_in_another_phase_is_no_part_of_the_step(
     tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
-    def evaluate(rank: DeviceRank) -> None:
-        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
+    def evaluate_between_steps(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.build(rank, GroupLinks(1), tmp_path / "ring")
         for _ in range(3):
             rank.launch(50 * MS)
             with under_test.recorder.run_phase(Phase.EVALUATE):
@@ -396,7 +404,7 @@ def test_what_is_done_in_another_phase_is_no_part_of_the_step(
             under_test.recorder.end_step()
         under_test.recorder.finish()
 
-    virtual_time(DeviceWorld()).run(evaluate)
+    virtual_time(DeviceWorld()).run(evaluate_between_steps)
     found = RingReader(tmp_path / "ring").records()
     for kind in (RecordKind.STEP, RecordKind.COMPUTE):
         chosen = found[found["kind"] == kind]
@@ -408,8 +416,8 @@ def test_steps_before_an_ordinal_are_no_part_of_the_interval_behind_it(
 ) -> None:
     """Where the mode has changed with steps in flight, for which no synchronization has waited."""
 
-    def train(rank: DeviceRank) -> None:
-        under_test = RankUnderTest.of(rank, GroupLinks(1), tmp_path / "ring")
+    def train_and_switch(rank: DeviceRank) -> None:
+        under_test = RankUnderTest.build(rank, GroupLinks(1), tmp_path / "ring")
         pace = StepTimer(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
         answers = []
         for step in range(10):
@@ -422,20 +430,20 @@ def test_steps_before_an_ordinal_are_no_part_of_the_interval_behind_it(
             under_test.recorder.end_step()
         assert answers[5:] == [False, True, True, True, True]
 
-    virtual_time(DeviceWorld()).run(train)
+    virtual_time(DeviceWorld()).run(train_and_switch)
 
 
-def test_ranks_that_run_ahead_of_their_devices_synchronise_after_the_same_steps(
+def test_ranks_that_run_ahead_of_their_devices_synchronize_after_the_same_steps(
     tmp_path: Path, virtual_time: Callable[[DeviceWorld], DeviceWorld]
 ) -> None:
     """A-EDiT: every 0.49 s, with steps of 40 ms, and of 90 ms on the slow rank."""
 
-    def intervals(asynchronous: bool) -> list[list[int]]:
+    def count_intervals(asynchronous: bool) -> list[list[int]]:
         links = GroupLinks(RANKS)
         counts: list[list[int]] = [[] for _ in range(RANKS)]
 
-        def train(rank: DeviceRank) -> None:
-            under_test = RankUnderTest.of(rank, links, tmp_path / f"{asynchronous}{rank.number}")
+        def train_rank(rank: DeviceRank) -> None:
+            under_test = RankUnderTest.build(rank, links, tmp_path / f"{asynchronous}{rank.number}")
             pace = StepTimer(under_test.recorder, None, None)  # type: ignore[arg-type]  # it has no peers to agree with
             for _ in range(5):
                 steps, ends = 0, False
@@ -454,7 +462,7 @@ def test_ranks_that_run_ahead_of_their_devices_synchronise_after_the_same_steps(
                 counts[rank.number].append(steps)
             assert pace.step_seconds == pytest.approx(0.09 if rank.number == SLOW else 0.04)
 
-        virtual_time(DeviceWorld(asynchronous)).run(*[train] * RANKS)
+        virtual_time(DeviceWorld(asynchronous)).run(*[train_rank] * RANKS)
         return counts
 
-    assert intervals(True) == intervals(False) == [[5 if rank == SLOW else 12] * 5 for rank in range(RANKS)]
+    assert count_intervals(True) == count_intervals(False) == [[5 if rank == SLOW else 12] * 5 for rank in range(RANKS)]

@@ -23,7 +23,7 @@ class Node:
 
 
 def make_garbage() -> None:
-    """Ten times of what automatic collection waits for."""
+    """Make ten times the garbage that automatic collection waits for."""
     for _ in range(10 * max(gc.get_threshold()[0], 100)):
         Node()
 
@@ -39,7 +39,7 @@ def collections() -> Iterator[Collections]:
     gc.enable()
 
 
-def test_automatic_collection_rests_between_the_planned_steps(collections: Collections) -> None:
+def test_automatic_collection_is_off_between_the_planned_steps(collections: Collections) -> None:
     planned = GCSchedule()
     for step in range(1, 13):
         collections.clear()
@@ -49,7 +49,7 @@ def test_automatic_collection_rests_between_the_planned_steps(collections: Colle
         assert len(collections) == (1 if step in (5, 10) else 0)
 
 
-def test_zero_gives_it_back_to_python(collections: Collections) -> None:
+def test_zero_restores_automatic_collection(collections: Collections) -> None:
     planned = GCSchedule()
     planned.collect_if_due(1, every=5)
     assert not gc.isenabled()
@@ -59,7 +59,7 @@ def test_zero_gives_it_back_to_python(collections: Collections) -> None:
     assert collections
 
 
-def test_a_script_that_switched_it_off_keeps_it_off(collections: Collections) -> None:
+def test_collection_stays_off_if_the_script_switched_it_off(collections: Collections) -> None:
     gc.disable()
     planned = GCSchedule()
     planned.collect_if_due(1, every=5)
@@ -68,7 +68,7 @@ def test_a_script_that_switched_it_off_keeps_it_off(collections: Collections) ->
     assert not collections
 
 
-def test_a_multiple_that_was_passed_over_counts(collections: Collections) -> None:
+def test_a_multiple_that_was_skipped_counts(collections: Collections) -> None:
     """Where steps are counted by samples, a boundary may come some steps after the last."""
     planned = GCSchedule()
     collected = []
@@ -79,7 +79,7 @@ def test_a_multiple_that_was_passed_over_counts(collections: Collections) -> Non
     assert collected == [10, 21, 44]
 
 
-def test_another_plan_begins_at_the_step_where_it_comes(collections: Collections) -> None:
+def test_another_plan_begins_at_the_step_where_it_arrives(collections: Collections) -> None:
     planned = GCSchedule()
     planned.collect_if_due(1, every=100)
     for step, every in ((99, 3), (100, 3), (102, 3)):
@@ -87,8 +87,8 @@ def test_another_plan_begins_at_the_step_where_it_comes(collections: Collections
     assert len(collections) == 2
 
 
-def test_what_a_rank_forks_collects_as_python_likes() -> None:
-    """A DataLoader's worker comes to no boundary, and would keep all its garbage."""
+def test_a_forked_process_collects_automatically() -> None:
+    """A DataLoader's worker reaches no boundary, and would hold all its garbage."""
     planned = GCSchedule()
     planned.collect_if_due(1, every=5)
     assert not gc.isenabled()
@@ -114,6 +114,6 @@ def test_the_timer_leaves_short_collections_out_and_ends() -> None:
     assert all(start <= end for start, end, _ in every)
 
 
-def test_a_negative_interval_is_refused() -> None:
+def test_a_negative_interval_is_rejected() -> None:
     with pytest.raises(InputError, match="gc_every=-1 must be 0"):
         GCSchedule().collect_if_due(1, every=-1)

@@ -1,4 +1,4 @@
-"""What the part in C does with what should not be: it raises, keeps nothing, and never crashes."""
+"""What the part in C does with invalid input: it raises, stores nothing, and never crashes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-shared", "-fPIC", 
 SANITIZER = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
-def build(folder: Path, *options: str) -> Path:
+def build_library(folder: Path, *options: str) -> Path:
     library = folder / "recording.so"
     headers = f"-I{sysconfig.get_path('include')}"
     subprocess.run(["cc", *OPTIONS, *options, headers, "-o", library, SOURCE], check=True, timeout=600)
     return library
 
 
-def stress(library: Path, rounds: int, seed: int, **environment: str) -> tuple[int, int]:
-    """Objects and bytes that are left of the second half."""
+def run_stress(library: Path, rounds: int, seed: int, **environment: str) -> tuple[int, int]:
+    """Return the objects and bytes that are left of the second half."""
     command = [sys.executable, str(STRESS), str(library), str(rounds), str(seed)]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -39,18 +39,18 @@ def stress(library: Path, rounds: int, seed: int, **environment: str) -> tuple[i
 
 
 def test_nothing_is_left_behind_by_answers_that_raise(tmp_path: Path) -> None:
-    objects, size = stress(build(tmp_path, "-O2"), rounds=100, seed=1)
+    objects, size = run_stress(build_library(tmp_path, "-O2"), rounds=100, seed=1)
     assert objects <= 10
     assert size <= 40_000
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-def test_nothing_is_touched_that_is_gone(tmp_path: Path, seed: int) -> None:
+def test_freed_memory_is_not_touched(tmp_path: Path, seed: int) -> None:
     """Under AddressSanitizer and UndefinedBehaviorSanitizer, with objects where these see them."""
-    asked = (["cc", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan"))
-    runtimes = [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in asked]
-    stress(
-        build(tmp_path, *SANITIZER),
+    queries = (["cc", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan"))
+    runtimes = [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in queries]
+    run_stress(
+        build_library(tmp_path, *SANITIZER),
         rounds=50,
         seed=seed,
         LD_PRELOAD=" ".join(runtimes),
@@ -59,7 +59,7 @@ def test_nothing_is_touched_that_is_gone(tmp_path: Path, seed: int) -> None:
     )
 
 
-def test_numbers_that_no_record_can_hold_are_refused_by_name(tmp_path: Path) -> None:
+def test_numbers_that_no_record_can_hold_are_rejected_by_name(tmp_path: Path) -> None:
     create_ring(tmp_path / "ring", 0, 1)
     ring = native_recorder.NativeRing(tmp_path / "ring")
     for given, complaint in (
@@ -79,15 +79,15 @@ def test_numbers_that_no_record_can_hold_are_refused_by_name(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("layout", ["NUMBERS", "RECORD", "STATE"])
 def test_a_build_of_another_version_is_not_used(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = vars(recording)[layout]
-    name = next(iter(known))
-    monkeypatch.setitem(known, name, 77)
+    fields = vars(recording)[layout]
+    name = next(iter(fields))
+    monkeypatch.setitem(fields, name, 77)
     with pytest.raises(ImportError, match="reinstall the package"):
         native_recorder._check_layouts()
 
 
 @pytest.mark.parametrize("reason", ["not built", "PACEKEEPER_NATIVE=0"])
-def test_without_it_python_records_and_the_log_says_why(
+def test_without_it_python_records_and_the_log_gives_the_reason(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = RuntimeFolder(tmp_path).create()

@@ -1,4 +1,4 @@
-"""NCCL's profiler plugin in the hands of a stand-in for NCCL, and what is read of its file."""
+"""NCCL's profiler plugin, called by a stand-in for NCCL, and what is read of its file."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> NcclDriver:
 
 
 @pytest.mark.parametrize("version", [4, 5, 6])
-def test_of_each_transfer_peer_direction_bytes_and_waits_are_told(driver: NcclDriver, version: int) -> None:
+def test_peer_direction_bytes_and_waits_of_each_transfer_are_reported(driver: NcclDriver, version: int) -> None:
     began = time.monotonic_ns()
     reader = driver.run_scenario(version, "normal")
-    assert _header(driver)["version"] == version
+    assert _read_header(driver)["version"] == version
     world, pair = reader.communicators()
     assert [world[name] for name in ("id", "size", "rank", "name", "finalized_ns")] == [0xA1, 4, 1, b"world", 0]
     assert [pair[name] for name in ("id", "size", "rank", "name")] == [0xFFFF_FFFF_FFFF_FFF1, 2, 0, b""]
@@ -77,7 +77,7 @@ def test_of_each_transfer_peer_direction_bytes_and_waits_are_told(driver: NcclDr
     assert sent == FlowWindow(0xA1, 1, 2, 5, sent_bytes=1000, network_seconds=round(send["network_us"] * 1e-6, 6))
 
 
-def test_of_another_process_only_what_it_says_itself_is_believed(driver: NcclDriver) -> None:
+def test_only_a_processs_own_records_of_itself_are_trusted(driver: NcclDriver) -> None:
     reader = driver.run_scenario(6, "foreign")
     operations = reader.operations()
     assert [(each["communicator"], each["sequence"], each["peer"]) for each in operations] == [(0, 0, 2), (0, 0, 2)]
@@ -85,7 +85,7 @@ def test_of_another_process_only_what_it_says_itself_is_believed(driver: NcclDri
     assert collect_flow_windows(operations, reader.communicators(), 0, time.monotonic_ns()) == ()
 
 
-def test_what_comes_after_an_end_changes_nothing(driver: NcclDriver) -> None:
+def test_events_after_an_end_change_nothing(driver: NcclDriver) -> None:
     operation, behind = driver.run_scenario(6, "late").operations()
     assert (operation["bytes"], operation["steps"], operation["gpu_us"]) == (500, 1, 0)
     assert operation["end_ns"] - operation["start_ns"] < 5 * MS
@@ -95,7 +95,7 @@ def test_what_comes_after_an_end_changes_nothing(driver: NcclDriver) -> None:
     assert behind["end_ns"] > 0
 
 
-def test_what_has_not_ended_says_what_it_waits_for(driver: NcclDriver) -> None:
+def test_an_operation_under_way_reports_what_it_waits_for(driver: NcclDriver) -> None:
     reader = driver.run_scenario(6, "running")
     queued, running = reader.operations()
     assert (queued["end_ns"], queued["flags"]) == (0, 0)
@@ -104,14 +104,14 @@ def test_what_has_not_ended_says_what_it_waits_for(driver: NcclDriver) -> None:
         running["flags"]
         == OperationFlag.SEND | OperationFlag.MEASURED | OperationFlag.BEGUN | OperationFlag.WAITS_FOR_NETWORK
     )
-    words = describe_running_transfers(
+    description = describe_running_transfers(
         1, reader.operations(), reader.communicators(), int(running["start_ns"]) + 4_200 * MS
     )
     sends = "sends to rank 3 in a communicator of 4 (BROADCAST 8, channel 3) for 4.2 s"
-    assert words == f"rank 1: {sends}, waits for the network", "and not of what waits for its turn"
+    assert description == f"rank 1: {sends}, waits for the network", "and not of what waits for its turn"
 
 
-def test_entries_that_have_been_given_to_others_are_not_theirs_any_more(driver: NcclDriver) -> None:
+def test_reused_entries_no_longer_belong_to_the_earlier_operation(driver: NcclDriver) -> None:
     reader = driver.run_scenario(6, "lapped")
     operations = reader.operations()
     assert len(operations) == MAX_RECORDED_OPERATIONS
@@ -129,14 +129,14 @@ def test_a_process_that_a_rank_has_forked_writes_nothing(driver: NcclDriver) -> 
     assert list(reader.communicators()["id"]) == [0xA1]
 
 
-def test_it_can_be_unloaded_and_loaded_again(driver: NcclDriver) -> None:
+def test_the_plugin_can_be_unloaded_and_loaded_again(driver: NcclDriver) -> None:
     reader = driver.run_scenario(6, "unloaded")
     assert list(reader.communicators()["id"]) == [0xA1, 0xB2]
     assert reader.operations()["end_ns"][0] > 0, "a proxy thread may be behind the end of the last communicator"
 
 
 @pytest.mark.parametrize("transport", ["", "missing/0.transport", "x" * 5_000])
-def test_without_a_file_it_does_nothing(driver: NcclDriver, transport: str) -> None:
+def test_the_plugin_does_nothing_without_a_file(driver: NcclDriver, transport: str) -> None:
     driver.run(6, "inert", transport=transport and str(driver.folder / transport))
 
 
@@ -170,13 +170,13 @@ def test_a_full_volume_is_no_crash(driver: NcclDriver) -> None:
     assert not list(driver.folder.glob("full.transport*"))
 
 
-def test_the_sanitizer_sees_what_is_wrong(driver: NcclDriver) -> None:
+def test_the_sanitizer_detects_an_error(driver: NcclDriver) -> None:
     with pytest.raises(AssertionError, match=r"insufficient space|heap-buffer-overflow"):
         driver.run(6, "overrun", transport="")
 
 
 @pytest.mark.parametrize("version", [4, 5, 6])
-def test_a_million_calls_in_random_orders(driver: NcclDriver, version: int) -> None:
+def test_a_million_calls_in_random_orders_cause_no_error(driver: NcclDriver, version: int) -> None:
     transport = driver.folder / "0.transport"
     transport.unlink(missing_ok=True)
     started = int(driver.run(version, "random", version, 1_000_000, transport=str(transport)))
@@ -201,17 +201,17 @@ def test_threads_do_not_race(tmp_path: Path) -> None:
 
 
 def test_a_reader_leaves_out_what_is_being_written(tmp_path: Path) -> None:
-    reader = TransportReader(_file(tmp_path, [1, 0, 3], end_ns=20))
+    reader = TransportReader(_write_file(tmp_path, [1, 0, 3], end_ns=20))
     assert list(reader.operations()["index"]) == [1, 3]
 
 
-def test_readers_ask_for_steps(tmp_path: Path) -> None:
-    path = _file(tmp_path, [], end_ns=0)
+def test_readers_enable_the_recording_of_steps(tmp_path: Path) -> None:
+    path = _write_file(tmp_path, [], end_ns=0)
     TransportReader(path).measure_steps(1 << 40)
     assert path.read_bytes()[STEPS_UNTIL_OFFSET : STEPS_UNTIL_OFFSET + 8] == (1 << 40).to_bytes(8, "little")
 
 
-def test_no_file_means_unknown_and_another_file_is_refused(tmp_path: Path) -> None:
+def test_no_file_means_unknown_and_another_file_is_rejected(tmp_path: Path) -> None:
     assert open_transport(tmp_path / "0.transport") is None
     for content in (b"", bytes(TRANSPORT_FILE_BYTES - 1), bytes(TRANSPORT_FILE_BYTES)):
         (tmp_path / "bad").write_bytes(content)
@@ -219,13 +219,13 @@ def test_no_file_means_unknown_and_another_file_is_refused(tmp_path: Path) -> No
             open_transport(tmp_path / "bad")
 
 
-def _header(driver: NcclDriver) -> np.void:
+def _read_header(driver: NcclDriver) -> np.void:
     header: np.void = np.fromfile(driver.folder / "0.transport", TRANSPORT_HEADER, count=1)[0]
     return header
 
 
-def _file(folder: Path, indices: list[int], end_ns: int) -> Path:
-    """A file as the plugin makes it, with operations that started at 10."""
+def _write_file(folder: Path, indices: list[int], end_ns: int) -> Path:
+    """Write a file as the plugin does, with operations that started at 10."""
     header = np.zeros((), TRANSPORT_HEADER)
     header["magic"], header["capacity"] = 0x504B_4E43_434C_0001, MAX_RECORDED_OPERATIONS
     operations = np.zeros(MAX_RECORDED_OPERATIONS, PROXY_OPERATION)

@@ -1,4 +1,4 @@
-"""Names of functions and kernels, what is sent of them, and when a rank looks at itself."""
+"""Names of functions and kernels, which of them are sent, and when a rank samples itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pacekeeper_analysis.protocol.records import RING_RECORD, Collective, Phase,
 
 
 class TestNames:
-    def test_packages_are_named_as_they_are_installed_and_own_files_by_their_place(self) -> None:
+    def test_packages_are_named_as_installed_and_own_files_by_their_path(self) -> None:
         named = function_names.FunctionNames("/app/job")
         code = compile("def f(): pass", "/app/job/lib/data.py", "exec")
         assert named.name_function(code) == "./lib/data.py:<module>"
@@ -50,7 +50,7 @@ class TestNames:
         codes = [compile("1", name, "exec") for name in ("<frozen runpy>", "/app/train.py", "/app/model.py")]
         assert named.name_stack(codes) == ("./train.py:<module>", "./model.py:<module>")
 
-    def test_hidden_are_paths_of_own_files_alone(self) -> None:
+    def test_only_paths_of_own_files_are_hidden(self) -> None:
         name = function_names.hide_own_path("./train.py:Samples.load")
         assert name == f"{function_names.hash_path('./train.py')}:Samples.load"
         assert "train" not in name
@@ -72,11 +72,11 @@ class TestNames:
             ("(anonymous)", TimeOwner.GPU_COMPUTE, "(anonymous)"),
         ],
     )
-    def test_kernels(self, activity: str, owner: TimeOwner, name: str) -> None:
+    def test_kernel_names_are_shortened(self, activity: str, owner: TimeOwner, name: str) -> None:
         assert (classify_activity(activity), shorten_kernel_name(activity)) == (owner, name)
 
 
-def records(*rows: dict[str, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+def build_records(*rows: dict[str, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
     found = np.zeros(len(rows), RING_RECORD)
     for record, row in zip(found, rows, strict=True):
         for name, value in row.items():
@@ -88,8 +88,8 @@ STEP = {"kind": RecordKind.STEP, "phase": Phase.TRAIN}
 
 
 class TestSpans:
-    def test_whole_steps_of_the_window_alone(self) -> None:
-        given = records(
+    def test_only_whole_steps_of_the_window_count(self) -> None:
+        given = build_records(
             *({**STEP, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 90} for n in range(5)),
             {"kind": RecordKind.COMPUTE, "step": 2, "start_ns": 200, "end_ns": 250},
             {**STEP, "phase": Phase.START, "step": 3, "start_ns": 310, "end_ns": 320},
@@ -101,13 +101,13 @@ class TestSpans:
         assert found.own_seconds.tolist() == pytest.approx([50e-9, 90e-9])
         assert select_steps(given, (495, 600)) is None
 
-    def test_waits_have_the_name_of_what_ended_with_them(self) -> None:
+    def test_waits_have_the_name_of_the_collective_that_ended_with_them(self) -> None:
         reduced = {"kind": RecordKind.COLLECTIVE, "collective": Collective.ALL_REDUCE, "start_ns": 0, "end_ns": 100}
         loaded = {"kind": RecordKind.DATA, "phase": Phase.TRAIN, "start_ns": 500, "end_ns": 700}
         elsewhere = {"kind": RecordKind.DATA, "phase": Phase.EVALUATE, "start_ns": 500, "end_ns": 900}
         far = 10_000_000
         found = collect_known_spans(
-            records(reduced, loaded, elsewhere), [(50, 101), (far, far + 5)], [], (60, far + 100)
+            build_records(reduced, loaded, elsewhere), [(50, 101), (far, far + 5)], [], (60, far + 100)
         )
         assert [(found.names[n], o) for n, o in zip(found.name, found.owner, strict=True)] == [
             ("", TimeOwner.DATA),
@@ -116,8 +116,10 @@ class TestSpans:
         ]
         assert found.start_ns.tolist() == [500, 60, far], "cut to the window"
 
-    def test_what_the_gpu_does_in_an_evaluation_is_none_of_the_steps(self) -> None:
-        given = records(*({**STEP, "step": n, "start_ns": s, "end_ns": s + 100} for n, s in enumerate((0, 100, 2200))))
+    def test_gpu_work_of_an_evaluation_belongs_to_no_step(self) -> None:
+        given = build_records(
+            *({**STEP, "step": n, "start_ns": s, "end_ns": s + 100} for n, s in enumerate((0, 100, 2200)))
+        )
         kernels = [(TimeOwner.GPU_COMPUTE, "gemm", at, at + 60) for at in (20, 170, 230, 1000, 2210)]
         found = collect_known_spans(given, [], kernels, (0, 2300))
         assert list(zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True)) == [
@@ -126,7 +128,7 @@ class TestSpans:
         across = collect_known_spans(given, [], [(TimeOwner.GPU_COMPUTE, "spin", 50, 2250)], (0, 2300))
         assert (across.end_ns - across.start_ns).sum() == 50 + 100 + 50
 
-    def test_a_window_begins_with_the_first_step_that_the_ring_still_holds_all_of(self) -> None:
+    def test_a_window_begins_with_the_first_step_that_the_ring_still_holds_whole(self) -> None:
         """The device may have been two steps behind what the host has written down."""
         rows = (
             row
@@ -136,7 +138,7 @@ class TestSpans:
                 {**STEP, "step": n, "start_ns": n * 100, "end_ns": n * 100 + 100},
             )
         )
-        given = records(*rows)
+        given = build_records(*rows)
         given["index"] = np.arange(1, len(given) + 1)
         assert find_complete_start(given) == find_complete_start(given[:0]) == 0
         assert find_complete_start(given[1:]) == 400, "step 1 has lost its loading"
@@ -144,9 +146,9 @@ class TestSpans:
         assert find_complete_start(given[-2:]) == 900, "no step is sure to be whole"
 
 
-@pytest.mark.usefixtures("either_way")
-def test_of_a_window_that_is_longer_than_the_ring_the_end_is_told(tmp_path: Path) -> None:
-    """All of its steps and waits would be held against what is left of them."""
+@pytest.mark.usefixtures("python_or_c")
+def test_the_end_of_a_window_longer_than_the_ring_is_reported(tmp_path: Path) -> None:
+    """All of its steps and waits would be compared with what is left of them."""
     create_ring(RuntimeFolder(tmp_path).create().ring(0), rank=0, round_=1, capacity=64)
     recorder = Recorder(RingWriter(RuntimeFolder(tmp_path).ring(0)), HostClock())
     recorder.end_step()
@@ -168,14 +170,14 @@ def test_of_a_window_that_is_longer_than_the_ring_the_end_is_told(tmp_path: Path
 
 
 class TestSampler:
-    def test_it_looks_at_one_thread_while_that_trains(self) -> None:
+    def test_only_one_thread_is_sampled_while_it_trains(self) -> None:
         training = threading.Event()
         over = threading.Event()
 
-        def trains() -> None:
+        def wait_in_training() -> None:
             over.wait(10)
 
-        thread = threading.Thread(target=trains)
+        thread = threading.Thread(target=wait_in_training)
         thread.start()
         assert thread.ident is not None
         began = time.monotonic_ns()
@@ -196,7 +198,7 @@ class TestSampler:
 
 
 class TestConditions:
-    def test_early_steps_hold_for_the_same_way_to_train(self) -> None:
+    def test_early_steps_hold_for_the_same_training_config(self) -> None:
         way = TrainingConditions(4, 0, 8)
         assert way.is_comparable(TrainingConditions(4, 0, 8))
         assert not way.is_comparable(TrainingConditions(3, 0, 8))
@@ -209,7 +211,7 @@ class TestConditions:
         )
 
 
-def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:
+def test_the_plan_is_polled_periodically(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     file = rank_profiler._ProfileRequestReader(path)
     assert file.read_profile(0.0) is None
@@ -220,8 +222,8 @@ def test_the_plan_is_looked_at_now_and_then(tmp_path: Path) -> None:
     assert file.read_profile(0.6) is None
 
 
-@pytest.mark.usefixtures("either_way")
-def test_what_fails_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
+@pytest.mark.usefixtures("python_or_c")
+def test_a_failure_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_ring(tmp_path / "ring", rank=0, round_=1)
@@ -231,17 +233,17 @@ def test_what_fails_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
     environment = Environment.read({"PACEKEEPER_RUNTIME": str(tmp_path), "PACEKEEPER_RING": str(tmp_path / "ring")})
     rank_profiler.start_rank_profiler(recorder, environment)
 
-    def no_thread(*_: object) -> StackSampler:
+    def fail_to_start(*_: object) -> StackSampler:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(rank_profiler, "StackSampler", no_thread)
+    monkeypatch.setattr(rank_profiler, "StackSampler", fail_to_start)
     recorder.step_ended()
     monkeypatch.undo()
     recorder.step_ended()
     assert "pacekeeper-stack-sampler" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_machine_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_reports_its_activity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("SECRET", "1")
     before = machine_counters.read_machine_counters(threading.get_ident())

@@ -21,7 +21,7 @@ from pacekeeper.sidecar.rank_rings import RankRings
 from pacekeeper_analysis.protocol.records import RING_RECORD, Collective, Phase, RecordKind
 
 
-def records(steps: range, step_ms: int, compute_ms: int, samples: int = 8, mode: int = 0) -> NDArray[np.void]:
+def build_records(steps: range, step_ms: int, compute_ms: int, samples: int = 8, mode: int = 0) -> NDArray[np.void]:
     rows = np.zeros(2 * len(steps), RING_RECORD)
     for row, step in zip(range(0, len(rows), 2), steps, strict=True):
         for offset, (kind, length) in enumerate(((RecordKind.STEP, step_ms), (RecordKind.COMPUTE, compute_ms))):
@@ -35,9 +35,9 @@ def records(steps: range, step_ms: int, compute_ms: int, samples: int = 8, mode:
     return rows
 
 
-def test_the_window_holds_the_last_steps_with_own_work_apart_from_waits() -> None:
+def test_the_window_holds_the_last_steps_with_own_work_separate_from_waits() -> None:
     history = RankHistory(window_steps=4)
-    history.add(records(range(10), step_ms=100, compute_ms=60))
+    history.add(build_records(range(10), step_ms=100, compute_ms=60))
     window = history.build_window(rank=3)
     assert window.rank == 3
     assert window.steps == (6, 7, 8, 9)
@@ -49,31 +49,35 @@ def test_the_window_holds_the_last_steps_with_own_work_apart_from_waits() -> Non
 
 
 @pytest.mark.parametrize(("step_ms", "kept"), [(100, 32), (250, 20), (1000, 8), (10_000, 8)])
-def test_a_window_is_of_a_few_seconds_but_of_eight_steps_at_least(step_ms: int, kept: int) -> None:
+def test_a_window_covers_a_few_seconds_but_at_least_eight_steps(step_ms: int, kept: int) -> None:
     history = RankHistory(window_steps=32)
-    history.add(records(range(100), step_ms, compute_ms=60))
+    history.add(build_records(range(100), step_ms, compute_ms=60))
     assert history.build_window(0).steps == tuple(range(100 - kept, 100))
 
 
-def test_it_grows_and_shrinks_with_the_steps() -> None:
+def test_the_window_grows_and_shrinks_with_the_steps() -> None:
     """After one that held a checkpoint, as after others that are slow."""
     history = RankHistory(window_steps=32)
-    history.add(np.concatenate([records(range(50), 100, 60), records(range(50, 51), 60_000, 60)]))
+    history.add(np.concatenate([build_records(range(50), 100, 60), build_records(range(50, 51), 60_000, 60)]))
     assert len(history.build_window(0).steps) == 8
-    history.add(records(range(51, 66), 100, 60))
+    history.add(build_records(range(51, 66), 100, 60))
     assert history.build_window(0).steps == tuple(range(51, 66)), "it has left, and the others stay"
-    history.add(records(range(66, 200), 100, 60))
+    history.add(build_records(range(66, 200), 100, 60))
     assert len(history.build_window(0).steps) == 32
 
 
-def test_of_long_steps_too_some_from_before_the_share_changed_stay() -> None:
+def test_some_long_steps_from_before_the_share_changed_stay() -> None:
     history = RankHistory(window_steps=32)
-    history.add(np.concatenate([records(range(40), 100, 60, samples=8), records(range(40, 60), 2000, 30, samples=3)]))
+    history.add(
+        np.concatenate(
+            [build_records(range(40), 100, 60, samples=8), build_records(range(40, 60), 2000, 30, samples=3)]
+        )
+    )
     assert history.build_window(0).samples == (8,) * MAX_EARLIER_SHARE_STEPS + (3,) * 8
 
 
 def test_steps_outside_of_training_do_not_count() -> None:
-    rows = records(range(5), step_ms=9000, compute_ms=9000)
+    rows = build_records(range(5), step_ms=9000, compute_ms=9000)
     rows["phase"] = Phase.START
     history = RankHistory(window_steps=4)
     history.add(rows)
@@ -83,10 +87,10 @@ def test_steps_outside_of_training_do_not_count() -> None:
 
 def test_the_baseline_is_of_the_first_steady_steps_and_stays() -> None:
     history = RankHistory(window_steps=4)
-    history.add(records(range(BASELINE_SKIPPED_STEPS), step_ms=900, compute_ms=900))
+    history.add(build_records(range(BASELINE_SKIPPED_STEPS), step_ms=900, compute_ms=900))
     assert history.first_steps_seconds is None
-    history.add(records(range(5, 9), step_ms=100, compute_ms=90))
-    history.add(records(range(9, 50), step_ms=300, compute_ms=290))
+    history.add(build_records(range(5, 9), step_ms=100, compute_ms=90))
+    history.add(build_records(range(9, 50), step_ms=300, compute_ms=290))
     assert history.first_steps_seconds == pytest.approx(0.1)
     assert history.build_window(0).baseline_seconds == pytest.approx(0.1)
     assert history.build_window(0).baseline_own_seconds == pytest.approx(0.09)
@@ -96,16 +100,16 @@ def test_the_baseline_is_of_the_first_steady_steps_and_stays() -> None:
 def test_the_baseline_is_of_the_fastest_early_window_of_synchronous_steps() -> None:
     """While a job starts, its nodes are busy with more than its steps."""
     history, skipped = RankHistory(window_steps=4), BASELINE_SKIPPED_STEPS
-    history.add(records(range(skipped + 4), step_ms=300, compute_ms=250))
+    history.add(build_records(range(skipped + 4), step_ms=300, compute_ms=250))
     assert history.first_steps_seconds == pytest.approx(0.3)
-    history.add(records(range(skipped + 4, skipped + 12), step_ms=20, compute_ms=20, mode=2))
-    assert history.first_steps_seconds == pytest.approx(0.3), "local steps wait for nobody"
-    history.add(records(range(skipped + 12, skipped + 16), step_ms=120, compute_ms=100))
+    history.add(build_records(range(skipped + 4, skipped + 12), step_ms=20, compute_ms=20, mode=2))
+    assert history.first_steps_seconds == pytest.approx(0.3), "local steps wait for no rank"
+    history.add(build_records(range(skipped + 12, skipped + 16), step_ms=120, compute_ms=100))
     assert history.first_steps_seconds == pytest.approx(0.12)
     assert history.first_steps_own_seconds == pytest.approx(0.1)
     last = skipped + 8 + 4 * BASELINE_WINDOWS
-    history.add(records(range(skipped + 16, last), step_ms=500, compute_ms=100))
-    history.add(records(range(last, last + 4), step_ms=60, compute_ms=50))
+    history.add(build_records(range(skipped + 16, last), step_ms=500, compute_ms=100))
+    history.add(build_records(range(last, last + 4), step_ms=60, compute_ms=50))
     assert history.first_steps_seconds == pytest.approx(0.12), "later luck does not count"
 
 
@@ -137,7 +141,7 @@ OF_A_MICROBATCH = [
 
 
 def write_step(ring: RingWriter, step: int) -> None:
-    """Of a job of 80 layers, sharded by FSDP2 and over tensors: 1 s, of which the last tenth is a wait for peers."""
+    """Write a step of 80 layers, sharded by FSDP2 and over tensors: 1 s, of which a tenth waits for peers."""
     start = step * 10**9
     for microbatch in range(MICROBATCHES):
         ring.write(RecordKind.DATA, start, start, step, Phase.TRAIN)
@@ -150,9 +154,9 @@ def write_step(ring: RingWriter, step: int) -> None:
     ring.write(RecordKind.COMPUTE, start, start + 9 * 10**8, step, Phase.TRAIN, 8.0)
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_a_ring_holds_the_windows_of_a_job_of_eighty_layers(tmp_path: Path) -> None:
-    """32 steps, `detection.windowSteps`: what a launcher, or a sidecar that has just started, goes by."""
+    """32 steps, `detection.windowSteps`: the window of a launcher, or of a sidecar that has just started."""
     runtime = RuntimeFolder(tmp_path).create()
     create_ring(runtime.ring(0), rank=5, round_=1)
     ring = RingWriter(runtime.ring(0))
@@ -179,9 +183,9 @@ def test_a_ring_holds_the_windows_of_a_job_of_eighty_layers(tmp_path: Path) -> N
         assert window.lengths == pytest.approx([100.0 + step for step in window.steps])
 
 
-@pytest.mark.usefixtures("either_way")
-def test_records_that_nobody_read_in_time_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is left of the step that they were of is in no window; the figures of the others are right."""
+@pytest.mark.usefixtures("python_or_c")
+def test_unread_records_that_were_overwritten_are_detected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rest of the step that they belonged to is in no window; the figures of the others are right."""
     runtime = RuntimeFolder(tmp_path).create()
     of_a_step = MICROBATCHES * (1 + len(OF_A_MICROBATCH)) + 4
     capacity = of_a_step + of_a_step // 2
@@ -202,7 +206,7 @@ def test_records_that_nobody_read_in_time_are_noticed(tmp_path: Path, caplog: py
     assert again.lost_records == rank.lost_records, "a counter goes on in the next round"
 
 
-def event(kind: RecordKind, milliseconds: int, value: float = 0.0, nbytes: int = 0) -> NDArray[np.void]:
+def build_record(kind: RecordKind, milliseconds: int, value: float = 0.0, nbytes: int = 0) -> NDArray[np.void]:
     row = np.zeros(1, RING_RECORD)
     row["kind"], row["end_ns"], row["value"], row["bytes"] = kind, milliseconds * 1_000_000, value, nbytes
     return row
@@ -210,12 +214,12 @@ def event(kind: RecordKind, milliseconds: int, value: float = 0.0, nbytes: int =
 
 def test_a_window_holds_steps_of_one_mode_only() -> None:
     history = RankHistory(window_steps=8)
-    history.add(np.concatenate([records(range(6), 100, 60), event(RecordKind.SYNCHRONIZATION, 9)]))
+    history.add(np.concatenate([build_records(range(6), 100, 60), build_record(RecordKind.SYNCHRONIZATION, 9)]))
     assert history.build_window(0).sync_mode == "Sync"
     rows = [
-        records(range(6, 9), 80, 60, mode=2),
-        event(RecordKind.SYNCHRONIZATION, 80, value=0.03),  # the rest is hidden by the forward pass
-        records(range(9, 10), 80, 60, mode=2),
+        build_records(range(6, 9), 80, 60, mode=2),
+        build_record(RecordKind.SYNCHRONIZATION, 80, value=0.03),  # the rest is hidden by the forward pass
+        build_records(range(9, 10), 80, 60, mode=2),
     ]
     history.add(np.concatenate(rows))
     window = history.build_window(0)
@@ -226,27 +230,31 @@ def test_a_window_holds_steps_of_one_mode_only() -> None:
 
 
 def test_some_steps_from_before_the_share_changed_stay() -> None:
-    """Without them nothing tells a step's fixed cost from that of its samples, as shares change seldom."""
+    """Without them a step's fixed cost cannot be separated from that of its samples, as shares change seldom."""
     history = RankHistory(window_steps=16)
-    history.add(np.concatenate([records(range(40), 100, 60, samples=8), records(range(40, 44), 60, 30, samples=3)]))
+    history.add(
+        np.concatenate([build_records(range(40), 100, 60, samples=8), build_records(range(40, 44), 60, 30, samples=3)])
+    )
     assert history.build_window(0).steps == tuple(range(24, 44))
-    history.add(records(range(44, 100), 60, 30, samples=3))
+    history.add(build_records(range(44, 100), 60, 30, samples=3))
     window = history.build_window(0)
     assert window.steps == (*range(40 - MAX_EARLIER_SHARE_STEPS, 40), *range(84, 100))
     assert window.samples == (8,) * MAX_EARLIER_SHARE_STEPS + (3,) * 16
     history.add(
-        np.concatenate([records(range(100, 101), 60, 30, samples=1), records(range(101, 120), 60, 30, samples=3)])
+        np.concatenate(
+            [build_records(range(100, 101), 60, 30, samples=1), build_records(range(101, 120), 60, 30, samples=3)]
+        )
     )
     assert history.build_window(0).samples.count(8) == MAX_EARLIER_SHARE_STEPS - 2, (
         "an epoch's end is hardly a new share"
     )
-    history.add(records(range(120, 140), 60, 30, samples=3, mode=2))
-    assert history.build_window(0).steps == tuple(range(124, 140)), "steps of another mode tell nothing"
+    history.add(build_records(range(120, 140), 60, 30, samples=3, mode=2))
+    assert history.build_window(0).steps == tuple(range(124, 140)), "steps of another mode are ignored"
 
 
-def test_steps_whose_numbers_come_again_keep_their_own_work() -> None:
+def test_steps_whose_numbers_repeat_keep_their_own_work() -> None:
     """A fast rank in AsyncEDiT counts further than the job, and goes back at the synchronization."""
-    first, again = records(range(5, 7), 100, 60, mode=2), records(range(5, 7), 100, 30, mode=2)
+    first, again = build_records(range(5, 7), 100, 60, mode=2), build_records(range(5, 7), 100, 30, mode=2)
     again["start_ns"] += 10_000_000_000
     again["end_ns"] += 10_000_000_000
     history = RankHistory(window_steps=8)
@@ -257,29 +265,33 @@ def test_steps_whose_numbers_come_again_keep_their_own_work() -> None:
 
 def test_garbage_belongs_to_the_step_that_it_was_collected_in() -> None:
     history = RankHistory(window_steps=8)
-    history.add(np.concatenate([records(range(1), 100, 60), event(RecordKind.GC, 7), event(RecordKind.GC, 5)]))
-    history.add(records(range(1, 3), 100, 60))
+    history.add(
+        np.concatenate(
+            [build_records(range(1), 100, 60), build_record(RecordKind.GC, 7), build_record(RecordKind.GC, 5)]
+        )
+    )
+    history.add(build_records(range(1, 3), 100, 60))
     assert history.build_window(0).gc_seconds == pytest.approx((0.0, 0.012, 0.0))
     assert history.gc_seconds_total == pytest.approx(0.012)
 
 
 def test_lengths_count_where_all_steps_have_them() -> None:
-    def step_of(number: int, tokens: float, squares: int) -> list[NDArray[np.void]]:
-        return [event(RecordKind.LENGTHS, 0, tokens, squares), records(range(number, number + 1), 100, 60)]
+    def build_step(number: int, tokens: float, squares: int) -> list[NDArray[np.void]]:
+        return [build_record(RecordKind.LENGTHS, 0, tokens, squares), build_records(range(number, number + 1), 100, 60)]
 
     history = RankHistory(window_steps=2)
-    history.add(np.concatenate([*step_of(0, 70.0, 900), records(range(1, 2), 100, 60)]))
+    history.add(np.concatenate([*build_step(0, 70.0, 900), build_records(range(1, 2), 100, 60)]))
     assert (history.build_window(0).lengths, history.build_window(0).squares) == ((), ())
-    history.add(np.concatenate(step_of(2, 80.0, 0)))  # a script's weight of its batches
-    history.add(step_of(3, 90.0, 1000)[0])  # what is read at once may end between the two
-    history.add(step_of(3, 90.0, 1000)[1])
+    history.add(np.concatenate(build_step(2, 80.0, 0)))  # a script's weight of its batches
+    history.add(build_step(3, 90.0, 1000)[0])  # one read may end between the two
+    history.add(build_step(3, 90.0, 1000)[1])
     assert (history.build_window(0).lengths, history.build_window(0).squares) == ((80.0, 90.0), ())
-    history.add(np.concatenate(step_of(4, 60.0, 800)))
+    history.add(np.concatenate(build_step(4, 60.0, 800)))
     assert (history.build_window(0).lengths, history.build_window(0).squares) == ((90.0, 60.0), (1000.0, 800.0))
 
 
-@pytest.mark.usefixtures("either_way")
-def test_a_recorder_tells_the_lengths_before_the_step(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("python_or_c")
+def test_a_recorder_writes_the_lengths_before_the_step(tmp_path: Path) -> None:
     create_ring(tmp_path / "ring", rank=0, round_=1, capacity=64)
     recorder, history = Recorder(RingWriter(tmp_path / "ring")), RankHistory(window_steps=4)
     recorder.end_step(8, lengths=(5.0, 7.0))  # the first of a round is no training yet

@@ -28,7 +28,7 @@ from pacekeeper_analysis.protocol.records import (
     compute_ring_bytes,
 )
 
-pytestmark = pytest.mark.usefixtures("either_way")
+pytestmark = pytest.mark.usefixtures("python_or_c")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "0"
 
 
-def test_a_fresh_ring_tells_rank_and_round_and_knows_nothing_else(path: Path) -> None:
+def test_a_fresh_ring_holds_rank_and_round_and_nothing_else(path: Path) -> None:
     reader = RingReader(path)
     state = reader.state()
     assert (state["rank"], state["round"], state["pid"], state["phase"]) == (3, 2, 0, Phase.START)
@@ -59,7 +59,7 @@ def test_every_field_of_a_record_arrives(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in RING_STATE.names or () if name not in {"magic", "capacity", "entered"}]
 )
-def test_every_field_of_the_state_arrives_alone(path: Path, name: str) -> None:
+def test_every_field_of_the_state_arrives_separately(path: Path, name: str) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     before = reader.state().copy()
     setattr(writer.state, name, 5)
@@ -68,12 +68,12 @@ def test_every_field_of_the_state_arrives_alone(path: Path, name: str) -> None:
     assert [other for other in RING_STATE.names or () if (before[other] != after[other]).any()] == [name]
 
 
-def test_an_unknown_field_is_refused(path: Path) -> None:
+def test_an_unknown_field_is_rejected(path: Path) -> None:
     with pytest.raises(AttributeError, match="stepp"):
         RingWriter(path).state.stepp = 1
 
 
-def test_collectives_and_steps_show_in_the_state(path: Path) -> None:
+def test_collectives_and_steps_are_visible_in_the_state(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     writer.enter_collective(Collective.BARRIER, 2**32 - 1, 4, 1_000, NO_PLACE)
     inside = reader.state()
@@ -86,7 +86,7 @@ def test_collectives_and_steps_show_in_the_state(path: Path) -> None:
     assert (outside["step"], outside["steps_in_round"], outside["step_end_ns"]) == (11, 1, 2_000)
 
 
-def test_groups_that_find_no_place_count_in_vain_until_one_is_given_back(path: Path) -> None:
+def test_groups_without_a_place_are_not_counted_until_one_is_released(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     places = [writer.take_place(group) for group in range(1, 2 * MAX_ENTERED_GROUPS)]
     assert len(set(places)) == MAX_ENTERED_GROUPS
@@ -101,7 +101,7 @@ def test_groups_that_find_no_place_count_in_vain_until_one_is_given_back(path: P
     assert reader.state()["entered"][5].tolist() == (200, 0)
 
 
-def test_only_the_last_records_are_kept_and_later_ones_can_be_asked_for(path: Path) -> None:
+def test_only_the_last_records_remain_and_later_ones_can_be_requested(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     for step in range(200):
         writer.write(RecordKind.STEP, 0, 0, step)
@@ -110,7 +110,7 @@ def test_only_the_last_records_are_kept_and_later_ones_can_be_asked_for(path: Pa
 
 
 @pytest.mark.parametrize("written", [0, 1, 2, 31, 63, 64, 65, 66, 96, 127, 128, 129, 200])
-def test_a_reader_finds_all_that_is_there_however_often_the_ring_was_filled(path: Path, written: int) -> None:
+def test_a_reader_finds_all_records_however_often_the_ring_was_filled(path: Path, written: int) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     for step in range(1, written + 1):
         writer.write(RecordKind.STEP, 0, 0, step)
@@ -140,23 +140,23 @@ def test_a_ring_has_all_of_its_memory_from_the_beginning() -> None:
         assert path.stat().st_blocks * 512 >= compute_ring_bytes(DEFAULT_RING_CAPACITY)
 
 
-def test_a_full_volume_is_told_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_a_full_volume_is_reported_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fallocate", raise_no_space)
     with pytest.raises(OSError, match="No space left"):
         create_ring(tmp_path / "0", rank=0, round_=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_rank_forks_writes_nothing_into_its_ring(path: Path) -> None:
+def test_a_forked_process_writes_nothing_into_the_ring(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     writer.write(RecordKind.STEP, 0, 0, 1)
     place = writer.take_place(7)
     writer.end_step(1, 2_000)
 
-    def as_a_worker() -> None:
+    def write_as_worker() -> None:
         for step in range(200):
             writer.write(RecordKind.GC, 0, 0, step)
         writer.enter_phase(Phase.EVALUATE)
@@ -167,8 +167,8 @@ def test_what_a_rank_forks_writes_nothing_into_its_ring(path: Path) -> None:
         assert (writer.state.step, writer.state.rank) == (8, 3), "it reads what it has written, and what was there"
 
     before = path.read_bytes()
-    in_fork(as_a_worker)
-    in_fork(lambda: in_fork(as_a_worker))
+    run_in_fork(write_as_worker)
+    run_in_fork(lambda: run_in_fork(write_as_worker))
     assert path.read_bytes() == before
     writer.write(RecordKind.STEP, 0, 0, 2)
     writer.end_step(2, 4_000)
@@ -176,8 +176,8 @@ def test_what_a_rank_forks_writes_nothing_into_its_ring(path: Path) -> None:
     assert reader.state()["step"] == 2
 
 
-def in_fork(call: Callable[[], None]) -> None:
-    """`call` has succeeded in a process that is forked from this one."""
+def run_in_fork(call: Callable[[], None]) -> None:
+    """Run `call` with success in a process that is forked from this one."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -191,13 +191,13 @@ def in_fork(call: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_second_writer_goes_on_behind_the_first(path: Path) -> None:
+def test_a_second_writer_continues_behind_the_first(path: Path) -> None:
     for step in range(3):
         RingWriter(path).write(RecordKind.STEP, 0, 0, step)
     assert RingReader(path).records()["index"].tolist() == [1, 2, 3]
 
 
-def test_a_reader_learns_that_a_later_round_has_a_ring_of_its_own(path: Path) -> None:
+def test_a_reader_detects_that_a_later_round_has_a_ring_of_its_own(path: Path) -> None:
     reader = RingReader(path)
     assert reader.is_current
     create_ring(path, rank=3, round_=3, capacity=64)
@@ -208,11 +208,11 @@ def test_a_reader_learns_that_a_later_round_has_a_ring_of_its_own(path: Path) ->
 def test_threads_share_a_writer_without_losing_a_record(path: Path) -> None:
     writer = RingWriter(path)
 
-    def write(number: int) -> None:
+    def write_steps(number: int) -> None:
         for _ in range(16):
             writer.write(RecordKind.STEP, 0, 0, number)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=write_steps, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -246,7 +246,7 @@ def test_a_reader_never_sees_half_a_record(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 10_000])
-def test_what_is_no_ring_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_ring_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "0").write_bytes(content)
     with pytest.raises(InputError, match="ring of records"):
         RingReader(tmp_path / "0")

@@ -1,4 +1,4 @@
-"""Which process may act as a rank: the one that the launcher forked, and nothing that it starts."""
+"""Which process may act as a rank: the one that the launcher forked, and none that it starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_process_that_the_launcher_forked_takes_the_ring(runtime: RuntimeFol
     assert not runtime.communicators_file(0).exists(), "they were of the round before"
 
 
-def test_a_child_that_inherits_the_environment_leaves_the_ranks_files_alone(runtime: RuntimeFolder) -> None:
+def test_a_child_that_inherits_the_environment_does_not_use_the_ranks_files(runtime: RuntimeFolder) -> None:
     """A spawned DataLoader's worker imports the script, and with it `pacekeeper.auto`."""
     variables = {"PACEKEEPER_RUNTIME": str(runtime.root)}
     pid = os.fork()
@@ -49,7 +49,7 @@ def test_a_child_that_inherits_the_environment_leaves_the_ranks_files_alone(runt
     assert runtime.communicators_file(0).exists()
 
 
-def test_a_program_in_the_place_of_the_rank_is_the_rank_and_what_it_starts_is_not(runtime: RuntimeFolder) -> None:
+def test_a_program_executed_by_the_rank_is_the_rank_and_its_children_are_not(runtime: RuntimeFolder) -> None:
     """`exec` keeps the process id."""
     environment = {**os.environ, "PACEKEEPER_RUNTIME": str(runtime.root), "TAKES_PART": TAKES_PART}
     take_ring = "import os, sys; from pathlib import Path; from pacekeeper.observe.record_ring import create_ring"
@@ -62,7 +62,7 @@ def test_a_program_in_the_place_of_the_rank_is_the_rank_and_what_it_starts_is_no
     assert run.stdout.splitlines() == ["is left out", "takes part"]
 
 
-def test_without_a_ring_or_with_one_that_names_no_owner_any_process_may(tmp_path: Path) -> None:
+def test_any_process_may_record_without_a_ring_or_if_the_ring_names_no_owner(tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
     assert runtime.is_rank_process(0)
     create_ring(runtime.ring(0), 0, 1, capacity=64)
@@ -71,10 +71,10 @@ def test_without_a_ring_or_with_one_that_names_no_owner_any_process_may(tmp_path
     assert runtime.is_rank_process(0)
 
 
-def test_the_ring_of_a_rank_that_is_any_program_belongs_to_the_first_process_that_takes_it(
+def test_the_ring_of_a_program_rank_belongs_to_the_first_process_that_takes_it(
     runtime: RuntimeFolder,
 ) -> None:
-    """A shell script starts the Python that trains; what that starts is not the rank."""
+    """A shell script starts the Python that trains, and a child of that Python is not the rank."""
     create_ring(runtime.ring(0), 0, 1, capacity=64, owner=FIRST_PROCESS_OWNER)
     variables = {"PACEKEEPER_RUNTIME": str(runtime.root)}
     pid = os.fork()

@@ -19,7 +19,7 @@ MS = 1_000_000
 
 
 def test_a_mark_of_a_device_has_the_time_at_which_the_work_before_it_was_done() -> None:
-    def script(rank: DeviceRank) -> None:
+    def mark_work(rank: DeviceRank) -> None:
         clock = rank.clock()
         begun = clock.mark()
         rank.launch(70 * MS)
@@ -34,11 +34,11 @@ def test_a_mark_of_a_device_has_the_time_at_which_the_work_before_it_was_done() 
         assert done.ns - begun.ns == 70 * MS
         assert rank.now - done.ns == 131 * MS
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(mark_work)
 
 
-def test_to_wait_for_a_mark_is_to_wait_for_the_work_before_it() -> None:
-    def script(rank: DeviceRank) -> None:
+def test_waiting_for_a_mark_is_waiting_for_the_work_before_it() -> None:
+    def wait_for_mark(rank: DeviceRank) -> None:
         mark = rank.clock().mark()
         rank.launch(70 * MS)
         mark.wait()
@@ -47,15 +47,15 @@ def test_to_wait_for_a_mark_is_to_wait_for_the_work_before_it() -> None:
         end.wait()
         assert rank.now == end.ns == mark.ns + 70 * MS
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(wait_for_mark)
 
 
 @pytest.mark.parametrize("drift", [-1e-4, 0.0, 1e-4], ids=["slower", "alike", "faster"])
-def test_a_device_s_clock_that_drifts_stays_with_the_host_s(drift: float) -> None:
-    """Off by what has come together since the device was idle last, not by what has since the beginning."""
+def test_a_devices_clock_that_drifts_follows_the_hosts(drift: float) -> None:
+    """Off by the drift since the device was idle last, not by the drift since the beginning."""
     step, pause = 50 * MS, 700 * MS
 
-    def script(rank: DeviceRank) -> None:
+    def mark_with_drift(rank: DeviceRank) -> None:
         rank.drift = drift
         clock, off = rank.clock(), abs(drift) * (pause + 4 * step) + 2
         for _ in range(300):
@@ -68,7 +68,7 @@ def test_a_device_s_clock_that_drifts_stays_with_the_host_s(drift: float) -> Non
             assert all(mark.reached for mark in marks)
             assert [mark.ns for mark in marks] == pytest.approx([begun, begun + step, begun + 2 * step], abs=off)
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(mark_with_drift)
 
 
 def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
@@ -76,7 +76,7 @@ def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
 
     step = 20_000_777_123
 
-    def script(rank: DeviceRank) -> None:
+    def mark_far_ahead(rank: DeviceRank) -> None:
         clock = rank.clock()
         marks = [clock.mark()]
         rank.launch(step)
@@ -89,20 +89,20 @@ def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
             assert marks[1].ns - marks[0].ns == pytest.approx(step, abs=2000)
             del marks[0]
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(mark_far_ahead)
 
 
-def test_events_are_used_again() -> None:
+def test_events_are_reused() -> None:
     made = 0
 
-    class Counted(DeviceRank):
+    class CountingRank(DeviceRank):
         def event(self) -> Any:
             nonlocal made
             made += 1
             return super().event()
 
-    def script(rank: DeviceRank) -> None:
-        rank.__class__ = Counted
+    def mark_repeatedly(rank: DeviceRank) -> None:
+        rank.__class__ = CountingRank
         clock = rank.clock()
         for _ in range(100):
             marks = [clock.mark() for _ in range(5)]
@@ -110,12 +110,12 @@ def test_events_are_used_again() -> None:
             marks[-1].wait()
             assert all(mark.reached for mark in marks)
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(mark_repeatedly)
     assert made <= 7  # five, the anchor, and the one before it
 
 
-def test_a_number_comes_to_the_host_without_a_stop() -> None:
-    def script(rank: DeviceRank) -> None:
+def test_a_number_arrives_on_the_host_without_a_stop() -> None:
+    def fetch_number(rank: DeviceRank) -> None:
         clock, begun = rank.clock(), rank.now
         rank.launch(30 * MS)
         fetched = clock.fetch(torch.tensor(2.5, device="meta"))
@@ -124,12 +124,12 @@ def test_a_number_comes_to_the_host_without_a_stop() -> None:
         rank.busy(40 * MS)
         assert fetched.ready
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(fetch_number)
 
 
-@pytest.mark.usefixtures("either_way")
-def test_waits_count_where_they_hold_the_step_s_work_up(tmp_path: Path) -> None:
-    def script(rank: DeviceRank) -> None:
+@pytest.mark.usefixtures("python_or_c")
+def test_waits_count_where_they_block_the_steps_work(tmp_path: Path) -> None:
+    def wait_in_steps(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder, side = Recorder(RingWriter(tmp_path / "ring"), rank.clock()), Stream()
         for _ in range(3):
@@ -143,15 +143,15 @@ def test_waits_count_where_they_hold_the_step_s_work_up(tmp_path: Path) -> None:
             recorder.end_step()
         recorder.finish()
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(wait_in_steps)
     found = RingReader(tmp_path / "ring").records()
     own = found[found["kind"] == RecordKind.COMPUTE]
     assert ((own["end_ns"] - own["start_ns"]) / MS).tolist() == pytest.approx([50.0] * 3)
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_path: Path) -> None:
-    def script(rank: DeviceRank) -> None:
+    def collect_in_steps(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
         for work in (20 * MS, 100 * MS):
@@ -163,18 +163,18 @@ def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_pa
             rank.wait_for(rank.computing.tail[0])
         recorder.finish()
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(collect_in_steps)
     found = RingReader(tmp_path / "ring").records()
     garbage = found[found["kind"] == RecordKind.GC]
     assert ((garbage["end_ns"] - garbage["start_ns"]) / MS).tolist() == pytest.approx([30.0, 0.0])
     assert found["kind"].tolist() == [RecordKind.GC, RecordKind.STEP, RecordKind.COMPUTE] * 2
 
 
-@pytest.mark.usefixtures("either_way")
+@pytest.mark.usefixtures("python_or_c")
 def test_garbage_just_behind_the_end_of_a_step_is_waited_for(tmp_path: Path) -> None:
-    """Python collects where it likes: also where the end of the step is marked and the next one has not begun."""
+    """Python collects at any time: also where the end of the step is marked and the next one has not begun."""
 
-    def script(rank: DeviceRank) -> None:
+    def collect_between_steps(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
         recorder.end_step()
@@ -189,7 +189,7 @@ def test_garbage_just_behind_the_end_of_a_step_is_waited_for(tmp_path: Path) -> 
         rank.wait_for(rank.computing.tail[0])
         recorder.finish()
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(collect_between_steps)
     found = RingReader(tmp_path / "ring").records()
     assert found["kind"].tolist() == [
         RecordKind.STEP,
@@ -209,11 +209,11 @@ class ReportedStep:
         self.loss_sum = torch.tensor(loss)
 
 
-@pytest.mark.usefixtures("either_way")
-def test_losses_come_a_step_or_two_later_and_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("python_or_c")
+def test_losses_arrive_a_step_or_two_later_and_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))  # the double's
 
-    def script(rank: DeviceRank) -> None:
+    def report_losses(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
         recorder.restart_clock(1)
@@ -232,7 +232,7 @@ def test_losses_come_a_step_or_two_later_and_none_is_lost(tmp_path: Path, monkey
         total, weight = losses.take_sums()
         assert (math.isnan(total), weight) == (False, 2 * ReportedStep.weight)
 
-    DeviceWorld().run(script)
+    DeviceWorld().run(report_losses)
     ring = RingReader(tmp_path / "ring")
     found = ring.records()
     assert found[found["kind"] == RecordKind.LOSS]["step"].tolist() == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""What scripts ask for: each event once, on whichever ranks ask, and the ranks know the same."""
+"""Events that scripts query: each is answered once, and all ranks receive the same answer."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from pacekeeper.sync.due_queries import DueQueries, DueQuery
 EVAL, PRINT = DueQuery("eval", 6), DueQuery("print", 4)
 
 
-def meet(ranks: list[DueQueries], step: int, done: bool = False) -> set[DueQuery]:
-    """What all ranks know to be due at an ordinal of a Local-SGD mode after `step`."""
+def list_due(ranks: list[DueQueries], step: int, done: bool = False) -> set[DueQuery]:
+    """Return what all ranks know to be due at an ordinal of a Local-SGD mode after `step`."""
     if any(rank.unreported for rank in ranks):
-        told = [rank.unreported for rank in ranks]
+        reports = [rank.unreported for rank in ranks]
         for rank in ranks:
-            rank.merge_reports(told)
+            rank.merge_reports(reports)
     (due,) = {rank.list_due(step) for rank in ranks}
     return set() if done else set(due)
 
 
-def follow(ranks: list[DueQueries], step: int, all_answered: bool = False) -> None:
+def pass_sync_points(ranks: list[DueQueries], step: int, all_answered: bool = False) -> None:
     for rank in ranks:
         rank.pass_sync_point(step, all_answered)
 
 
-def test_what_one_rank_asks_is_known_to_all_from_the_next_ordinal_on() -> None:
+def test_a_query_of_one_rank_is_known_to_all_from_the_next_ordinal_on() -> None:
     ranks = asking, other = [DueQueries(0), DueQueries(0)]
     asking.add_query(EVAL)
     other.add_query(PRINT)
     found = []
     for step in (4, 8, 12, 16):
-        found.append(meet(ranks, step))
-        follow(ranks, step)
+        found.append(list_due(ranks, step))
+        pass_sync_points(ranks, step)
     assert found == [{PRINT}, {EVAL, PRINT}, {EVAL, PRINT}, {PRINT}]
     assert not asking.unreported
 
 
-def test_what_is_asked_first_when_the_ranks_have_met_is_due_at_the_next_ordinal() -> None:
+def test_a_first_query_after_a_sync_point_is_due_at_the_next_ordinal() -> None:
     ranks = [DueQueries(4), DueQueries(4)]
-    assert meet(ranks, 8) == set()
+    assert list_due(ranks, 8) == set()
     ranks[1].add_query(EVAL)  # a multiple of six lies between 4 and 8
-    follow(ranks, 8)
+    pass_sync_points(ranks, 8)
     ranks[0].add_query(EVAL)  # later: it has had no chance before
-    assert meet(ranks, 10) == {EVAL}
-    follow(ranks, 10)
-    assert meet(ranks, 11) == set()
+    assert list_due(ranks, 10) == {EVAL}
+    pass_sync_points(ranks, 10)
+    assert list_due(ranks, 11) == set()
 
 
-def test_what_no_rank_may_be_told_where_one_came_without_a_step_comes_next() -> None:
+def test_an_event_that_was_not_reported_for_want_of_a_step_comes_next() -> None:
     ranks = [DueQueries(0), DueQueries(0)]
     ranks[0].add_query(EVAL)
-    assert meet(ranks, 7, done=True) == set()
-    assert meet(ranks, 8) == {EVAL}
+    assert list_due(ranks, 7, done=True) == set()
+    assert list_due(ranks, 8) == {EVAL}
 
 
 def test_in_sync_every_step_is_answered_at_once_and_nothing_twice() -> None:
@@ -66,7 +66,7 @@ def test_in_sync_every_step_is_answered_at_once_and_nothing_twice() -> None:
     assert questions.list_due(18) == {EVAL}
 
 
-def test_what_is_not_told_yet_when_sync_ends_is_not_due_twice() -> None:
+def test_an_unanswered_query_is_not_due_twice_when_sync_ends() -> None:
     questions = DueQueries(5)
     questions.add_query(EVAL)
     assert questions.is_due(EVAL, 6)
@@ -75,10 +75,10 @@ def test_what_is_not_told_yet_when_sync_ends_is_not_due_twice() -> None:
     assert questions.list_due(10) == set()
 
 
-def test_one_name_may_come_at_two_paces() -> None:
+def test_one_name_may_have_two_intervals() -> None:
     ranks = [DueQueries(0), DueQueries(0)]
     ranks[0].add_query(DueQuery("log", 2))
     ranks[1].add_query(DueQuery("log", 3))
-    assert meet(ranks, 2) == {("log", 2)}
-    follow(ranks, 2)
-    assert meet(ranks, 3) == {("log", 3)}
+    assert list_due(ranks, 2) == {("log", 2)}
+    pass_sync_points(ranks, 2)
+    assert list_due(ranks, 3) == {("log", 3)}

@@ -1,4 +1,4 @@
-"""Rank 0's view of the plan: what cannot be followed, or read, changes nothing."""
+"""Rank 0's view of the plan: a plan that cannot be followed or read changes nothing."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
 PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, shares=(3, 5))
 
 
-def check(course: TrainingConfig) -> None:
-    if course.shares is not None and sum(course.shares) != 8:
-        raise InputError(f"shares: {course.shares} must sum to 8")
+def check_shares(config: TrainingConfig) -> None:
+    if config.shares is not None and sum(config.shares) != 8:
+        raise InputError(f"shares: {config.shares} must sum to 8")
 
 
-def content(plan: WorkerPlan) -> str:
+def encode_plan(plan: WorkerPlan) -> str:
     return json.dumps(plan.to_json())
 
 
 @pytest.fixture
-def plans() -> PlanInterpreter:
-    follower = PlanInterpreter(check)
-    follower.accept_content(content(PLAN))
+def interpreter() -> PlanInterpreter:
+    follower = PlanInterpreter(check_shares)
+    follower.accept_content(encode_plan(PLAN))
     return follower
 
 
-def test_without_a_plan_the_course_in_force_goes_on() -> None:
+def test_without_a_plan_the_config_in_force_continues() -> None:
     in_force = TrainingConfig(shares=(4, 4))
-    orders, refused = PlanInterpreter(check).build_directives(in_force, 7)
+    orders, refused = PlanInterpreter(check_shares).build_directives(in_force, 7)
     assert (orders.training_config, orders.plan_version, orders.snapshot_every, refused) == (in_force, 0, 7, "")
 
 
-def test_an_unreadable_plan_behind_a_refused_one_does_not_put_that_in_force(plans: PlanInterpreter) -> None:
-    good = plans.build_directives(TrainingConfig(), 0)[0].training_config
+def test_an_unreadable_plan_after_a_refused_one_does_not_put_that_in_force(interpreter: PlanInterpreter) -> None:
+    good = interpreter.build_directives(TrainingConfig(), 0)[0].training_config
     assert good.shares == (3, 5)
-    plans.accept_content(content(replace(PLAN, version=5, shares=(4, 5))))
-    orders, refused = plans.build_directives(good, 0)
+    interpreter.accept_content(encode_plan(replace(PLAN, version=5, shares=(4, 5))))
+    orders, refused = interpreter.build_directives(good, 0)
     assert (orders.training_config, refused) == (good, "plan 5: shares: (4, 5) must sum to 8")
-    plans.accept_content("no plan")
-    orders, refused = plans.build_directives(good, 0)
+    interpreter.accept_content("no plan")
+    orders, refused = interpreter.build_directives(good, 0)
     assert orders.training_config == good
     assert "not JSON" in refused
 
 
-def test_behind_an_unreadable_plan_the_last_readable_one_goes_on(plans: PlanInterpreter) -> None:
-    good = plans.build_directives(TrainingConfig(), 0)[0].training_config
-    plans.accept_content("no plan")
-    orders, _ = plans.build_directives(TrainingConfig(), 0)
+def test_after_an_unreadable_plan_the_last_readable_one_continues(interpreter: PlanInterpreter) -> None:
+    good = interpreter.build_directives(TrainingConfig(), 0)[0].training_config
+    interpreter.accept_content("no plan")
+    orders, _ = interpreter.build_directives(TrainingConfig(), 0)
     assert (orders.training_config, orders.plan_version) == (good, 1)
-    plans.accept_content(content(replace(PLAN, version=6, shares=None)))
-    orders, refused = plans.build_directives(good, 0)
+    interpreter.accept_content(encode_plan(replace(PLAN, version=6, shares=None)))
+    orders, refused = interpreter.build_directives(good, 0)
     assert (orders.training_config.shares, refused) == (None, "")
 
 
-def test_a_plan_of_the_next_membership_leaves_the_course_and_asks_all_the_same(plans: PlanInterpreter) -> None:
-    good = plans.build_directives(TrainingConfig(), 0)[0].training_config
-    plans.accept_content(content(replace(PLAN, version=9, membership=2, shares=(1, 7), checkpoint_request=3)))
-    orders, refused = plans.build_directives(good, 0)
+def test_a_plan_of_the_next_membership_keeps_the_config_and_answers_requests(interpreter: PlanInterpreter) -> None:
+    good = interpreter.build_directives(TrainingConfig(), 0)[0].training_config
+    interpreter.accept_content(encode_plan(replace(PLAN, version=9, membership=2, shares=(1, 7), checkpoint_request=3)))
+    orders, refused = interpreter.build_directives(good, 0)
     assert (orders.training_config, orders.checkpoint_request, refused) == (good, 3, "")
 
 
-def test_the_file_is_read_when_it_is_replaced_and_what_is_wrong_with_it_lies_beside(tmp_path: Path) -> None:
+def test_the_file_is_read_when_it_is_replaced_and_its_error_is_written_next_to_it(tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    reader = PlanReader(runtime, check)
+    reader = PlanReader(runtime, check_shares)
     assert reader.read_directives(TrainingConfig(), 0).plan_version == 0
     write_json(runtime.plan, PLAN.to_json())
     assert reader.read_directives(TrainingConfig(), 0).training_config.shares == (3, 5)

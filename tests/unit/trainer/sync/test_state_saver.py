@@ -1,4 +1,4 @@
-"""When the job's state is kept."""
+"""When the job's state is saved."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pacekeeper.sync.state_saver import StateSaver, compute_snapshot_interval
         (0, True, False, False),
     ],
 )
-def test_a_snapshot_that_would_wait_for_its_copy_is_not_due_where_that_is_looked_at_first(
+def test_a_snapshot_that_would_wait_for_its_copy_is_not_due_where_the_copy_is_checked_first(
     every: int, look_first: bool, under_way: bool, due: bool
 ) -> None:
-    store = Store(under_way)
-    assert retention(store).is_snapshot_due(16, 20, every, look_first) is due
-    assert store.looks == (["settle", "is_snapshot_possible"] if look_first and every == 10 else [])
+    store = RecordingStore(under_way)
+    assert build_saver(store).is_snapshot_due(16, 20, every, look_first) is due
+    assert store.checks == (["settle", "is_snapshot_possible"] if look_first and every == 10 else [])
 
 
-def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_told_of() -> None:
-    """The host makes its checksum beside the training, and may take long."""
+def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_reported() -> None:
+    """The host computes its checksum next to the training, and may take long."""
     valid: list[int] = []
     state = SimpleNamespace(snapshot_step=-1)
     store: Any = SimpleNamespace(
@@ -47,24 +47,24 @@ def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_told_of() -> None
     assert valid == [40]
 
 
-class Store:
-    """Which notes when it is asked whether a snapshot may be taken: that is collective."""
+class RecordingStore:
+    """Records when the possibility of a snapshot is checked, which is collective."""
 
     has_folder = False
 
     def __init__(self, under_way: bool) -> None:
         self._under_way = under_way
-        self.looks: list[str] = []
+        self.checks: list[str] = []
 
     def settle(self, _wait: bool) -> None:
-        self.looks.append("settle")
+        self.checks.append("settle")
 
     def is_snapshot_possible(self) -> bool:
-        self.looks.append("is_snapshot_possible")
+        self.checks.append("is_snapshot_possible")
         return not self._under_way
 
 
-def retention(store: Any) -> StateSaver:
+def build_saver(store: Any) -> StateSaver:
     nothing: Any = SimpleNamespace(ring=SimpleNamespace(state=None))
     return StateSaver(store, nothing, nothing, nothing, checkpoint_every=0, snapshot_every=None)
 

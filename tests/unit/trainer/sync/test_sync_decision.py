@@ -1,4 +1,4 @@
-"""What follows from what the ranks have agreed on: numbers in, duties out."""
+"""What follows from what the ranks have agreed on: numbers in, actions out."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pacekeeper.sync.sync_decision import RoundLimits, SyncDecision, decide_sync
 from pacekeeper.sync.training_config import SampleSource, SyncActions, TrainingConfig
 from pacekeeper_analysis.protocol.plan import SyncMode
 
-NO_LIMITS, NOBODY_SAYS_ANYTHING = RoundLimits(), RankReport()
+NO_LIMITS, EMPTY_REPORT = RoundLimits(), RankReport()
 SYNC, EDIT = SampleSource(SyncMode.SYNC), SampleSource(SyncMode.EDIT)
 LEASED = SampleSource(SyncMode.ASYNC_EDIT, is_leased=True)
 EVAL = frozenset({DueQuery("eval", 4)})
 
 
-def at_step_20(
+def decide_at_step_20(
     supplied: SampleSource = SYNC,
     limits: RoundLimits = NO_LIMITS,
-    tally: RankReport = NOBODY_SAYS_ANYTHING,
+    report: RankReport = EMPTY_REPORT,
     due: frozenset[DueQuery] = frozenset(),
     checkpoint_due: bool = False,
     snapshot_due: bool = False,
     **orders: Any,
 ) -> SyncDecision:
     progress = Progress(step=20, samples=160, answered_request=1, global_batch=8)
-    agreed = AgreementResult(Directives(**orders), tally)
+    agreed = AgreementResult(Directives(**orders), report)
     return decide_sync(
         agreed, progress, supplied, limits, checkpoint_due=checkpoint_due, snapshot_due=snapshot_due, due_queries=due
     )
@@ -73,15 +73,15 @@ def at_step_20(
         ),
     ],
 )
-def test_duties(arguments: dict[str, Any], duties: SyncActions) -> None:
-    found = at_step_20(**arguments)
+def test_actions_follow_from_the_reports(arguments: dict[str, Any], duties: SyncActions) -> None:
+    found = decide_at_step_20(**arguments)
     assert found.actions == duties
     assert found.needs_common_parameters == duties.has_any
 
 
-def test_what_is_due_needs_the_common_parameters_unless_a_rank_cannot_ask() -> None:
+def test_a_due_event_needs_the_common_parameters_unless_a_rank_cannot_query() -> None:
     local: dict[str, Any] = {"supplied": EDIT, "training_config": TrainingConfig(SyncMode.EDIT), "due": EVAL}
-    asked = at_step_20(**local)
-    assert (asked.actions.has_any, asked.due_queries, asked.needs_common_parameters) == (False, EVAL, True)
-    without_a_step = at_step_20(**local, tally=RankReport(out_of_samples=1))
+    decision = decide_at_step_20(**local)
+    assert (decision.actions.has_any, decision.due_queries, decision.needs_common_parameters) == (False, EVAL, True)
+    without_a_step = decide_at_step_20(**local, report=RankReport(out_of_samples=1))
     assert (without_a_step.due_queries, without_a_step.needs_common_parameters) == (frozenset(), False)

@@ -27,7 +27,7 @@ def test_records_of_a_job_with_a_slow_rank() -> None:
     assert (finding.cause, finding.workers) == (SlowdownCause.SLOW_WORKER, ((2, 0),))
 
 
-def test_only_steps_that_all_ranks_have() -> None:
+def test_only_steps_that_all_ranks_have_are_used() -> None:
     records = {rank: build_records(rank, range(5 + rank, 10 + rank)) for rank in range(3)}
     assert build_window_from_records(records).steps == (7, 8, 9)
 
@@ -44,7 +44,7 @@ def test_evidence_of_sidecars_gives_the_same_figures() -> None:
     assert of_evidence.compute_gain(build_replacement_scenario([2])) == pytest.approx(0.22 / 0.12)
 
 
-def test_rings_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rings_are_read_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(4):
         write_ring(tmp_path / str(rank), rank)
     assert main([str(tmp_path / str(rank)) for rank in (3, 1, 0, 2)]) == 0
@@ -54,7 +54,7 @@ def test_rings_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "or truncated" in capsys.readouterr().err
 
 
-def test_bad_records_are_refused() -> None:
+def test_bad_records_are_rejected() -> None:
     with pytest.raises(TraceError, match="records of rank 0, 2; give those of every rank"):
         build_window_from_records({0: build_records(0), 2: build_records(2)})
     with pytest.raises(TraceError, match="records of rank none"):

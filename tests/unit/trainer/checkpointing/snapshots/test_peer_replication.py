@@ -1,4 +1,4 @@
-"""A copy on another node is whole, or it is none; whatever happens to it, the training goes on."""
+"""A copy on another node is whole, or it does not exist. A failure of the copy does not stop the training."""
 
 from __future__ import annotations
 
@@ -31,63 +31,63 @@ from pacekeeper.message_authentication import AuthenticationError
 from testing.training.launchers import wait_until_true
 
 KEY = "3"
-CIRCLE = MembershipSecret(membership=5, secret="ab" * 32)
+SECRET = MembershipSecret(membership=5, secret="ab" * 32)
 NUMBERS = 3 << 20
 """Of a shard: 12 MiB, three messages."""
 
 
-def shard(folder: Path, left: Callable[[], float] = lambda: math.inf) -> Snapshots:
+def build_snapshots(folder: Path, left: Callable[[], float] = lambda: math.inf) -> Snapshots:
     folder.mkdir(exist_ok=True)
     return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, memory=SlotMemory(left))
 
 
 class Pair:
-    """A rank with its snapshots at home, and the neighbour's shelf."""
+    """A rank with its own snapshots, and the replica receiver of its peer."""
 
     def __init__(self, folder: Path, left: Callable[[], float] = lambda: math.inf) -> None:
         self.home, self.abroad = folder / "home", folder / "abroad"
-        self.writer = shard(self.home)
-        self.kept = shard(self.abroad)
+        self.writer = build_snapshots(self.home)
+        self.received_snapshots = build_snapshots(self.abroad)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
-        ReplicaReceiver({KEY: shard(self.abroad, left)}, CIRCLE).serve(self.listener)
-        self.courier = self.another_courier()
+        ReplicaReceiver({KEY: build_snapshots(self.abroad, left)}, SECRET).serve(self.listener)
+        self.sender = self.build_sender()
 
-    def another_courier(self, circle: MembershipSecret = CIRCLE, key: str = KEY, budget: float = 1e12) -> ReplicaSender:
-        return courier_to(self.listener, shard(self.home), circle, key, budget)
+    def build_sender(self, secret: MembershipSecret = SECRET, key: str = KEY, budget: float = 1e12) -> ReplicaSender:
+        return build_replica_sender(self.listener, build_snapshots(self.home), secret, key, budget)
 
     def write(self, step: int) -> StateVersion:
         self.writer.write(step, {"model": {"weight": torch.full((NUMBERS,), float(step))}}, fingerprint=7)
         self.writer.publish(torch.full((4 * RANK_STATE_BYTES,), step, dtype=torch.uint8))
         return StateVersion(step, 1)
 
-    def deliver(self, step: int) -> StateVersion:
+    def write_and_send(self, step: int) -> StateVersion:
         version = self.write(step)
-        self.courier.send(version)
-        assert self.courier.wait(30)
+        self.sender.send(version)
+        assert self.sender.wait(30)
         return version
 
-    def versions(self) -> set[StateVersion]:
-        return {version for version, _ in self.kept.list_versions()} - {NO_STATE_VERSION}
+    def list_versions(self) -> set[StateVersion]:
+        return {version for version, _ in self.received_snapshots.list_versions()} - {NO_STATE_VERSION}
 
-    def link(self) -> tuple[socket.socket, PeerLink]:
-        """As a courier has it."""
+    def connect(self) -> tuple[socket.socket, PeerLink]:
+        """Connect as a replica sender does."""
         connection = socket.create_connection(self.address, timeout=120)
-        return connection, PeerLink.authenticate_to_server(connection, CIRCLE.membership, CIRCLE.secret)
+        return connection, PeerLink.authenticate_to_server(connection, SECRET.membership, SECRET.secret)
 
-    def content(self, version: StateVersion) -> memoryview:
-        slot = shard(self.home).read(version)
+    def read_content(self, version: StateVersion) -> memoryview:
+        slot = build_snapshots(self.home).read(version)
         assert slot is not None
         return memoryview(slot.numpy().data)
 
 
-def courier_to(
-    listener: socket.socket, home: Snapshots, circle: MembershipSecret = CIRCLE, key: str = KEY, budget: float = 1e12
+def build_replica_sender(
+    listener: socket.socket, home: Snapshots, secret: MembershipSecret = SECRET, key: str = KEY, budget: float = 1e12
 ) -> ReplicaSender:
-    return ReplicaSender(key, home, ReplicaTarget(1, *listener.getsockname()), circle, budget)
+    return ReplicaSender(key, home, ReplicaTarget(1, *listener.getsockname()), secret, budget)
 
 
-def offer(content: memoryview) -> dict[str, Any]:
+def build_offer(content: memoryview) -> dict[str, Any]:
     return {"key": KEY, "bytes": len(content), "part": peer_link.MAX_PEER_MESSAGE_BYTES}
 
 
@@ -98,69 +98,69 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     close_connection(one.listener)
 
 
-def said(caplog: pytest.LogCaptureFixture) -> str:
+def read_log(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records)
 
 
-def test_the_neighbour_has_the_two_newest_bit_for_bit(pair: Pair) -> None:
+def test_the_peer_has_the_two_newest_bit_for_bit(pair: Pair) -> None:
     for step in (1, 2, 3):
-        version = pair.deliver(step)
-        assert pair.courier.delivered == version
-        copy = pair.kept.read(version)
+        version = pair.write_and_send(step)
+        assert pair.sender.delivered == version
+        copy = pair.received_snapshots.read(version)
         assert copy is not None
-        assert bytes(copy.numpy()) == bytes(pair.content(version))
-    assert pair.versions() == {StateVersion(2, 1), StateVersion(3, 1)}
+        assert bytes(copy.numpy()) == bytes(pair.read_content(version))
+    assert pair.list_versions() == {StateVersion(2, 1), StateVersion(3, 1)}
 
 
-def test_what_a_copy_takes_is_counted_at_both_ends(tmp_path: Path) -> None:
+def test_the_cost_of_a_copy_is_counted_at_both_ends(tmp_path: Path) -> None:
     counted: list[str] = []
 
-    def counting(end: str) -> Callable[[], AbstractContextManager[None]]:
+    def build_counter(end: str) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
-        def inside() -> Iterator[None]:
+        def count_block() -> Iterator[None]:
             yield
             counted.append(end)
 
-        return inside
+        return count_block
 
-    home, abroad = shard(tmp_path / "home"), shard(tmp_path / "abroad")
+    home, abroad = build_snapshots(tmp_path / "home"), build_snapshots(tmp_path / "abroad")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ReplicaReceiver({KEY: abroad}, CIRCLE, count_work=counting("taken")).serve(listener)
-        keeper = ReplicaTarget(1, *listener.getsockname())
-        courier = ReplicaSender(KEY, shard(tmp_path / "home"), keeper, CIRCLE, 1e12, counting("sent"))
+        ReplicaReceiver({KEY: abroad}, SECRET, count_work=build_counter("taken")).serve(listener)
+        target = ReplicaTarget(1, *listener.getsockname())
+        sender = ReplicaSender(KEY, build_snapshots(tmp_path / "home"), target, SECRET, 1e12, build_counter("sent"))
         home.write(1, {"weight": torch.zeros(4)}, fingerprint=7)
         home.publish(torch.zeros(4 * RANK_STATE_BYTES, dtype=torch.uint8))
-        courier.send(StateVersion(1, 1))
+        sender.send(StateVersion(1, 1))
         wait_until_true(lambda: sorted(counted) == ["sent", "taken"], "both ends")
         close_connection(listener)
 
 
-def test_what_is_torn_on_its_way_is_none_and_the_one_before_stays(pair: Pair) -> None:
-    before = pair.deliver(1)
-    content = pair.content(pair.write(2))
-    connection, link = pair.link()
-    link.send_json(offer(content))
+def test_a_connection_lost_during_a_copy_leaves_the_copy_before(pair: Pair) -> None:
+    before = pair.write_and_send(1)
+    content = pair.read_content(pair.write(2))
+    connection, link = pair.connect()
+    link.send_json(build_offer(content))
     assert link.receive_json() == {"refused": ""}
     link.send(content[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + peer_link.MAX_PEER_MESSAGE_BYTES])
     close_connection(connection)
-    assert pair.versions() == {before}
-    assert pair.deliver(3) == StateVersion(3, 1), "the next comes into the torn one's place"
-    assert pair.versions() == {before, StateVersion(3, 1)}
+    assert pair.list_versions() == {before}
+    assert pair.write_and_send(3) == StateVersion(3, 1), "the next comes into the torn one's place"
+    assert pair.list_versions() == {before, StateVersion(3, 1)}
 
 
-def test_what_does_not_fit_its_checksum_is_refused_before_it_counts(pair: Pair) -> None:
-    before = pair.deliver(1)
-    content = bytearray(pair.content(pair.write(2)))
+def test_a_copy_with_a_wrong_checksum_is_rejected_before_it_counts(pair: Pair) -> None:
+    before = pair.write_and_send(1)
+    content = bytearray(pair.read_content(pair.write(2)))
     content[-1] ^= 1
-    refused = hand_over(pair, content)
+    refused = send_content(pair, content)
     assert "checksum" in refused
-    assert pair.versions() == {before}
+    assert pair.list_versions() == {before}
 
 
-def hand_over(pair: Pair, content: bytearray) -> str:
+def send_content(pair: Pair, content: bytearray) -> str:
     view = memoryview(content)
-    connection, link = pair.link()
-    link.send_json(offer(view))
+    connection, link = pair.connect()
+    link.send_json(build_offer(view))
     assert link.receive_json() == {"refused": ""}
     for start in range(SLOT_HEADER_BYTES, len(content), peer_link.MAX_PEER_MESSAGE_BYTES):
         link.send(view[start : start + peer_link.MAX_PEER_MESSAGE_BYTES])
@@ -170,52 +170,52 @@ def hand_over(pair: Pair, content: bytearray) -> str:
     return refused
 
 
-def test_without_memory_the_neighbour_takes_none_and_is_asked_ever_more_seldom(
+def test_a_peer_without_memory_refuses_and_is_tried_less_and_less_often(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Pair(tmp_path, left=lambda: 1 << 20)
     tried = []
     for step in range(1, 8):
         caplog.clear()
-        pair.deliver(step)
-        if "the peer refuses it" in said(caplog):
-            assert "give the containers and their runtime volumes more memory" in said(caplog)
+        pair.write_and_send(step)
+        if "the peer refuses it" in read_log(caplog):
+            assert "give the containers and their runtime volumes more memory" in read_log(caplog)
             tried.append(step)
     assert tried == [1, 3, 6]
-    assert pair.versions() == set()
+    assert pair.list_versions() == set()
     close_connection(pair.listener)
 
 
 @pytest.mark.parametrize(
-    ("circle", "key"),
-    [(MembershipSecret(5, "cd" * 32), KEY), (MembershipSecret(6, "ab" * 32), KEY), (CIRCLE, "2"), (CIRCLE, "../../3")],
+    ("secret", "key"),
+    [(MembershipSecret(5, "cd" * 32), KEY), (MembershipSecret(6, "ab" * 32), KEY), (SECRET, "2"), (SECRET, "../../3")],
     ids=["another secret", "another membership", "a rank whose neighbor it is not", "a path"],
 )
-def test_nobody_else_leaves_anything(circle: MembershipSecret, key: str, pair: Pair) -> None:
-    courier = pair.another_courier(circle, key)
-    courier.send(pair.write(1))
-    assert courier.wait(30)
-    assert courier.delivered == NO_STATE_VERSION
+def test_an_unauthenticated_sender_leaves_nothing(secret: MembershipSecret, key: str, pair: Pair) -> None:
+    sender = pair.build_sender(secret, key)
+    sender.send(pair.write(1))
+    assert sender.wait(30)
+    assert sender.delivered == NO_STATE_VERSION
     assert list(pair.abroad.iterdir()) == []
 
 
 @pytest.mark.parametrize("spoken", [b"", b"x" * 40, b"\xff" * 200], ids=["silent", "a greeting", "more"])
-def test_a_stranger_is_hung_up_on_and_keeps_nobody_out(
+def test_an_unauthenticated_connection_is_closed_and_blocks_no_member(
     spoken: bytes, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_replication, "PEER_AUTHENTICATION_SECONDS", 0.2)
     with socket.create_connection(pair.address, timeout=300) as stranger:
         stranger.sendall(spoken)
-        pair.deliver(1)
+        pair.write_and_send(1)
         try:
             while stranger.recv(4096):
-                pass  # the host's nonce
+                pass  # the receiver's nonce
         except ConnectionResetError:
             pass
-    assert pair.versions() == {StateVersion(1, 1)}
+    assert pair.list_versions() == {StateVersion(1, 1)}
 
 
-def test_a_message_that_was_changed_on_its_way_proves_nothing() -> None:
+def test_a_message_that_was_changed_on_the_network_proves_nothing() -> None:
     here, there = socket.socketpair()
     sender = PeerLink(there, (b"a" * 32, b"b" * 32))
     reader = PeerLink(here, (b"b" * 32, b"a" * 32))
@@ -229,49 +229,49 @@ def test_a_message_that_was_changed_on_its_way_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("answers", [0, 1], ids=["before the copy", "in mid-copy"])
-def test_a_neighbour_that_falls_silent_holds_nobody_up(
+def test_a_silent_peer_blocks_no_sender(
     answers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peer_link, "PEER_MESSAGE_TIMEOUT_SECONDS", 1.0)
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(peer_replication, "MIN_PEER_BYTES_PER_SECOND", math.inf)
-        courier = courier_to(silent, shard(pair.home))
-        courier.send(pair.write(1))
-        guest, _ = silent.accept()
-        link = PeerLink.authenticate_client(guest, CIRCLE.membership, CIRCLE.secret)
+        sender = build_replica_sender(silent, build_snapshots(pair.home))
+        sender.send(pair.write(1))
+        connected, _ = silent.accept()
+        link = PeerLink.authenticate_client(connected, SECRET.membership, SECRET.secret)
         for _ in range(answers):
             link.receive_json()
             link.send_json({"refused": ""})
-        assert courier.wait(30)
-    assert courier.delivered == NO_STATE_VERSION
-    assert "has not completed a message within 1 s" in said(caplog)
-    guest.close()
+        assert sender.wait(30)
+    assert sender.delivered == NO_STATE_VERSION
+    assert "has not completed a message within 1 s" in read_log(caplog)
+    connected.close()
     close_connection(pair.listener)
 
 
-def test_a_neighbour_that_is_lost_in_mid_copy_costs_that_copy_only(
+def test_a_peer_that_is_lost_during_a_copy_costs_that_copy_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as lost:
-        courier = courier_to(lost, shard(pair.home))
-        courier.send(pair.write(1))
-        guest, _ = lost.accept()
-        link = PeerLink.authenticate_client(guest, CIRCLE.membership, CIRCLE.secret)
+        sender = build_replica_sender(lost, build_snapshots(pair.home))
+        sender.send(pair.write(1))
+        connected, _ = lost.accept()
+        link = PeerLink.authenticate_client(connected, SECRET.membership, SECRET.secret)
         link.receive_json()
         link.send_json({"refused": ""})
         link.receive_into(memoryview(bytearray(peer_link.MAX_PEER_MESSAGE_BYTES)))
-        close_connection(guest)
-        assert courier.wait(30)
-    assert courier.delivered == NO_STATE_VERSION
-    assert "cannot send the snapshot of step 1 to its peer, rank 1 at 127.0.0.1: " in said(caplog)
-    assert said(caplog).endswith("; the next attempt follows after 1 more")
+        close_connection(connected)
+        assert sender.wait(30)
+    assert sender.delivered == NO_STATE_VERSION
+    assert "cannot send the snapshot of step 1 to its peer, rank 1 at 127.0.0.1: " in read_log(caplog)
+    assert read_log(caplog).endswith("; the next attempt follows after 1 more")
     close_connection(pair.listener)
 
 
-class Clock:
-    """Passes only where somebody sleeps, and with each look where the network is slow."""
+class VirtualClock:
+    """Advances only when a thread sleeps, and with each reading where the network is slow."""
 
     def __init__(self, slowness: float = 0.0) -> None:
         self.now = 0.0
@@ -287,64 +287,66 @@ class Clock:
         self.now += seconds
 
 
-def with_clock(pair: Pair, clock: Clock, budget: float, monkeypatch: pytest.MonkeyPatch) -> ReplicaSender:
+def build_sender_with_clock(
+    pair: Pair, clock: VirtualClock, budget: float, monkeypatch: pytest.MonkeyPatch
+) -> ReplicaSender:
     time: Any = SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep)
     monkeypatch.setattr(peer_replication, "time", time)
-    courier = pair.another_courier(budget=budget)
-    courier.send(pair.write(1))
-    assert courier.wait(30)
-    return courier
+    sender = pair.build_sender(budget=budget)
+    sender.send(pair.write(1))
+    assert sender.wait(30)
+    return sender
 
 
 def test_a_copy_takes_no_more_of_the_network_than_its_budget(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    with_clock(pair, clock, budget=peer_link.MAX_PEER_MESSAGE_BYTES / 2.0, monkeypatch=monkeypatch)
+    clock = VirtualClock()
+    build_sender_with_clock(pair, clock, budget=peer_link.MAX_PEER_MESSAGE_BYTES / 2.0, monkeypatch=monkeypatch)
     *whole, rest = clock.slept
     assert whole == [1.0] * 6, "12 MiB"
     assert 0 < rest < 0.1, "and what describes them"
-    assert pair.versions() == {StateVersion(1, 1)}
+    assert pair.list_versions() == {StateVersion(1, 1)}
 
 
-def test_a_network_that_gives_much_less_is_not_waited_for(
+def test_a_network_far_below_the_budget_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All snapshots of the job wait for this copy."""
-    courier = with_clock(pair, Clock(slowness=20.0), budget=peer_link.MAX_PEER_MESSAGE_BYTES, monkeypatch=monkeypatch)
-    assert courier.delivered == NO_STATE_VERSION
-    assert "PACEKEEPER_PEER_REPLICA_MEGABYTES" in said(caplog)
+    sender = build_sender_with_clock(
+        pair, VirtualClock(slowness=20.0), budget=peer_link.MAX_PEER_MESSAGE_BYTES, monkeypatch=monkeypatch
+    )
+    assert sender.delivered == NO_STATE_VERSION
+    assert "PACEKEEPER_PEER_REPLICA_MEGABYTES" in read_log(caplog)
 
 
-def test_a_snapshot_that_has_been_overwritten_meanwhile_is_not_sent(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_overwritten_snapshot_is_not_sent(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     gone = pair.write(1)
     pair.write(2)
     pair.write(3)
-    pair.courier.send(gone)
-    assert pair.courier.wait(30)
-    assert pair.versions() == set()
-    assert "it is no longer there" in said(caplog)
+    pair.sender.send(gone)
+    assert pair.sender.wait(30)
+    assert pair.list_versions() == set()
+    assert "it is no longer there" in read_log(caplog)
 
 
-def test_a_model_that_has_grown_is_said_to_be_why_its_snapshots_stay_at_home(
+def test_a_grown_model_is_named_as_the_reason_for_missing_replicas(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair.writer.write(1, {"model": {"weight": torch.zeros(NUMBERS)}}, fingerprint=8)
     pair.writer.publish(torch.zeros(4 * RANK_STATE_BYTES, dtype=torch.uint8))
-    pair.courier.send(StateVersion(1, 1))
-    assert pair.courier.wait(30)
-    assert "register(): the model has grown since it was registered" in said(caplog)
-    assert "register the model with all its final parameters" in said(caplog)
+    pair.sender.send(StateVersion(1, 1))
+    assert pair.sender.wait(30)
+    assert "register(): the model has grown since it was registered" in read_log(caplog)
+    assert "register the model with all its final parameters" in read_log(caplog)
 
 
-def test_the_shelf_stays_open_for_the_next(pair: Pair) -> None:
-    connection, link = pair.link()
+def test_the_receiver_remains_open_for_the_next_sender(pair: Pair) -> None:
+    connection, link = pair.connect()
     link.send_json({"key": KEY, "bytes": -8, "part": peer_link.MAX_PEER_MESSAGE_BYTES})
     with pytest.raises(OSError, match=r"closed the connection|reset"):
         link.receive_json()
     close_connection(connection)
-    wait_until_true(lambda: pair.deliver(1) == StateVersion(1, 1), "the next copy")
-    assert pair.versions() == {StateVersion(1, 1)}
+    wait_until_true(lambda: pair.write_and_send(1) == StateVersion(1, 1), "the next copy")
+    assert pair.list_versions() == {StateVersion(1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -357,8 +359,8 @@ def test_the_shelf_stays_open_for_the_next(pair: Pair) -> None:
         "1",
     ],
 )
-def test_a_snapshot_in_strange_parts_is_not_taken(part: object, pair: Pair) -> None:
-    connection, link = pair.link()
+def test_a_snapshot_in_invalid_parts_is_rejected(part: object, pair: Pair) -> None:
+    connection, link = pair.connect()
     link.send_json({"key": KEY, "bytes": 12 << 20, "part": part})
     with pytest.raises(OSError, match=r"closed the connection|reset"):
         link.receive_json()
@@ -370,42 +372,42 @@ def test_a_snapshot_in_strange_parts_is_not_taken(part: object, pair: Pair) -> N
     ("budget", "part"), [(1e12, 4 << 20), (1e6, 10**6), (62.5e3, 64 << 10)], ids=["much", "1 MB/s", "of 16 ranks"]
 )
 def test_a_part_takes_about_a_second_of_a_small_budget(budget: float, part: int, tmp_path: Path) -> None:
-    """The neighbor waits for a part only so long."""
+    """The peer waits for a part for a limited time only."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair = Pair(tmp_path)
-        courier = courier_to(listener, shard(pair.home), budget=budget)
-        courier.send(pair.write(1))
-        guest, _ = listener.accept()
-        link = PeerLink.authenticate_client(guest, CIRCLE.membership, CIRCLE.secret)
+        sender = build_replica_sender(listener, build_snapshots(pair.home), budget=budget)
+        sender.send(pair.write(1))
+        connected, _ = listener.accept()
+        link = PeerLink.authenticate_client(connected, SECRET.membership, SECRET.secret)
         assert link.receive_json()["part"] == part
         link.send_json({"refused": ""})
         link.receive_into(memoryview(bytearray(part)))
-        close_connection(guest)
-        assert courier.wait(30)
+        close_connection(connected)
+        assert sender.wait(30)
     close_connection(pair.listener)
 
 
-def test_a_neighbour_has_as_long_to_take_memory_as_there_is_to_take(
+def test_a_peer_has_time_to_allocate_memory_in_proportion_to_its_size(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A shard of 20 GB takes longer than any patience with a word."""
+    """To allocate a shard of 20 GB takes longer than the time limit of a message."""
     monkeypatch.setattr(peer_link, "PEER_MESSAGE_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(peer_replication, "MIN_PEER_BYTES_PER_SECOND", 1e6)
 
-    def take_slowly(*its: Any) -> PeerSlot:
+    def allocate_slowly(*its: Any) -> PeerSlot:
         threading.Event().wait(2.5)
         return guest_room(*its)
 
     guest_room = Snapshots.allocate_peer_slot
-    monkeypatch.setattr(Snapshots, "allocate_peer_slot", take_slowly)
-    assert pair.deliver(1) == StateVersion(1, 1)
-    assert said(caplog) == ""
-    assert pair.courier.delivered == StateVersion(1, 1)
+    monkeypatch.setattr(Snapshots, "allocate_peer_slot", allocate_slowly)
+    assert pair.write_and_send(1) == StateVersion(1, 1)
+    assert read_log(caplog) == ""
+    assert pair.sender.delivered == StateVersion(1, 1)
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reading", "writing"])
-def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte that comes through would be waited for anew, and with it the job's snapshots."""
+def test_a_message_that_trickles_in_is_cut_off(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each byte that arrives would restart the wait, and the job's snapshots would wait with it."""
     monkeypatch.setattr(peer_link, "PEER_MESSAGE_TIMEOUT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = socket.create_connection(listener.getsockname(), timeout=300)
@@ -413,7 +415,7 @@ def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -
     link, over = PeerLink(here, (b"a" * 32, b"b" * 32)), threading.Event()
     peer_link._set_kernel_timeouts(here)
 
-    def trickle() -> None:
+    def send_trickle() -> None:
         for _ in range(1000):
             if over.wait(0.02):
                 return
@@ -423,7 +425,7 @@ def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -
                 there.recv(4096)
         close_connection(there)
 
-    other = threading.Thread(target=trickle)
+    other = threading.Thread(target=send_trickle)
     other.start()
     monkeypatch.setattr(peer_link, "_PROOF_BYTES", 1 << 20)
     with pytest.raises(TimeoutError, match="has not completed a message within 1 s"):
@@ -434,8 +436,8 @@ def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -
     there.close()
 
 
-class Listener:
-    """That fails in these ways before it lets the first in."""
+class FailingListener:
+    """Fails in these ways before it accepts the first connection."""
 
     def __init__(self, real: socket.socket, errors: list[int]) -> None:
         self.real = real
@@ -447,16 +449,16 @@ class Listener:
         return self.real.accept()
 
 
-def test_a_passing_shortage_does_not_close_the_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_shortage_does_not_close_the_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_replication, "PEER_ACCEPT_RETRY_SECONDS", 0.0)
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as real:
-        listener: Any = Listener(real, [errno.EMFILE, errno.ENOBUFS, errno.ECONNABORTED])
-        ReplicaReceiver({KEY: shard(pair.abroad)}, CIRCLE).serve(listener)
-        courier = courier_to(real, shard(pair.home))
-        courier.send(pair.write(1))
-        assert courier.wait(30)
-        assert courier.delivered == StateVersion(1, 1)
+        listener: Any = FailingListener(real, [errno.EMFILE, errno.ENOBUFS, errno.ECONNABORTED])
+        ReplicaReceiver({KEY: build_snapshots(pair.abroad)}, SECRET).serve(listener)
+        sender = build_replica_sender(real, build_snapshots(pair.home))
+        sender.send(pair.write(1))
+        assert sender.wait(30)
+        assert sender.delivered == StateVersion(1, 1)
         close_connection(real)
     close_connection(pair.listener)
 
@@ -466,33 +468,33 @@ def test_a_passing_shortage_does_not_close_the_shelf(tmp_path: Path, monkeypatch
     [ReplicaReceiver._start_handler, ReplicaReceiver._handle_connection],
     ids=["no thread", "no watch over it"],
 )
-def test_a_guest_for_whom_no_thread_starts_goes_and_leaves_its_place(
+def test_a_connection_without_a_thread_is_closed_and_frees_its_slot(
     monkeypatch: pytest.MonkeyPatch, come_in: Callable[[ReplicaReceiver, socket.socket], None]
 ) -> None:
-    def start(_: threading.Thread) -> None:
+    def fail_to_start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    shelf = ReplicaReceiver({}, CIRCLE)
-    monkeypatch.setattr(threading.Thread, "start", start)
+    receiver = ReplicaReceiver({}, SECRET)
+    monkeypatch.setattr(threading.Thread, "start", fail_to_start)
     for _ in range(peer_replication.MAX_PEER_CONNECTIONS + 1):
-        assert shelf._connection_slots.acquire(blocking=False)
-        host, guest = socket.socketpair()
-        come_in(shelf, host)
-        assert guest.recv(1) == b""
-        guest.close()
+        assert receiver._connection_slots.acquire(blocking=False)
+        host, connected = socket.socketpair()
+        come_in(receiver, host)
+        assert connected.recv(1) == b""
+        connected.close()
 
 
-def test_what_fails_and_works_again_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_and_the_recovery_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, peer_replication.__name__)
     left = [math.inf, 0.0, math.inf, math.inf, math.inf]
     pair = Pair(tmp_path, left=lambda: left[0])
-    told = []
+    logged = []
     for step in range(1, 6):
         caplog.clear()
-        pair.deliver(step)
+        pair.write_and_send(step)
         del left[:1]
-        told.append(said(caplog))
+        logged.append(read_log(caplog))
     close_connection(pair.listener)
-    assert told[0] == "snapshots are on a peer, rank 1 at 127.0.0.1, from step 1 on"
-    assert told[1].startswith("cannot send the snapshot of step 2 to its peer, rank 1 at 127.0.0.1: ")
-    assert told[2:] == ["", "snapshots are on a peer again, rank 1 at 127.0.0.1, from step 4 on", ""]
+    assert logged[0] == "snapshots are on a peer, rank 1 at 127.0.0.1, from step 1 on"
+    assert logged[1].startswith("cannot send the snapshot of step 2 to its peer, rank 1 at 127.0.0.1: ")
+    assert logged[2:] == ["", "snapshots are on a peer again, rank 1 at 127.0.0.1, from step 4 on", ""]

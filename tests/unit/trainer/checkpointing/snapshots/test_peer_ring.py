@@ -1,4 +1,4 @@
-"""Whoever's node is lost, the copies of its shards are on another one."""
+"""Each worker's shards have copies on the node of another worker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from pacekeeper.checkpointing.snapshots.peer_ring import RankLocation, assign_peer_ranks, assign_peer_workers
 
 
-def on(nodes: str) -> dict[str, str]:
-    """Workers w0, w1, … on nodes with names of one letter."""
+def map_workers_to_nodes(nodes: str) -> dict[str, str]:
+    """Map workers w0, w1, … to nodes with names of one letter."""
     return {f"w{number}": node for number, node in enumerate(nodes)}
 
 
@@ -27,13 +27,13 @@ def on(nodes: str) -> dict[str, str]:
     ],
 )
 def test_each_workers_copies_are_on_another_node(nodes: str, ring: dict[str, str]) -> None:
-    assert assign_peer_workers(on(nodes)) == ring
+    assert assign_peer_workers(map_workers_to_nodes(nodes)) == ring
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_no_neighbour_shares_the_node_and_none_keeps_more_than_its_part(seed: int) -> None:
+def test_no_peer_shares_the_node_and_none_stores_more_than_its_part(seed: int) -> None:
     chance = random.Random(seed)
-    nodes = on("".join(chance.choices("ABCDEFGH"[: chance.randint(2, 8)], k=chance.randint(2, 40))))
+    nodes = map_workers_to_nodes("".join(chance.choices("ABCDEFGH"[: chance.randint(2, 8)], k=chance.randint(2, 40))))
     ring = assign_peer_workers(nodes)
     if len(set(nodes.values())) < 2:
         assert ring == {}
@@ -45,21 +45,33 @@ def test_no_neighbour_shares_the_node_and_none_keeps_more_than_its_part(seed: in
     assert max(Counter(ring.values()).values()) <= part
 
 
-def place(worker: str, port: int | None = 1) -> RankLocation:
+def build_location(worker: str, port: int | None = 1) -> RankLocation:
     return RankLocation(worker, f"node of {worker}", "10.0.0.1", port)
 
 
-def test_ranks_of_a_worker_have_theirs_with_different_ranks_of_the_neighbour() -> None:
-    assert assign_peer_ranks([place("a"), place("a"), place("b"), place("b")]) == {0: 2, 1: 3, 2: 0, 3: 1}
-    assert assign_peer_ranks([place("a"), place("a"), place("b")]) == {0: 2, 1: 2, 2: 0}
+def test_ranks_of_a_worker_use_different_ranks_of_the_peer() -> None:
+    assert assign_peer_ranks([build_location("a"), build_location("a"), build_location("b"), build_location("b")]) == {
+        0: 2,
+        1: 3,
+        2: 0,
+        3: 1,
+    }
+    assert assign_peer_ranks([build_location("a"), build_location("a"), build_location("b")]) == {0: 2, 1: 2, 2: 0}
 
 
 def test_a_rank_may_be_on_any_worker() -> None:
-    assert assign_peer_ranks([place("a"), place("b"), place("a"), place("b")]) == {0: 1, 2: 3, 1: 0, 3: 2}
+    assert assign_peer_ranks([build_location("a"), build_location("b"), build_location("a"), build_location("b")]) == {
+        0: 1,
+        2: 3,
+        1: 0,
+        3: 2,
+    }
 
 
 @pytest.mark.parametrize(
-    "odd", [place("c", port=None), RankLocation("c", "", "10.0.0.1", 1), RankLocation("", "N", "10.0.0.1", 1)], ids=repr
+    "odd",
+    [build_location("c", port=None), RankLocation("c", "", "10.0.0.1", 1), RankLocation("", "N", "10.0.0.1", 1)],
+    ids=repr,
 )
-def test_where_a_rank_can_take_none_nobody_has_any(odd: RankLocation) -> None:
-    assert assign_peer_ranks([place("a"), place("b"), odd]) == {}
+def test_no_rank_has_a_peer_if_one_rank_can_receive_no_copy(odd: RankLocation) -> None:
+    assert assign_peer_ranks([build_location("a"), build_location("b"), odd]) == {}

@@ -1,4 +1,4 @@
-"""After a refusal, snapshots are left out ever longer; never for ever."""
+"""After a refusal, snapshots are skipped for longer and longer, but never indefinitely."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import pairwise
 from pacekeeper.checkpointing.snapshots.snapshot_backoff import SnapshotBackoff
 
 
-def tried(refusals: SnapshotBackoff, snapshots: range) -> list[int]:
-    """Of those taken one after another, each of which is refused."""
+def list_attempts(refusals: SnapshotBackoff, snapshots: range) -> list[int]:
+    """Return the snapshots that are attempted, each of which is refused."""
     found = []
     for number in snapshots:
         if not refusals.should_skip():
@@ -17,14 +17,14 @@ def tried(refusals: SnapshotBackoff, snapshots: range) -> list[int]:
     return found
 
 
-def test_it_is_tried_again_ever_more_rarely_but_at_each_65th() -> None:
-    attempts = tried(SnapshotBackoff(), range(1000))
+def test_a_refused_snapshot_is_retried_less_and_less_often_but_at_each_65th() -> None:
+    attempts = list_attempts(SnapshotBackoff(), range(1000))
     assert attempts[:5] == [0, 2, 5, 10, 19]
     assert {later - earlier for earlier, later in pairwise(attempts[8:])} == {65}
 
 
-def test_once_there_is_memory_again_it_begins_anew() -> None:
+def test_a_success_resets_the_backoff() -> None:
     refusals = SnapshotBackoff()
-    tried(refusals, range(100))
+    list_attempts(refusals, range(100))
     refusals.reset()
-    assert tried(refusals, range(6)) == [0, 2, 5]
+    assert list_attempts(refusals, range(6)) == [0, 2, 5]

@@ -1,4 +1,4 @@
-"""A snapshot is copied beside the device's work, and is whole before an optimizer changes what it copies."""
+"""A snapshot is copied while the device works, and is whole before an optimizer changes what it copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PINNED_FROM = 64
 
 class Event:
     def __init__(self, device: Device, name: str, number: float) -> None:
-        """`number`: that many quarters of a second after the device's first one."""
+        """`number`: this number of quarters of a second after the device's first event."""
         self._device, self.name, self.number = device, name, number
 
     def record(self, stream: Any) -> None:
@@ -41,7 +41,7 @@ class Event:
 
 
 class Device:
-    """Writes down in which order, and on which stream, it is given what."""
+    """Records in which order, and on which stream, it receives work."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -90,8 +90,8 @@ class Model(nn.Module):
         self.register_buffer("mean", torch.tensor([3.0]))
 
 
-def training() -> tuple[Model, torch.optim.Optimizer]:
-    """Its weight is 1, its bias 2 and belongs to no optimizer, its buffer 3, the weight's momentum 4."""
+def build_training() -> tuple[Model, torch.optim.Optimizer]:
+    """Return a model with weight 1, bias 2 that belongs to no optimizer, buffer 3, and the weight's momentum 4."""
     model = Model()
     model.weight.grad = torch.tensor([1.0])
     optimizer = torch.optim.SGD([model.weight], lr=1.0, momentum=0.9)
@@ -99,35 +99,35 @@ def training() -> tuple[Model, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def step_in_vain(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Asks, and changes nothing."""
+def step_without_effect(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Run the optimizer's hooks, and change nothing."""
     gradient, model.weight.grad = model.weight.grad, None
     optimizer.step()
     model.weight.grad = gradient
 
 
-def state(model: Model, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def list_state(model: Model, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     momentum = optimizer.state[model.weight]["momentum_buffer"]
     return [tensor.detach() for tensor in (*model.state_dict().values(), momentum)]
 
 
-def room(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def allocate_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.zeros_like(tensor) for tensor in tensors]
 
 
-def test_what_optimizers_change_is_copied_beside_and_their_next_step_waits_for_it() -> None:
+def test_optimizer_state_is_copied_concurrently_and_the_next_step_waits_for_it() -> None:
     device = Device()
-    model, optimizer = training()
+    model, optimizer = build_training()
     copies = DeviceCopies(device, [optimizer])
-    step_in_vain(model, optimizer)
-    targets = room(state(model, optimizer))
-    copies.begin(targets, state(model, optimizer))
+    step_without_effect(model, optimizer)
+    targets = allocate_copies(list_state(model, optimizer))
+    copies.begin(targets, list_state(model, optimizer))
     device.log.append("forward and backward pass")
     optimizer.step()
     optimizer.step()
     assert device.log == [
         "own: event 1",
-        "own: copy [2, 3]",  # the next forward pass may change a buffer, and nobody knows who changes the bias
+        "own: copy [2, 3]",  # the next forward pass may change a buffer, and it is unknown what changes the bias
         "own: event 2",
         "side waits for own",
         "side: copy [1, 4]",
@@ -146,28 +146,28 @@ def test_what_optimizers_change_is_copied_beside_and_their_next_step_waits_for_i
     assert device.log == ["host waits for 3"]
 
 
-def test_an_optimizer_that_comes_before_the_copy_is_over_is_held_up_until_then() -> None:
+def test_an_optimizer_that_steps_during_the_copy_waits_for_it() -> None:
     device = Device()
-    model, optimizer = training()
+    model, optimizer = build_training()
     copies = DeviceCopies(device, [optimizer])
-    copies.begin(room(state(model, optimizer)), state(model, optimizer))
-    device.number = 2.5  # 1: begun; 2: what could not be copied beside was; 3: over
+    copies.begin(allocate_copies(list_state(model, optimizer)), list_state(model, optimizer))
+    device.number = 2.5  # 1: begun; 2: what could not be copied concurrently was; 3: over
     optimizer.step()
     assert copies.finish() == CopyTime(blocked_seconds=0.25 + 0.125, concurrent_seconds=0.25)
-    copies.begin(room(state(model, optimizer)), state(model, optimizer))
+    copies.begin(allocate_copies(list_state(model, optimizer)), list_state(model, optimizer))
     optimizer.step()
-    device.reached = False  # the device has not come to where it would wait
+    device.reached = False  # the device has not reached the place where it would wait
     assert copies.finish() == CopyTime(blocked_seconds=0.25, concurrent_seconds=0.25)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_what_changes_without_waiting_for_the_copy_leaves_it_torn(steps: int) -> None:
-    """As does a script that moves its parameters, and goes back before the optimizer steps."""
-    model, optimizer = training()
+def test_a_change_that_does_not_wait_for_the_copy_leaves_it_torn(steps: int) -> None:
+    """A script does this that moves its parameters, and moves them back before the optimizer steps."""
+    model, optimizer = build_training()
     copies = DeviceCopies(Device(), [optimizer])
     for changed in (model.weight, model.mean, model.bias):
-        step_in_vain(model, optimizer)
-        copies.begin(room(state(model, optimizer)), state(model, optimizer))
+        step_without_effect(model, optimizer)
+        copies.begin(allocate_copies(list_state(model, optimizer)), list_state(model, optimizer))
         with torch.no_grad():
             changed.add_(1)
         for _ in range(steps):
@@ -180,16 +180,16 @@ def test_what_changes_without_waiting_for_the_copy_leaves_it_torn(steps: int) ->
     assert copies.finish() is None
 
 
-def test_an_optimizer_in_a_graph_waits_for_nothing_so_all_is_copied_before_what_comes() -> None:
+def test_all_is_copied_first_because_an_optimizer_in_a_graph_waits_for_nothing() -> None:
     device = Device()
-    model, optimizer = training()
+    model, optimizer = build_training()
     copies = DeviceCopies(device, [optimizer])
-    step_in_vain(model, optimizer)  # what warms up for the graph
+    step_without_effect(model, optimizer)  # the warm-up of the graph
     device.is_capturing = True
     optimizer.zero_grad()
     optimizer.step()
     device.is_capturing = False
-    copies.begin(room(state(model, optimizer)), state(model, optimizer))
+    copies.begin(allocate_copies(list_state(model, optimizer)), list_state(model, optimizer))
     assert device.log == [
         "own: event 1",
         "own: copy [1, 2, 3, 4]",
@@ -199,12 +199,12 @@ def test_an_optimizer_in_a_graph_waits_for_nothing_so_all_is_copied_before_what_
     ]
 
 
-def test_an_optimizer_whose_graph_was_captured_before_asks_nobody_so_all_is_copied_before_what_comes() -> None:
-    """No hook and no version of a tensor tells of a graph that runs: it would change what is being copied beside."""
+def test_all_is_copied_first_for_an_optimizer_whose_graph_was_captured_before() -> None:
+    """No hook and no version of a tensor reports a graph that runs: it would change what is being copied."""
     device = Device()
-    model, optimizer = training()
+    model, optimizer = build_training()
     copies = DeviceCopies(device, [optimizer])
-    copies.begin(room(state(model, optimizer)), state(model, optimizer))
+    copies.begin(allocate_copies(list_state(model, optimizer)), list_state(model, optimizer))
     assert device.log == [
         "own: event 1",
         "own: copy [1, 2, 3, 4]",
@@ -213,15 +213,15 @@ def test_an_optimizer_whose_graph_was_captured_before_asks_nobody_so_all_is_copi
         "side: event 3",
     ]
     copies.finish()
-    step_in_vain(model, optimizer)
+    step_without_effect(model, optimizer)
     for copied in ("own: copy [2, 3]", "own: copy [1, 2, 3, 4]"):
         device.log.clear()
-        copies.begin(room(state(model, optimizer)), state(model, optimizer))
-        assert device.log[1] == copied, "beside, only where it has stepped since the copy before"
+        copies.begin(allocate_copies(list_state(model, optimizer)), list_state(model, optimizer))
+        assert device.log[1] == copied, "concurrently, only where it has stepped since the copy before"
         copies.finish()
 
 
-def test_memory_is_pinned_where_the_device_can() -> None:
+def test_memory_is_pinned_where_the_device_supports_it() -> None:
     device = Device()
     copies = DeviceCopies(device, [])
     copies.pin(torch.zeros(PINNED_FROM, dtype=torch.uint8))()
@@ -230,10 +230,10 @@ def test_memory_is_pinned_where_the_device_can() -> None:
 
 
 def test_on_the_host_a_copy_is_complete_at_once() -> None:
-    model, optimizer = training()
+    model, optimizer = build_training()
     copies = create_slot_copies([optimizer])
     assert isinstance(copies, HostCopies)
-    targets = room(state(model, optimizer))
-    copies.begin(targets, state(model, optimizer))
+    targets = allocate_copies(list_state(model, optimizer))
+    copies.begin(targets, list_state(model, optimizer))
     assert [float(target) for target in targets] == [1, 2, 3, 4]
     assert copies.finish() is None

@@ -1,4 +1,4 @@
-"""The checkpoint folder: published whole or not at all, in the current round only; the last good one is kept."""
+"""The checkpoint folder: published whole or not at all, in the current round only. The last good one remains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pacekeeper.checkpointing.storage.manifests import FileChecksum, Manifest, c
 from pacekeeper_analysis.errors import InputError
 
 
-def write(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> Manifest:
-    """What a round leaves in its partial folder, and the manifest of it."""
+def write_partial(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> Manifest:
+    """Write what a round leaves in its partial folder, and return the manifest of it."""
     partial = folder.get_partial_path(step)
     partial.mkdir()
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
@@ -29,34 +29,34 @@ def write(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> M
     return Manifest(step, folder.round, world_size=2, model={}, objects=("model",), files=files)
 
 
-def owned(path: Path, round_: int = 1, keep: int = 3) -> CheckpointFolder:
+def claim_folder(path: Path, round_: int = 1, keep: int = 3) -> CheckpointFolder:
     folder = CheckpointFolder(path, round_, keep)
     folder.claim()
     return folder
 
 
-def names(path: Path) -> set[str]:
-    """What lies in a folder of checkpoints, but for the claims of earlier owners."""
+def list_names(path: Path) -> set[str]:
+    """Return the entries of a folder of checkpoints, except for the claims of earlier owners."""
     return {its.name for its in path.iterdir() if not its.name.startswith(".owner-")}
 
 
-def steps(folder: CheckpointFolder) -> list[int]:
+def list_steps(folder: CheckpointFolder) -> list[int]:
     return [manifest.step for manifest in folder.list_published()]
 
 
-def test_what_is_published_is_found_newest_first_and_the_oldest_go(tmp_path: Path) -> None:
-    folder = owned(tmp_path, keep=2)
+def test_published_checkpoints_are_found_newest_first_and_the_oldest_are_deleted(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, keep=2)
     for step in (10, 20, 30):
-        assert folder.publish(write(folder, step))
-    assert steps(folder) == [30, 20]
-    assert names(tmp_path) == {"owner.json", "step-00000020", "step-00000030"}
+        assert folder.publish(write_partial(folder, step))
+    assert list_steps(folder) == [30, 20]
+    assert list_names(tmp_path) == {"owner.json", "step-00000020", "step-00000030"}
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "manifest"])
-def test_a_torn_newest_checkpoint_gives_way_to_the_last_good_one(tmp_path: Path, damage: str) -> None:
-    folder = owned(tmp_path)
+def test_a_torn_newest_checkpoint_is_replaced_by_the_last_good_one(tmp_path: Path, damage: str) -> None:
+    folder = claim_folder(tmp_path)
     for step in (10, 20):
-        folder.publish(write(folder, step))
+        folder.publish(write_partial(folder, step))
     victim = tmp_path / "step-00000020/__1_0.distcp"
     match damage:
         case "cut":
@@ -65,35 +65,35 @@ def test_a_torn_newest_checkpoint_gives_way_to_the_last_good_one(tmp_path: Path,
             victim.unlink()
         case "manifest":
             (tmp_path / "step-00000020/manifest.json").write_text('{"step": 20')
-    assert steps(folder) == [10]
+    assert list_steps(folder) == [10]
 
 
-def test_torn_checkpoints_do_not_push_out_the_last_good_one(tmp_path: Path) -> None:
-    folder = owned(tmp_path, keep=2)
+def test_torn_checkpoints_do_not_displace_the_last_good_one(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, keep=2)
     for step in (10, 20):
-        folder.publish(write(folder, step))
+        folder.publish(write_partial(folder, step))
     os.truncate(tmp_path / "step-00000020/.metadata", 0)
-    folder.publish(write(folder, 30))
-    assert steps(folder) == [30, 10]
+    folder.publish(write_partial(folder, 30))
+    assert list_steps(folder) == [30, 10]
 
 
-def test_what_is_published_stays_though_a_later_step_lies_there_from_which_the_round_did_not_go_on(
+def test_a_published_checkpoint_stays_even_if_a_later_step_exists_that_was_not_loaded(
     tmp_path: Path,
 ) -> None:
     """Its bytes may be damaged, and its sizes right."""
-    folder = owned(tmp_path, keep=1)
-    folder.publish(write(folder, 30))
-    later = owned(tmp_path, round_=2, keep=1)
+    folder = claim_folder(tmp_path, keep=1)
+    folder.publish(write_partial(folder, 30))
+    later = claim_folder(tmp_path, round_=2, keep=1)
     for step in (10, 20):
-        assert later.publish(write(later, step))
-        assert steps(later) == [30, step]
-    later.publish(write(later, 40))
-    assert steps(later) == [40]
+        assert later.publish(write_partial(later, step))
+        assert list_steps(later) == [30, step]
+    later.publish(write_partial(later, 40))
+    assert list_steps(later) == [40]
 
 
-def test_a_rank_gives_back_the_room_of_its_own_files_and_the_last_one_takes_the_folder(tmp_path: Path) -> None:
-    folder = owned(tmp_path)
-    write(folder, 10)
+def test_a_rank_frees_the_space_of_its_own_files_and_the_last_one_removes_the_folder(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path)
+    write_partial(folder, 10)
     folder.discard(10, lambda name: name.startswith("__1_"))
     assert {path.name for path in folder.get_partial_path(10).iterdir()} == {"__0_0.distcp", ".metadata"}
     folder.discard(10, lambda name: not name.startswith("__1_"))
@@ -101,21 +101,21 @@ def test_a_rank_gives_back_the_room_of_its_own_files_and_the_last_one_takes_the_
     assert not folder.get_partial_path(10).exists()
 
 
-def test_a_manifest_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = owned(tmp_path)
-    manifest = write(folder, 10)
+def test_a_manifest_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = claim_folder(tmp_path)
+    manifest = write_partial(folder, 10)
     before = {path.name for path in tmp_path.rglob("*")}
 
-    def full(_: int) -> None:
+    def raise_no_space(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_no_space)
     with pytest.raises(OSError, match="No space left"):
         folder.publish(manifest)
     assert {path.name for path in tmp_path.rglob("*")} == before
 
 
-def test_of_many_reasons_a_few_are_told_each_once() -> None:
+def test_a_few_of_several_reasons_are_reported_once_each() -> None:
     assert summarize_reasons(["a", "b", "a"]) == "a; b"
     assert summarize_reasons(f"rank {number}: full" for number in range(9)) == (
         "rank 0: full; rank 1: full; rank 2: full; and 6 more"
@@ -124,9 +124,9 @@ def test_of_many_reasons_a_few_are_told_each_once() -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing"])
-def test_what_rank_0_does_not_see_whole_is_not_published(tmp_path: Path, damage: str) -> None:
-    folder = owned(tmp_path)
-    manifest = write(folder, 10)
+def test_a_checkpoint_that_rank_0_does_not_see_whole_is_not_published(tmp_path: Path, damage: str) -> None:
+    folder = claim_folder(tmp_path)
+    manifest = write_partial(folder, 10)
     part = folder.get_partial_path(10) / "__1_0.distcp"
     if damage == "cut":
         os.truncate(part, 3)
@@ -134,135 +134,139 @@ def test_what_rank_0_does_not_see_whole_is_not_published(tmp_path: Path, damage:
         part.unlink()
     with pytest.raises(InputError, match=r"Mount one volume on all workers \(spec\.checkpoint\.volumeClaimName"):
         folder.publish(manifest)
-    assert steps(folder) == []
+    assert list_steps(folder) == []
 
 
-def test_an_earlier_round_cannot_publish_any_more(tmp_path: Path) -> None:
-    lost = owned(tmp_path, round_=1)
-    lost.publish(write(lost, 10))
-    manifest = write(lost, 20)  # its node is cut off, while the others begin again
-    current = owned(tmp_path, round_=2)
-    current.publish(write(current, 20, b"of round 2"))
+def test_an_earlier_round_can_no_longer_publish(tmp_path: Path) -> None:
+    lost = claim_folder(tmp_path, round_=1)
+    lost.publish(write_partial(lost, 10))
+    manifest = write_partial(lost, 20)  # its node is cut off, while the others begin again
+    current = claim_folder(tmp_path, round_=2)
+    current.publish(write_partial(current, 20, b"of round 2"))
     if not lost.get_partial_path(20).exists():  # cleared away when round 2 began
-        manifest = write(lost, 20)
+        manifest = write_partial(lost, 20)
     assert not lost.publish(manifest)
     assert (tmp_path / "step-00000020/__0_0.distcp").read_bytes().startswith(b"of round 2")
     assert [(found.step, found.round) for found in current.list_published()] == [(20, 2), (10, 1)]
 
 
-def test_a_checkpoint_that_cannot_take_its_place_leaves_the_one_that_was_there(
+def test_a_checkpoint_that_cannot_be_moved_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = owned(tmp_path)
-    folder.publish(write(folder, 10))
-    manifest = write(folder, 10, b"again")
+    folder = claim_folder(tmp_path)
+    folder.publish(write_partial(folder, 10))
+    manifest = write_partial(folder, 10, b"again")
     rename = Path.rename
 
-    def fails(path: Path, target: Path) -> Path:
+    def fail_to_rename(path: Path, target: Path) -> Path:
         if "partial" in path.name:
             raise OSError(errno.EIO, "Input/output error")
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(Path, "rename", fail_to_rename)
     with pytest.raises(OSError, match="Input/output error"):
         folder.publish(manifest)
     folder.discard(10, lambda _: True)
-    assert names(tmp_path) == {"owner.json", "step-00000010"}
-    assert steps(folder) == [10]
+    assert list_names(tmp_path) == {"owner.json", "step-00000010"}
+    assert list_steps(folder) == [10]
     assert (tmp_path / "step-00000010/__0_0.distcp").read_bytes().startswith(b"weights")
     monkeypatch.undo()
-    assert folder.publish(write(folder, 10, b"again"))
+    assert folder.publish(write_partial(folder, 10, b"again"))
     assert (tmp_path / "step-00000010/__0_0.distcp").read_bytes().startswith(b"again")
 
 
-def test_a_volume_that_cannot_be_read_is_no_later_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = owned(tmp_path)
-    manifest = write(folder, 10)
+def test_an_unreadable_volume_is_not_taken_for_a_later_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = claim_folder(tmp_path)
+    manifest = write_partial(folder, 10)
     read_text = Path.read_text
 
-    def fails(path: Path) -> str:
+    def fail_to_read(path: Path) -> str:
         if path.name == "owner.json":
             raise OSError(errno.EIO, "Input/output error")
         return read_text(path)
 
-    monkeypatch.setattr(Path, "read_text", fails)
+    monkeypatch.setattr(Path, "read_text", fail_to_read)
     with pytest.raises(OSError, match="Input/output error"):
         folder.publish(manifest)
 
 
-def without_room(monkeypatch: pytest.MonkeyPatch, path: Path, round_: int) -> CheckpointFolder:
-    """A round that begins while the volume is full."""
+def claim_on_full_volume(monkeypatch: pytest.MonkeyPatch, path: Path, round_: int) -> CheckpointFolder:
+    """Begin a round while the volume is full."""
 
-    def full(*_: object) -> None:
+    def raise_no_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_ownership, "write_durably", full)
-        return owned(path, round_)
+        patched.setattr(folder_ownership, "write_durably", raise_no_space)
+        return claim_folder(path, round_)
 
 
-def test_a_round_that_began_without_room_publishes_once_there_is_some(
+def test_a_round_that_began_without_space_publishes_once_there_is_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = owned(tmp_path, round_=1)
-    folder = without_room(monkeypatch, tmp_path, round_=2)
-    assert folder.publish(write(folder, 10))
-    assert not before.publish(write(before, 20))
-    assert folder.publish(write(folder, 30))
-    assert steps(folder) == [30, 10]
+    before = claim_folder(tmp_path, round_=1)
+    folder = claim_on_full_volume(monkeypatch, tmp_path, round_=2)
+    assert folder.publish(write_partial(folder, 10))
+    assert not before.publish(write_partial(before, 20))
+    assert folder.publish(write_partial(folder, 30))
+    assert list_steps(folder) == [30, 10]
 
 
-def test_a_round_that_began_without_room_gives_way_to_a_later_one(
+def test_a_round_that_began_without_space_yields_to_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owned(tmp_path, round_=1)
-    folder = without_room(monkeypatch, tmp_path, round_=2)
-    later = owned(tmp_path, round_=3)
-    assert not folder.publish(write(folder, 10))
-    assert later.publish(write(later, 10))
+    claim_folder(tmp_path, round_=1)
+    folder = claim_on_full_volume(monkeypatch, tmp_path, round_=2)
+    later = claim_folder(tmp_path, round_=3)
+    assert not folder.publish(write_partial(folder, 10))
+    assert later.publish(write_partial(later, 10))
 
 
-def test_what_earlier_rounds_left_half_written_is_cleared_away(tmp_path: Path) -> None:
-    write(owned(tmp_path, round_=1), 10)
-    folder = owned(tmp_path, round_=2)
-    assert names(tmp_path) == {"owner.json"}
+def test_partial_checkpoints_of_earlier_rounds_are_deleted(tmp_path: Path) -> None:
+    write_partial(claim_folder(tmp_path, round_=1), 10)
+    folder = claim_folder(tmp_path, round_=2)
+    assert list_names(tmp_path) == {"owner.json"}
     assert folder.list_published() == []
 
 
-def test_choosing_one_reads_manifests_and_no_data(tmp_path: Path) -> None:
-    folder = owned(tmp_path)
+def test_a_checkpoint_is_chosen_by_manifests_without_reading_data(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path)
     for step in (10, 20, 30):
-        folder.publish(write(folder, step, bytes(1 << 20)))
-    before = bytes_read()
-    assert steps(folder) == [30, 20, 10]
-    assert bytes_read() - before < 1 << 16
+        folder.publish(write_partial(folder, step, bytes(1 << 20)))
+    before = count_bytes_read()
+    assert list_steps(folder) == [30, 20, 10]
+    assert count_bytes_read() - before < 1 << 16
 
 
-def bytes_read() -> int:
-    """By this process, from files."""
+def count_bytes_read() -> int:
+    """Return how many bytes this process has read from files."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_who_sees_a_mark_sees_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_sees_the_mark_sees_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_folder, "_FILE_VISIBILITY_SECONDS", 0.0)
-    here, same, other = owned(tmp_path / "here"), owned(tmp_path / "here", 2), owned(tmp_path / "other")
+    here, same, other = (
+        claim_folder(tmp_path / "here"),
+        claim_folder(tmp_path / "here", 2),
+        claim_folder(tmp_path / "other"),
+    )
     mark = here.create_visibility_mark()
     assert same.has_visibility_mark(mark)
     assert not other.has_visibility_mark(mark)
     here.remove_visibility_mark(mark)
-    assert names(tmp_path / "here") == {"owner.json"}
+    assert list_names(tmp_path / "here") == {"owner.json"}
 
 
-def test_what_a_volume_shows_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = owned(tmp_path)
+def test_a_mark_that_the_volume_shows_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = claim_folder(tmp_path)
     monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "mark").touch())
     assert folder.has_visibility_mark("mark")
 
 
-def test_a_mark_that_a_killed_rank_has_left_goes_with_the_next_round(tmp_path: Path) -> None:
-    owned(tmp_path, round_=1).create_visibility_mark()
-    owned(tmp_path, round_=2)
-    assert names(tmp_path) == {"owner.json"}
+def test_a_mark_of_a_killed_rank_is_deleted_by_the_next_round(tmp_path: Path) -> None:
+    claim_folder(tmp_path, round_=1).create_visibility_mark()
+    claim_folder(tmp_path, round_=2)
+    assert list_names(tmp_path) == {"owner.json"}
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ def test_a_mark_that_a_killed_rank_has_left_goes_with_the_next_round(tmp_path: P
         (errno.EIO, "Input/output error"),
     ],
 )
-def test_what_a_volume_refuses_is_told_with_what_helps(error: int, remedy: str) -> None:
+def test_a_refusal_of_the_volume_is_reported_with_the_remedy(error: int, remedy: str) -> None:
     assert remedy in describe_error(OSError(error, os.strerror(error)))
 
 
@@ -286,7 +290,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path
         CheckpointFolder(tmp_path / "file/checkpoints", 1)
 
 
-def test_keep_below_one_is_refused(tmp_path: Path) -> None:
+def test_keep_below_one_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"checkpoint\.keep=0"):
         CheckpointFolder(tmp_path, 1, keep=0)
 
@@ -305,7 +309,7 @@ def test_differences_between_models_are_named() -> None:
     ("key", "value"),
     [("files", 1), ("files", {"x": {"nbytes": "1", "crc32": 0}}), ("step", "100"), ("world_size", 0), ("model", None)],
 )
-def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(tmp_path: Path, key: str, value: object) -> None:
+def test_a_damaged_manifest_invalidates_its_checkpoint_and_no_other(tmp_path: Path, key: str, value: object) -> None:
     folder = CheckpointFolder(tmp_path, round_=1)
     folder.claim()
     for step in (100, 200):
@@ -323,7 +327,7 @@ def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(tmp_path: Path, ke
     [{"world_size": 3}, {"model": {"a": "(4,) float32"}}, {"files": {}}, {"checksum": 0}, {"checksum": None}],
     ids=["a number", "a shape", "files that are gone", "the sum", "no sum"],
 )
-def test_a_manifest_that_does_not_say_what_was_written_is_none(change: dict[str, Any]) -> None:
+def test_a_manifest_that_was_changed_is_invalid(change: dict[str, Any]) -> None:
     """Although each of its fields might be so."""
     manifest = Manifest(200, 1, 2, {"a": "(3,) float32"}, ("model",), {"x": FileChecksum(1, 2)})
     written = json.loads(json.dumps(manifest.to_json()))
@@ -342,7 +346,7 @@ def test_a_manifest_of_an_older_version_has_no_checksum_and_one_of_a_newer_one_m
     assert Manifest.from_json(written) == manifest
 
 
-def test_a_manifest_of_another_step_is_none(tmp_path: Path) -> None:
+def test_a_manifest_of_another_step_is_invalid(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, round_=1)
     folder.claim()
     folder.get_partial_path(100).mkdir()

@@ -1,4 +1,4 @@
-"""What rank 0 tells of checkpoints, and what its launcher makes of it."""
+"""What rank 0 reports of checkpoints, and how its launcher evaluates it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pacekeeper.environment import Environment
 from pacekeeper.runtime_folder import RuntimeFolder
 
 
-def test_a_failure_stands_beside_the_newest_that_is_kept_until_the_next_one_is(tmp_path: Path) -> None:
+def test_a_failure_is_reported_with_the_newest_checkpoint_until_the_next_one_is_published(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints.json"
     file = CheckpointStatusFile(path)
     file.report_published(10)
@@ -35,7 +35,7 @@ def test_a_failure_stands_beside_the_newest_that_is_kept_until_the_next_one_is(t
     ) == (30, None, "")
 
 
-def test_a_new_round_knows_how_old_the_newest_is_where_it_was_kept_here(tmp_path: Path) -> None:
+def test_a_new_round_knows_the_age_of_the_newest_checkpoint_if_this_worker_published_it(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints.json"
     CheckpointStatusFile(path).report_published(10)
     CheckpointStatusFile(path).report_failure("full", 0)
@@ -50,26 +50,30 @@ def test_a_new_round_knows_how_old_the_newest_is_where_it_was_kept_here(tmp_path
     )
 
 
-def test_the_age_is_never_negative_and_not_known_without_a_checkpoint() -> None:
-    news = replace(NO_CHECKPOINT_STATUS, step=5, published_ns=10 * 10**9)
-    assert (news.compute_age(12.5), news.compute_age(9.0), NO_CHECKPOINT_STATUS.compute_age(12.5)) == (2.5, 0.0, None)
+def test_the_age_is_never_negative_and_unknown_without_a_checkpoint() -> None:
+    status = replace(NO_CHECKPOINT_STATUS, step=5, published_ns=10 * 10**9)
+    assert (status.compute_age(12.5), status.compute_age(9.0), NO_CHECKPOINT_STATUS.compute_age(12.5)) == (
+        2.5,
+        0.0,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"step": "ten"}', '{"published_ns": -1}', '{"published_ns": NaN}', "\ufffd"]
 )
-def test_what_makes_no_sense_is_no_news(tmp_path: Path, content: str) -> None:
+def test_a_status_without_sense_is_ignored(tmp_path: Path, content: str) -> None:
     path = tmp_path / "checkpoints.json"
     assert read_checkpoint_status(path) == NO_CHECKPOINT_STATUS
     path.write_text(content)
     assert read_checkpoint_status(path) == NO_CHECKPOINT_STATUS
 
 
-def test_training_goes_on_where_nothing_can_be_told(tmp_path: Path) -> None:
+def test_training_continues_where_no_status_can_be_written(tmp_path: Path) -> None:
     CheckpointStatusFile(tmp_path / "missing" / "checkpoints.json").report_published(10)
 
 
-def test_only_rank_0_under_a_launcher_tells(tmp_path: Path) -> None:
+def test_only_rank_0_under_a_launcher_writes_the_status(tmp_path: Path) -> None:
     assert isinstance(
         open_checkpoint_reporter(Environment(rank=0, runtime=RuntimeFolder(tmp_path))), CheckpointStatusFile
     )
@@ -83,5 +87,5 @@ def test_only_rank_0_under_a_launcher_tells(tmp_path: Path) -> None:
     ("reason", "rank"),
     [("rank 12: OSError: full; rank 13: OSError: full", 12), ("the store is gone", None), ("", None)],
 )
-def test_the_rank_that_failed_first_is_known_from_the_reason(reason: str, rank: int | None) -> None:
+def test_the_rank_that_failed_first_is_read_from_the_reason(reason: str, rank: int | None) -> None:
     assert parse_failed_rank(reason) == rank

@@ -1,4 +1,4 @@
-"""Who verifies whose files, and who waits for how long."""
+"""Which rank verifies which files, and how long ranks wait."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pacekeeper.checkpointing.storage.checkpoint_writer import choose_verified_r
 from pacekeeper.launcher.settings import LauncherSettings
 
 
-def test_a_rank_gives_up_a_checkpoint_before_the_watch_takes_it_for_one_that_hangs() -> None:
+def test_a_rank_gives_up_a_checkpoint_before_the_stall_detector_reports_it() -> None:
     assert 0.9 * LauncherSettings.phase_deadline > checkpoint_writer._MAX_WRITE_WAIT_SECONDS
 
 
 @pytest.mark.parametrize(
     "workers", ["a", "aa", "ab", "aabb", "abab", "abcd", "aaabbb", "aabbcc", "abcab", "aaabc", "aaaab"], ids=str
 )
-def test_each_ranks_files_are_verified_by_one_on_another_worker_as_far_as_there_is_one(workers: str) -> None:
+def test_each_ranks_files_are_verified_by_a_rank_on_another_worker_if_there_is_one(workers: str) -> None:
     ranks = range(len(workers))
     verified = [choose_verified_rank(list(workers), rank) for rank in ranks]
     assert sorted(verified) == list(ranks)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints belongs to one job: others change nothing there, and who owns it is decided in one step."""
+"""A folder of checkpoints belongs to one job: others change nothing there, and its owner is decided in one step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ONE, AGAIN, OTHER = (
 )
 
 
-def claimed(path: Path, job: JobIdentity, round_: int = 1, **options: Any) -> CheckpointFolder:
+def claim_folder(path: Path, job: JobIdentity, round_: int = 1, **options: Any) -> CheckpointFolder:
     folder = CheckpointFolder(path, round_, job=job, **options)
     folder.claim()
     return folder
 
 
-def publish(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> bool:
+def publish_step(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> bool:
     partial = folder.get_partial_path(step)
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(content)
@@ -44,157 +44,157 @@ def publish(folder: CheckpointFolder, step: int, content: bytes = b"weights") ->
     return folder.publish(Manifest(step, folder.round, 1, {}, ("model",), files, job.name, job.uid))
 
 
-def steps(folder: CheckpointFolder) -> list[int]:
+def list_steps(folder: CheckpointFolder) -> list[int]:
     return [manifest.step for manifest in folder.list_published()]
 
 
-def content(path: Path) -> dict[str, bytes | None]:
-    """All that is below a folder."""
+def read_contents(path: Path) -> dict[str, bytes | None]:
+    """Return all that is below a folder."""
     return {str(its.relative_to(path)): its.read_bytes() if its.is_file() else None for its in path.rglob("*")}
 
 
-def make_old(path: Path) -> None:
-    """The folder as a version without identities has left it."""
+def downgrade_folder(path: Path) -> None:
+    """Leave the folder as a version without identities does."""
     for claim in path.glob(".owner-*"):
         shutil.rmtree(claim)
     (path / "owner.json").write_text(json.dumps({"owner": "r7-0011223344556677"}))
     for manifest in path.glob("step-*/manifest.json"):
-        said = json.loads(manifest.read_text())
+        fields = json.loads(manifest.read_text())
         for name in ("job", "uid", "checksum"):
-            del said[name]
-        manifest.write_text(json.dumps(said))
+            del fields[name]
+        manifest.write_text(json.dumps(fields))
 
 
-# Whose it is
+# Ownership
 
 
 def test_another_jobs_folder_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
-    first = claimed(tmp_path, ONE)
-    publish(first, 300)
+    first = claim_folder(tmp_path, ONE)
+    publish_step(first, 300)
     first.get_partial_path(400).mkdir()
-    before = content(tmp_path)
+    before = read_contents(tmp_path)
     with pytest.raises(InputError) as refused:
         CheckpointFolder(tmp_path, 1, job=OTHER)
-    for words in ("team/one (UID uid-1)", "spec.checkpoint.subPath", "spec.checkpoint.adopt: team/one", "read_only"):
-        assert words in str(refused.value)
-    assert content(tmp_path) == before
-    assert publish(first, 500)
+    for expected in ("team/one (UID uid-1)", "spec.checkpoint.subPath", "spec.checkpoint.adopt: team/one", "read_only"):
+        assert expected in str(refused.value)
+    assert read_contents(tmp_path) == before
+    assert publish_step(first, 500)
 
 
-def test_the_same_job_applied_again_goes_on_and_the_one_before_does_not_come_back(tmp_path: Path) -> None:
-    first = claimed(tmp_path, ONE)
-    publish(first, 300)
-    second = claimed(tmp_path, AGAIN)
-    assert steps(second) == [300]
-    assert not publish(first, 400)
+def test_the_same_job_applied_again_continues_and_the_one_before_does_not_come_back(tmp_path: Path) -> None:
+    first = claim_folder(tmp_path, ONE)
+    publish_step(first, 300)
+    second = claim_folder(tmp_path, AGAIN)
+    assert list_steps(second) == [300]
+    assert not publish_step(first, 400)
     assert "team/one (UID uid-2)" in first.new_owner_message
     with pytest.raises(InputError, match="belongs to a later run of this job by now"):
         CheckpointFolder(tmp_path, 2, job=ONE)
-    assert publish(claimed(tmp_path, AGAIN, round_=2), 500)
+    assert publish_step(claim_folder(tmp_path, AGAIN, round_=2), 500)
 
 
-def test_a_later_round_of_the_same_run_is_no_news_of_an_owner(tmp_path: Path) -> None:
-    first = claimed(tmp_path, ONE)
-    claimed(tmp_path, ONE, round_=2)
-    assert not publish(first, 300)
+def test_a_later_round_of_the_same_run_reports_no_new_owner(tmp_path: Path) -> None:
+    first = claim_folder(tmp_path, ONE)
+    claim_folder(tmp_path, ONE, round_=2)
+    assert not publish_step(first, 300)
     assert first.new_owner_message == ""
 
 
-def test_a_process_of_the_job_that_is_none_of_its_ranks_does_not_take_the_folder(tmp_path: Path) -> None:
-    """Such as an evaluation that somebody starts in a worker's container."""
-    folder = claimed(tmp_path, ONE)
+def test_a_process_of_the_job_that_is_not_a_rank_does_not_take_the_folder(tmp_path: Path) -> None:
+    """For example, an evaluation that the user starts in a worker's container."""
+    folder = claim_folder(tmp_path, ONE)
     with pytest.raises(InputError, match=r"this process is none of them.*read_only=True"):
         CheckpointFolder(tmp_path, 0, job=ONE)
-    assert publish(folder, 300)
+    assert publish_step(folder, 300)
 
 
-def test_a_folder_of_an_older_version_is_adopted_by_the_first_and_by_no_second(tmp_path: Path) -> None:
-    publish(claimed(tmp_path, ONE), 300)
-    make_old(tmp_path)
+def test_a_folder_of_an_older_version_is_adopted_by_the_first_job_and_by_no_second(tmp_path: Path) -> None:
+    publish_step(claim_folder(tmp_path, ONE), 300)
+    downgrade_folder(tmp_path)
     (tmp_path / "step-00000400.partial-r7").mkdir()
-    folder = claimed(tmp_path, OTHER)
-    assert steps(folder) == [300]
+    folder = claim_folder(tmp_path, OTHER)
+    assert list_steps(folder) == [300]
     assert not (tmp_path / "step-00000400.partial-r7").exists()
     with pytest.raises(InputError, match="team/other"):
         CheckpointFolder(tmp_path, 1, job=ONE)
     for step in (400, 500, 600):
-        assert publish(folder, step)
-    assert steps(folder) == [600, 500, 400], "it takes care of what it has adopted"
+        assert publish_step(folder, step)
+    assert list_steps(folder) == [600, 500, 400], "it takes care of what it has adopted"
 
 
-def test_an_older_version_that_goes_on_in_between_does_not_lose_the_owners_name(tmp_path: Path) -> None:
-    claimed(tmp_path, ONE)
+def test_an_older_version_that_runs_in_between_does_not_lose_the_owners_name(tmp_path: Path) -> None:
+    claim_folder(tmp_path, ONE)
     (tmp_path / "owner.json").write_text(json.dumps({"owner": "r2-0011223344556677"}))
     with pytest.raises(InputError, match="team/one"):
         CheckpointFolder(tmp_path, 1, job=OTHER)
-    assert publish(claimed(tmp_path, ONE, round_=3), 300)
+    assert publish_step(claim_folder(tmp_path, ONE, round_=3), 300)
 
 
-def test_checkpoints_say_whose_they_are_where_the_folder_does_not(tmp_path: Path) -> None:
+def test_checkpoints_name_their_owner_where_the_folder_does_not(tmp_path: Path) -> None:
     """They were copied there."""
-    publish(claimed(tmp_path / "one", ONE), 300)
+    publish_step(claim_folder(tmp_path / "one", ONE), 300)
     (tmp_path / "other").mkdir()
     shutil.copytree(tmp_path / "one/step-00000300", tmp_path / "other/step-00000300")
     with pytest.raises(InputError, match="team/one"):
         CheckpointFolder(tmp_path / "other", 1, job=OTHER)
-    assert steps(claimed(tmp_path / "other", OTHER, adopt="team/one")) == [300]
+    assert list_steps(claim_folder(tmp_path / "other", OTHER, adopt="team/one")) == [300]
 
 
-def test_adoption_is_asked_for_by_name_and_the_one_before_is_told(tmp_path: Path) -> None:
-    first = claimed(tmp_path, ONE)
-    publish(first, 300)
+def test_adoption_is_requested_by_name_and_the_former_owner_is_named(tmp_path: Path) -> None:
+    first = claim_folder(tmp_path, ONE)
+    publish_step(first, 300)
     with pytest.raises(InputError, match="team/one"):
         CheckpointFolder(tmp_path, 1, job=OTHER, adopt="team/third")
-    second = claimed(tmp_path, OTHER, adopt="team/one")
-    assert steps(second) == [300]
-    assert not publish(first, 400)
+    second = claim_folder(tmp_path, OTHER, adopt="team/one")
+    assert list_steps(second) == [300]
+    assert not publish_step(first, 400)
     assert "team/other (UID uid-3)" in first.new_owner_message
     for step in (400, 500, 600, 700):
-        assert publish(second, step)
-    assert steps(second) == [700, 600, 500, 300], "what another job has written is not its to delete"
-    later = claimed(tmp_path, OTHER, round_=2)
-    assert steps(later) == [700, 600, 500, 300], "it need not ask again"
+        assert publish_step(second, step)
+    assert list_steps(second) == [700, 600, 500, 300], "what another job has written is not its to delete"
+    later = claim_folder(tmp_path, OTHER, round_=2)
+    assert list_steps(later) == [700, 600, 500, 300], "it need not adopt them again"
     with pytest.raises(InputError, match="team/other"):
         CheckpointFolder(tmp_path, 2, job=ONE)
 
 
-def test_what_a_job_has_adopted_goes_with_it(tmp_path: Path) -> None:
-    publish(claimed(tmp_path, ONE), 300)
-    claimed(tmp_path, OTHER, adopt="team/one")
+def test_adopted_checkpoints_remain_adopted_after_a_restart(tmp_path: Path) -> None:
+    publish_step(claim_folder(tmp_path, ONE), 300)
+    claim_folder(tmp_path, OTHER, adopt="team/one")
     third = JobIdentity("team/third", "uid-9")
-    assert steps(CheckpointFolder(tmp_path, 1, job=third, adopt="team/other")) == [300]
-    assert steps(claimed(tmp_path, third, adopt="team/other")) == [300]
+    assert list_steps(CheckpointFolder(tmp_path, 1, job=third, adopt="team/other")) == [300]
+    assert list_steps(claim_folder(tmp_path, third, adopt="team/other")) == [300]
 
 
-def test_there_must_be_something_to_adopt(tmp_path: Path) -> None:
+def test_adoption_needs_a_former_owner(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no checkpoints, but spec\.checkpoint\.adopt expects"):
         CheckpointFolder(tmp_path, 1, job=OTHER, adopt="team/one")
-    assert content(tmp_path) == {}
-    publish(claimed(tmp_path, ONE), 1)
-    assert claimed(tmp_path, ONE, adopt="team/one")
+    assert read_contents(tmp_path) == {}
+    publish_step(claim_folder(tmp_path, ONE), 1)
+    assert claim_folder(tmp_path, ONE, adopt="team/one")
 
 
-def test_what_a_job_that_was_late_has_written_is_not_gone_on_from_nor_deleted(tmp_path: Path) -> None:
-    folder = claimed(tmp_path, ONE)
-    publish(folder, 300)
-    publish(claimed(tmp_path / "elsewhere", OTHER), 750)
+def test_checkpoints_of_a_late_job_are_not_loaded_and_not_deleted(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, ONE)
+    publish_step(folder, 300)
+    publish_step(claim_folder(tmp_path / "elsewhere", OTHER), 750)
     (tmp_path / "elsewhere/step-00000750").rename(tmp_path / "step-00000750")
-    assert steps(claimed(tmp_path, ONE, round_=2)) == [300]
+    assert list_steps(claim_folder(tmp_path, ONE, round_=2)) == [300]
     for step in range(800, 900, 10):
-        folder = claimed(tmp_path, ONE, round_=step)
-        assert publish(folder, step)
-    assert steps(folder) == [890, 880, 870]
+        folder = claim_folder(tmp_path, ONE, round_=step)
+        assert publish_step(folder, step)
+    assert list_steps(folder) == [890, 880, 870]
     assert (tmp_path / "step-00000750/manifest.json").exists()
 
 
-def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
-    """Such as that of a job with a name like this, of which the claim's root is another job's folder."""
+def test_a_folder_that_is_no_checkpoint_is_not_changed(tmp_path: Path) -> None:
+    """For example, that of a job with a similar name, if the claim's root is another job's folder."""
     (tmp_path / "step-00000100").mkdir()
     (tmp_path / "step-00000100/its").write_text("")
-    folder = claimed(tmp_path, ONE, keep=1)
+    folder = claim_folder(tmp_path, ONE, keep=1)
     for step in (100, 200, 300):
-        assert publish(folder, step)
-    assert steps(folder) == [300]
+        assert publish_step(folder, step)
+    assert list_steps(folder) == [300]
     assert (tmp_path / "step-00000100/its").exists()
 
 
@@ -210,23 +210,23 @@ def test_half_written_checkpoints_of_other_jobs_stay_and_do_not_mix(tmp_path: Pa
     one.claim()
     assert other.get_partial_path(5).exists()
     assert other.has_visibility_mark(mark)
-    claimed(tmp_path, AGAIN)
+    claim_folder(tmp_path, AGAIN)
     one.get_partial_path(5).mkdir()
-    claimed(tmp_path, AGAIN, round_=2)
+    claim_folder(tmp_path, AGAIN, round_=2)
     assert not one.get_partial_path(5).exists(), "an earlier run of the same job left it"
 
 
-def test_an_evaluation_beside_the_job_disturbs_nobody(tmp_path: Path) -> None:
-    folder = claimed(tmp_path, ONE)
-    publish(folder, 300)
+def test_an_evaluation_next_to_the_job_disturbs_no_run(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, ONE)
+    publish_step(folder, 300)
     folder.get_partial_path(400).mkdir()
-    before = content(tmp_path)
+    before = read_contents(tmp_path)
     reader = CheckpointFolder(tmp_path, 1, job=OTHER, read_only=True)
-    assert steps(reader) == [300]
-    assert content(tmp_path) == before
+    assert list_steps(reader) == [300]
+    assert read_contents(tmp_path) == before
     shutil.rmtree(folder.get_partial_path(400))
-    assert publish(folder, 400)
-    assert steps(reader) == [400, 300]
+    assert publish_step(folder, 400)
+    assert list_steps(reader) == [400, 300]
     with pytest.raises(InputError, match="is not there"):
         CheckpointFolder(tmp_path / "absent", 1, read_only=True)
 
@@ -252,30 +252,30 @@ def test_a_script_is_its_own_job(tmp_path: Path) -> None:
 
 def test_a_job_of_the_operator_has_its_name_and_uid() -> None:
     variables = {"PACEKEEPER_JOB": "gpt", "PACEKEEPER_NAMESPACE": "team", "PACEKEEPER_RUNTIME": "/run/pacekeeper"}
-    assert Environment.read(variables).job == JobIdentity("team/gpt"), "of an operator that does not tell the UID"
+    assert Environment.read(variables).job == JobIdentity("team/gpt"), "of an operator that does not send the UID"
     assert Environment.read({**variables, "PACEKEEPER_JOB_UID": "7"}).job == JobIdentity("team/gpt", "7")
 
 
-def test_two_runs_of_one_script_at_once_are_told_apart_and_one_after_the_other_go_on(tmp_path: Path) -> None:
+def test_two_concurrent_runs_of_one_script_are_distinguished_and_successive_runs_continue(tmp_path: Path) -> None:
     first, second = JobIdentity("/home/train.py", "run-1"), JobIdentity("/home/train.py", "run-2")
-    with another_process(lambda: claimed(tmp_path, first)) as pid:
+    with run_in_process(lambda: claim_folder(tmp_path, first)) as pid:
         with pytest.raises(InputError, match=f"in use by another run of /home/train.py, process {pid} on this host"):
             CheckpointFolder(tmp_path, 1, job=second)
         assert CheckpointFolder(tmp_path, 2, job=first), "its next round"
-    assert claimed(tmp_path, second)
+    assert claim_folder(tmp_path, second)
 
 
 @contextmanager
-def another_process(begin: Callable[[], object]) -> Iterator[int]:
-    """It has done this, and lives until the block ends."""
+def run_in_process(begin: Callable[[], object]) -> Iterator[int]:
+    """Run `begin` in a process that lives until the block ends."""
     done, hold = multiprocessing.Event(), multiprocessing.Event()
 
-    def main() -> None:
+    def begin_and_wait() -> None:
         begin()
         done.set()
         hold.wait()
 
-    process = multiprocessing.get_context("fork").Process(target=main, daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=begin_and_wait, daemon=True)
     process.start()
     try:
         assert done.wait(60)
@@ -289,13 +289,13 @@ def another_process(begin: Callable[[], object]) -> Iterator[int]:
 # In one step
 
 
-def test_of_many_that_want_a_folder_at_once_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_many_concurrent_claims_wins(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     jobs = [JobIdentity(f"team/job-{number}", f"uid-{number}") for number in range(8)]
     ready = context.Barrier(len(jobs))
     results: Any = context.SimpleQueue()
 
-    def main(job: JobIdentity) -> None:
+    def claim_when_ready(job: JobIdentity) -> None:
         folder = CheckpointFolder(tmp_path, 1, job=job)
         ready.wait(60)
         try:
@@ -305,7 +305,7 @@ def test_of_many_that_want_a_folder_at_once_one_gets_it(tmp_path: Path) -> None:
         else:
             results.put(job.name)
 
-    processes = [context.Process(target=main, args=(job,), daemon=True) for job in jobs]
+    processes = [context.Process(target=claim_when_ready, args=(job,), daemon=True) for job in jobs]
     for process in processes:
         process.start()
     winners = {results.get() for _ in jobs} - {""}
@@ -317,43 +317,43 @@ def test_of_many_that_want_a_folder_at_once_one_gets_it(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".taking-*"))
 
 
-class Crash(BaseException):
-    """The host goes down."""
+class SimulatedCrash(BaseException):
+    """The machine goes down."""
 
 
 @contextmanager
 def crash_at(monkeypatch: pytest.MonkeyPatch, call: int) -> Iterator[Callable[[], int]]:
-    """The process ends before its call of this number that changes a file system, and changes nothing from there on.
+    """End the process before its call of this number that changes a file system, and change nothing from there on.
 
-    Yields what gives the calls that were made.
+    Yields a function that returns the number of calls made.
     """
     made = 0
 
-    def mortal(original: Callable[..., Any]) -> Callable[..., Any]:
-        def dies(*arguments: Any, **options: Any) -> Any:
+    def wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call_or_crash(*arguments: Any, **options: Any) -> Any:
             nonlocal made
             made += 1
             if made >= call:
-                raise Crash
+                raise SimulatedCrash
             return original(*arguments, **options)
 
-        return dies
+        return call_or_crash
 
     with monkeypatch.context() as patched:
         for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
-            patched.setattr(os, name, mortal(getattr(os, name)))
+            patched.setattr(os, name, wrap_call(getattr(os, name)))
         yield lambda: made
 
 
-def crashes(
+def list_crashes(
     root: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], prepare: Callable[[Path], object]
 ) -> Iterator[Path]:
-    """The folder after a crash at each of the calls of `act`, in turn."""
+    """Yield the folder after a crash at each of the calls of `act`, in turn."""
     for call in itertools.count(1):
         path = root / str(call)
         path.mkdir()
         prepare(path)
-        with crash_at(monkeypatch, call) as made, suppress(Crash):
+        with crash_at(monkeypatch, call) as made, suppress(SimulatedCrash):
             act(path)
         yield path
         if made() < call:
@@ -362,53 +362,53 @@ def crashes(
 
 
 @pytest.mark.parametrize("job", [ONE, OTHER], ids=["its own", "adopted"])
-def test_a_claim_that_is_cut_off_leaves_an_owner_and_all_checkpoints(
+def test_an_interrupted_claim_leaves_an_owner_and_all_checkpoints(
     job: JobIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adopt = "" if job is ONE else "team/one"
 
-    def prepare(path: Path) -> None:
-        publish(claimed(path, ONE), 300)
+    def prepare_folder(path: Path) -> None:
+        publish_step(claim_folder(path, ONE), 300)
 
-    def claim(path: Path) -> None:
-        claimed(path, job, round_=2, adopt=adopt)
+    def claim_again(path: Path) -> None:
+        claim_folder(path, job, round_=2, adopt=adopt)
 
-    for path in crashes(tmp_path, monkeypatch, claim, prepare):
+    for path in list_crashes(tmp_path, monkeypatch, claim_again, prepare_folder):
         owner = folder_ownership.read_claims(path).owner
         assert owner is not None
         assert owner.job in ("team/one", job.name)
         with pytest.raises(InputError):
             CheckpointFolder(path, 1, job=JobIdentity("team/third", "uid-9"))
-        later = claimed(path, job, round_=3, adopt=adopt)
-        assert steps(later) == [300]
-        assert publish(later, 400)
+        later = claim_folder(path, job, round_=3, adopt=adopt)
+        assert list_steps(later) == [300]
+        assert publish_step(later, 400)
         assert not list(path.glob(".taking-*"))
         assert not list(path.glob("step-*.*"))
 
 
-def test_a_first_claim_that_is_cut_off_hinders_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in crashes(tmp_path, monkeypatch, lambda path: claimed(path, ONE), lambda _: None):
+def test_an_interrupted_first_claim_blocks_no_later_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in list_crashes(tmp_path, monkeypatch, lambda path: claim_folder(path, ONE), lambda _: None):
         taken = folder_ownership.read_claims(path).owner is not None
         if taken:
             with pytest.raises(InputError, match="team/one"):
                 CheckpointFolder(path, 1, job=OTHER)
-        assert publish(claimed(path, ONE if taken else OTHER, round_=2), 300)
+        assert publish_step(claim_folder(path, ONE if taken else OTHER, round_=2), 300)
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_checkpoint_that_takes_anothers_place_loses_nothing_when_it_is_cut_off(
+def test_an_interrupted_replacement_of_a_checkpoint_loses_nothing(
     torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prepare(path: Path) -> None:
-        publish(claimed(path, ONE), 300, b"before")
+    def prepare_folder(path: Path) -> None:
+        publish_step(claim_folder(path, ONE), 300, b"before")
         if torn:
             os.truncate(path / "step-00000300/__0_0.distcp", 1)
 
-    def replace(path: Path) -> None:
-        publish(claimed(path, ONE, round_=2), 300, b"after")
+    def replace_checkpoint(path: Path) -> None:
+        publish_step(claim_folder(path, ONE, round_=2), 300, b"after")
 
     after = False
-    for path in crashes(tmp_path, monkeypatch, replace, prepare):
+    for path in list_crashes(tmp_path, monkeypatch, replace_checkpoint, prepare_folder):
         found = CheckpointFolder(path, 3, job=ONE)
         before_claim = [
             (found.find_folder(manifest) / "__0_0.distcp").read_bytes() for manifest in found.list_published()
@@ -424,8 +424,8 @@ def test_a_checkpoint_that_takes_anothers_place_loses_nothing_when_it_is_cut_off
     assert after
 
 
-def test_what_an_older_version_was_cut_off_in_comes_back(tmp_path: Path) -> None:
-    publish(claimed(tmp_path, ONE), 300)
+def test_an_interrupted_replacement_of_an_older_version_is_completed(tmp_path: Path) -> None:
+    publish_step(claim_folder(tmp_path, ONE), 300)
     (tmp_path / "step-00000300").rename(tmp_path / "step-00000300.replaced-r1")
     folder = CheckpointFolder(tmp_path, 2, job=ONE)
     (manifest,) = folder.list_published()
@@ -434,9 +434,9 @@ def test_what_an_older_version_was_cut_off_in_comes_back(tmp_path: Path) -> None
     assert folder.find_folder(manifest).name == "step-00000300"
 
 
-def test_old_claims_go_and_a_job_that_was_late_by_as_many_does_not_become_the_owner(tmp_path: Path) -> None:
+def test_old_claims_are_deleted_and_a_very_late_job_does_not_become_the_owner(tmp_path: Path) -> None:
     for round_ in range(1, 20):
-        claimed(tmp_path, ONE, round_)
+        claim_folder(tmp_path, ONE, round_)
     assert len(list(tmp_path.glob(".owner-*"))) == folder_ownership._RETAINED_CLAIMS
     late = folder_ownership.FolderClaimant(OTHER, 1).build_next_owner(None, None)
     assert not folder_ownership.take_folder(tmp_path, 2, late)

@@ -1,4 +1,4 @@
-"""The groups that a rank writes down, and what of them it keeps."""
+"""The groups that a rank records, and which of them it retains."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pacekeeper.observe.collectives.communicators import Communicators, read_com
 from pacekeeper_analysis.protocol.communicators import MAX_COMMUNICATORS
 
 
-def identities(path: Path) -> list[int]:
+def list_identities(path: Path) -> list[int]:
     return [communicator.identity for communicator in read_communicators(path)]
 
 
-def test_the_first_that_were_destroyed_make_room_but_none_that_was_made_again(tmp_path: Path) -> None:
+def test_destroyed_groups_are_dropped_first_unless_they_were_created_again(tmp_path: Path) -> None:
     path = tmp_path / "0.json"
-    known = Communicators(path)
+    communicators = Communicators(path)
     for identity in range(1, MAX_COMMUNICATORS + 1):
-        known.add(identity, (0, 1))
+        communicators.add(identity, (0, 1))
     for identity in (7, 3, 7, 9):
-        known.mark_destroyed(identity)
-    known.add(9, (0, 1))
+        communicators.mark_destroyed(identity)
+    communicators.add(9, (0, 1))
     for new in (1001, 1002, 1003):
-        known.add(new, (0, 1))
-    left = identities(path)
+        communicators.add(new, (0, 1))
+    left = list_identities(path)
     assert len(left) == MAX_COMMUNICATORS
     assert not {7, 3, 1} & set(left), "then the eldest goes"
     assert {2, 9, 1001, 1002, 1003} <= set(left)
@@ -33,7 +33,7 @@ def test_the_first_that_were_destroyed_make_room_but_none_that_was_made_again(tm
 def test_a_file_that_cannot_be_written_does_not_end_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = Communicators(tmp_path / "gone" / "0.json")
+    communicators = Communicators(tmp_path / "gone" / "0.json")
     (tmp_path / "gone").rmdir()
-    known.add(1, (0, 1))
+    communicators.add(1, (0, 1))
     assert "No such file" in caplog.text

@@ -1,4 +1,4 @@
-"""What the flight recorder's words mean for a rank that makes no progress."""
+"""What the flight recorder's record means for a rank that makes no progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pacekeeper_analysis.protocol.records import Collective, Device, Phase
 SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
 
 
-def entry(number: int, state: str, **changes: Any) -> dict[str, Any]:
+def build_entry(number: int, state: str, **changes: Any) -> dict[str, Any]:
     """Written by hand after the fields that torch 2.9 and 2.15 write (FlightRecorderDetail.hpp, format 2.10)."""
     return {
         "collective_seq_id": number,
@@ -56,7 +56,7 @@ def entry(number: int, state: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def record(*entries: dict[str, Any], completed: int = 6, started: int = 6, **changes: Any) -> bytes:
+def build_record(*entries: dict[str, Any], completed: int = 6, started: int = 6, **changes: Any) -> bytes:
     content = {
         "comm_lib_version": "2.30.7",
         "nccl_comm_state": {},
@@ -75,34 +75,37 @@ def record(*entries: dict[str, Any], completed: int = 6, started: int = 6, **cha
     return json.dumps(content).encode()
 
 
-def test_the_oldest_that_is_not_complete_counts() -> None:
+def test_the_oldest_incomplete_collective_is_found() -> None:
     found = find_oldest_collective(
-        record(entry(8, "scheduled"), entry(7, "started", profiling_name="nccl:_all_gather_base"))
+        build_record(build_entry(8, "scheduled"), build_entry(7, "started", profiling_name="nccl:_all_gather_base"))
     )
     assert (found.device, found.collective, found.sequence) == (Device.STARTED, Collective.ALL_GATHER, 7)
-    found = find_oldest_collective(record(entry(7, "scheduled"), entry(8, "scheduled")))
+    found = find_oldest_collective(build_record(build_entry(7, "scheduled"), build_entry(8, "scheduled")))
     assert (found.device, found.collective, found.sequence) == (Device.SCHEDULED, Collective.ALL_REDUCE, 7)
     assert (
-        find_oldest_collective(record(entry(6, "completed"), entry(5, "started", retired=True))).device is Device.IDLE
+        find_oldest_collective(
+            build_record(build_entry(6, "completed"), build_entry(5, "started", retired=True))
+        ).device
+        is Device.IDLE
     )
-    assert find_oldest_collective(record()).device is Device.IDLE
+    assert find_oldest_collective(build_record()).device is Device.IDLE
 
 
 def test_a_group_has_the_same_number_on_its_ranks_and_another_than_other_groups() -> None:
-    def group(ranks: str) -> int | None:
-        return find_oldest_collective(record(entry(7, "started"), pg_config={"0": {"ranks": ranks}})).group
+    def find_group(ranks: str) -> int | None:
+        return find_oldest_collective(build_record(build_entry(7, "started"), pg_config={"0": {"ranks": ranks}})).group
 
-    assert group("[0, 1]") is not None
-    assert group("[0, 1]") == group("[0, 1]") != group("[2, 3]")
+    assert find_group("[0, 1]") is not None
+    assert find_group("[0, 1]") == find_group("[0, 1]") != find_group("[2, 3]")
 
 
-def test_what_the_recorder_cannot_know_is_not_taken_for_knowledge() -> None:
-    without_timing = record(entry(7, "scheduled"), completed=6, started=-1)
+def test_a_field_that_the_recorder_cannot_know_is_ignored() -> None:
+    without_timing = build_record(build_entry(7, "scheduled"), completed=6, started=-1)
     assert find_oldest_collective(without_timing).device is Device.RUNNING
-    in_a_batch = entry(7, "scheduled", is_p2p=True, profiling_name="nccl:send 0->1", p2p_seq_id=3)
-    assert find_oldest_collective(record(in_a_batch)).device is Device.RUNNING
-    begun = entry(8, "started", is_p2p=True, profiling_name="nccl:recv 0<-1", p2p_seq_id=4)
-    found = find_oldest_collective(record(in_a_batch, begun))
+    in_a_batch = build_entry(7, "scheduled", is_p2p=True, profiling_name="nccl:send 0->1", p2p_seq_id=3)
+    assert find_oldest_collective(build_record(in_a_batch)).device is Device.RUNNING
+    begun = build_entry(8, "started", is_p2p=True, profiling_name="nccl:recv 0<-1", p2p_seq_id=4)
+    found = find_oldest_collective(build_record(in_a_batch, begun))
     assert (found.device, found.collective, found.group) == (Device.STARTED, Collective.RECV, None)
 
 
@@ -110,18 +113,18 @@ def test_what_the_recorder_cannot_know_is_not_taken_for_knowledge() -> None:
     "strange",
     [
         b"", b"\xff", b"[]", b"{}", b'{"entries": 3}', b'{"entries": [3]}', b'{"entries": [{}]}',
-        record(entry(7, "started", process_group="0")),
-        record(entry(7, "started", collective_seq_id="many")),
-        record(entry(7, "scheduled"), pg_status={"0": {"last_started_collective": None}}),
-        record(pg_config={}),
+        build_record(build_entry(7, "started", process_group="0")),
+        build_record(build_entry(7, "started", collective_seq_id="many")),
+        build_record(build_entry(7, "scheduled"), pg_status={"0": {"last_started_collective": None}}),
+        build_record(pg_config={}),
     ],
 )  # fmt: skip
-def test_a_record_of_another_kind_says_nothing(strange: bytes) -> None:
+def test_a_record_of_another_kind_is_ignored(strange: bytes) -> None:
     assert find_oldest_collective(strange).device is Device.RUNNING
 
 
-def test_it_reads_what_this_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gloo, since there is no NCCL here: the same recorder writes it, but never says when a collective has begun."""
+def test_the_record_of_this_torch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gloo, since there is no NCCL here: the same recorder writes it, but never when a collective has begun."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")  # as the launcher does: before 2.15 the recorder is off
     record = torch_internals.dump_flight_record()
     assert record is not None
@@ -135,7 +138,7 @@ def test_it_reads_what_this_torch_writes(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         dist.destroy_process_group()
     (written,) = content["entries"]
-    by_hand = entry(1, "scheduled")
+    by_hand = build_entry(1, "scheduled")
     assert by_hand.keys() <= written.keys()
     same = ("collective_seq_id", "is_p2p", "process_group", "state")
     assert {name: written[name] for name in same} == {name: by_hand[name] for name in same}
@@ -145,59 +148,61 @@ def test_it_reads_what_this_torch_writes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.device, found.collective, found.sequence) == (Device.SCHEDULED, Collective.ALL_REDUCE, 1)
 
 
-class Rank:
-    """A rank on a GPU, whose flight recorder says what the test says."""
+class FakeRank:
+    """A rank on a GPU, whose flight recorder returns the record of the test."""
 
     def __init__(self, path: Path) -> None:
         create_ring(path, rank=0, round_=1, capacity=64)
         self.writer, self.reader = RingWriter(path), RingReader(path)
-        self.record, self.asked, self.uses_gpu, self.uses_nccl = record(), 0, True, True
-        self.watch = FlightMonitor(self.writer.state, lambda: self.uses_gpu, lambda: self.uses_nccl, self._answer)
+        self.record, self.polls, self.uses_gpu, self.uses_nccl = build_record(), 0, True, True
+        self.watch = FlightMonitor(
+            self.writer.state, lambda: self.uses_gpu, lambda: self.uses_nccl, self._return_record
+        )
         self.writer.enter_phase(Phase.TRAIN)
         self.now = 100.0
 
-    def _answer(self) -> bytes:
-        self.asked += 1
+    def _return_record(self) -> bytes:
+        self.polls += 1
         return self.record
 
-    def step(self, seconds: float) -> None:
+    def end_step(self, seconds: float) -> None:
         self.now += seconds
         self.writer.end_step(int(self.writer.state.steps_in_round), int(self.now * 1e9))
-        self.look()
+        self.check_after()
 
-    def look(self, after: float = 0.0) -> Device:
+    def check_after(self, after: float = 0.0) -> Device:
         self.now += after
         self.watch.check(self.now)
         return Device(int(self.reader.state()["device"]))
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "0")
+def rank(tmp_path: Path) -> FakeRank:
+    return FakeRank(tmp_path / "0")
 
 
-def test_the_recorder_is_asked_only_while_the_rank_makes_no_progress(rank: Rank) -> None:
+def test_the_recorder_is_polled_only_while_the_rank_makes_no_progress(rank: FakeRank) -> None:
     for _ in range(10):
-        rank.step(0.1)
-    assert rank.look(0.9) is Device.RUNNING
-    assert rank.asked == 0
-    rank.record = record(entry(7, "started"))
-    assert rank.look(0.2) is Device.STARTED
+        rank.end_step(0.1)
+    assert rank.check_after(0.9) is Device.RUNNING
+    assert rank.polls == 0
+    rank.record = build_record(build_entry(7, "started"))
+    assert rank.check_after(0.2) is Device.STARTED
     state = rank.reader.state()
     assert (state["device_collective"], state["device_sequence"]) == (Collective.ALL_REDUCE, 7)
     assert state["device_group"] != 0
-    rank.record = record()
-    assert rank.look(0.5) is Device.IDLE
+    rank.record = build_record()
+    assert rank.check_after(0.5) is Device.IDLE
     rank.writer.enter_collective(Collective.ALL_REDUCE, 1, 8, 0, NO_PLACE)
-    assert rank.look(0.5) is Device.RUNNING
-    assert rank.asked == 2
+    assert rank.check_after(0.5) is Device.RUNNING
+    assert rank.polls == 2
 
 
-def test_it_is_asked_before_the_launcher_takes_the_silence_for_a_stall(rank: Rank) -> None:
+def test_the_recorder_is_polled_before_the_launcher_reports_a_stall(rank: FakeRank) -> None:
     for _ in range(10):
-        rank.step(3.0)
-    assert rank.look(14.0) is Device.RUNNING
-    assert rank.look(1.5) is Device.IDLE
+        rank.end_step(3.0)
+    assert rank.check_after(14.0) is Device.RUNNING
+    assert rank.check_after(1.5) is Device.IDLE
     for steps, seconds in ((0, None), (3, 0.1), (5, 0.1), (5, 30.0)):
         stalled_after = compute_stall_deadline(
             Phase.TRAIN, steps, seconds, SETTINGS, earlier_step_seconds=seconds or None
@@ -205,23 +210,23 @@ def test_it_is_asked_before_the_launcher_takes_the_silence_for_a_stall(rank: Ran
         assert compute_query_delay(steps, seconds) + 2 * FLIGHT_POLL_INTERVAL_SECONDS <= stalled_after
 
 
-def test_long_phases_and_ranks_without_a_gpu_are_left_alone(rank: Rank) -> None:
+def test_the_recorder_is_not_polled_in_long_phases_and_on_ranks_without_a_gpu(rank: FakeRank) -> None:
     for _ in range(10):
-        rank.step(0.1)
+        rank.end_step(0.1)
     rank.writer.enter_phase(Phase.COMPILE)
-    assert [rank.look(5.0) for _ in range(3)] == [Device.RUNNING] * 3
+    assert [rank.check_after(5.0) for _ in range(3)] == [Device.RUNNING] * 3
     rank.uses_gpu, rank.writer.state.device = False, Device.NONE
     rank.writer.enter_phase(Phase.TRAIN)
-    assert [rank.look(5.0) for _ in range(3)] == [Device.NONE] * 3
-    assert rank.asked == 0
+    assert [rank.check_after(5.0) for _ in range(3)] == [Device.NONE] * 3
+    assert rank.polls == 0
 
 
-def test_without_nccl_nothing_is_under_way_on_the_gpu(rank: Rank) -> None:
+def test_without_nccl_nothing_runs_on_the_gpu(rank: FakeRank) -> None:
     rank.uses_nccl = False
     for _ in range(10):
-        rank.step(0.1)
-    assert rank.look(2.0) is Device.IDLE
-    assert rank.asked == 0
+        rank.end_step(0.1)
+    assert rank.check_after(2.0) is Device.IDLE
+    assert rank.polls == 0
 
 
 DRIVER = """
@@ -232,7 +237,7 @@ int cuThreadExchangeStreamCaptureMode(int *mode) { int before = now; now = *mode
 """A double of the CUDA driver's one call."""
 
 
-def test_a_thread_keeps_its_questions_out_of_what_others_capture(tmp_path: Path) -> None:
+def test_a_thread_keeps_its_queries_out_of_the_graph_captures_of_others(tmp_path: Path) -> None:
     (tmp_path / "driver.c").write_text(DRIVER)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=600)
