@@ -124,7 +124,7 @@ def test_a_node_without_power_says_nothing_and_its_pods_stay_until_they_are_evic
     assert 299.0 <= took <= 305.0
     assert machines.get_condition(name, "DisruptionTarget")["reason"] == "DeletionByTaintManager"
     machines.wait(600.0)
-    assert "deletionTimestamp" in machines.get_pod(name)["metadata"]  # there is nobody to say that it has ended
+    assert "deletionTimestamp" in machines.get_pod(name)["metadata"]  # no kubelet is left to report its end
 
 
 def test_after_a_reboot_what_ran_has_failed() -> None:
@@ -192,7 +192,7 @@ def test_a_kubelet_that_is_away_hears_and_tells_nothing_and_the_containers_go_on
     machines.wait(60.0)
     assert other.alive
     assert machines.get_phase(first) == "Running"
-    assert set(machines.list_taints(0)) == {"unreachable:NoSchedule"}  # all nodes are silent: nobody is evicted
+    assert set(machines.list_taints(0)) == {"unreachable:NoSchedule"}  # all nodes are silent: no pod is evicted
     for node in machines.node_pool.nodes.values():
         node.start_kubelet()
     machines.wait_until(lambda: machines.get_phase(first) == "Failed", 5.0)

@@ -38,7 +38,7 @@ def world(make: Make) -> World:
 
 
 def until(world: World, holds: Callable[[], object], seconds: float) -> float:
-    """When it holds, in virtual seconds; an error after so many."""
+    """Return when it holds, in virtual seconds. It is an error if it takes longer than the limit."""
 
     async def wait() -> float:
         began = world.now()

@@ -183,7 +183,7 @@ def _(patch: Patch) -> None:
 @undoes("operator-cut-from-all")
 def _(patch: Patch) -> None:
     def proof(_signs: Any, _policy: Any, view: cluster_view.WorkerView) -> str:
-        return "nobody hears of it" if view.silent_seconds > node_lost.WORKER_SILENT_SECONDS else ""
+        return "no report arrives" if view.silent_seconds > node_lost.WORKER_SILENT_SECONDS else ""
 
     patch.setattr(node_lost, "_find_loss_proof", proof)
 
@@ -352,7 +352,7 @@ def _(patch: Patch) -> None:
         try:
             must_lead(seen)
         except Exception:
-            seen.jobs.wake_all()  # as if nobody had taken notice of it yet
+            seen.jobs.wake_all()  # as if no pass had noticed it yet
             raise
 
     async def begin_pass(seen: passes.PassScheduler) -> None:
@@ -364,7 +364,7 @@ def _(patch: Patch) -> None:
 
 @undoes("lease-not-found")
 def _(patch: Patch) -> None:
-    """Its keeper dies of what the API server says, nobody notices, and whoever has led once goes on."""
+    """The task that renews the Lease ends with the API server's error, and a former leader goes on unnoticed."""
 
     async def attempt(lease: leader_election.LeaderElector) -> None:
         if await lease._acquire_or_renew():

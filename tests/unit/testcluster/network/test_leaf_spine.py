@@ -1,4 +1,4 @@
-"""Routes of a leaf–spine network: followed from machine to machine, by whatever way hashing may choose."""
+"""Routes of a leaf–spine network: followed from machine to machine, by each path that hashing may choose."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _named(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def nft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]]:
-    """What is written, in place of the kernel: (node, rules). A node's namespace is a file."""
+    """What is written, instead of the kernel: (node, rules). A node's namespace is a file."""
     written: list[tuple[str, str]] = []
     for node in MEMBERS:
         (tmp_path / node.namespace).touch()
@@ -118,7 +118,7 @@ def test_a_node_that_was_made_anew_gets_its_table_again(nft: list[tuple[str, str
     enforcer = Enforcer()
     enforcer.enforce(MEMBERS, EMPTY)
     place = tmp_path / MEMBERS[0].namespace
-    (tmp_path / "new").touch()  # beside the old one, or it could get the same inode
+    (tmp_path / "new").touch()  # next to the old one, or it could get the same inode
     (tmp_path / "new").rename(place)
     enforcer.enforce(MEMBERS, EMPTY)
     assert [node for node, _ in nft] == ["node-1", "node-2", "node-1"]

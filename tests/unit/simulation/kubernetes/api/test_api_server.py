@@ -258,7 +258,7 @@ def test_everything_goes_back_to_a_backup_and_the_worlds_own_machines_are_told(w
     assert api.get("configmaps", "stays", NAMESPACE) == stays
     assert api.get("configmaps", "goes", NAMESPACE) == goes
     assert api.version == backup.version
-    assert not api.history["configmaps"], "nobody may go on from what never was"
+    assert not api.history["configmaps"], "no watch may resume from a version that never existed"
 
 
 def test_a_merge_that_changes_nothing_is_the_object_itself() -> None:
