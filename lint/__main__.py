@@ -21,7 +21,7 @@ CHECKED = (*PRODUCT, "simulation/", "testcluster/", "testing/", "demo/")
 PROSE_CHECKED = (*CHECKED, "bench/", "charts/", "examples/", "lint/", "tests/")
 """Folders whose comments, docstrings, and messages are checked for banned words."""
 PROSE_UNCHECKED = ("lint/prose.py",)
-"""The module that defines the banned words, and the tests whose prose has no check."""
+"""The module that defines the banned words."""
 PACKAGES = frozenset(
     (
         "pacekeeper_analysis",
