@@ -286,15 +286,15 @@ def test_a_quarantine_without_a_witness_is_found(harness: CheckerHarness) -> Non
     assert harness.violated_rules == ["no node is quarantined without a witness"]
 
 
-@pytest.mark.parametrize(("result", "allowed"), [("no space left", True), (f"network: {SHARED}", False)])
-def test_only_a_conclusive_failed_probe_is_a_witness(harness: CheckerHarness, result: str, allowed: bool) -> None:
+@pytest.mark.parametrize(("message", "allowed"), [("no space left", True), (f"network: {SHARED}", False)])
+def test_only_a_conclusive_failed_probe_is_a_witness(harness: CheckerHarness, message: str, allowed: bool) -> None:
     node = harness.create_node()
     harness.wait(2000.0)
     harness.request_quarantine()
     harness.suspect()
     metadata = {"name": "probe", "namespace": "pacekeeper-system", "labels": {LABEL_PROBE: node["metadata"]["uid"]}}
     harness.api.create("pods", {"metadata": metadata, "spec": {"containers": [{"name": "probe", "image": "i"}]}})
-    ended = {"name": "probe", "state": {"terminated": {"exitCode": 1, "message": result}}}
+    ended = {"name": "probe", "state": {"terminated": {"exitCode": 1, "message": message}}}
     status = {"status": {"phase": "Failed", "containerStatuses": [ended]}}
     harness.api.patch("pods", "probe", "pacekeeper-system", status, subresource="status")
     harness.approve()
@@ -439,7 +439,7 @@ def send(
 
 
 @pytest.mark.parametrize(
-    ("request", "allowed"),
+    ("send_request", "allowed"),
     [
         (lambda harness: send(harness), True),
         (lambda harness: send(harness, seconds=9.0), True),
@@ -456,10 +456,10 @@ def send(
     ids=["holder", "late", "too late", "another", "deleted by hand", "replaced", "another reads", "kopf"],
 )
 def test_only_the_holder_of_the_lease_writes(
-    harness: CheckerHarness, request: Callable[[CheckerHarness], None], allowed: bool
+    harness: CheckerHarness, send_request: Callable[[CheckerHarness], None], allowed: bool
 ) -> None:
     hold_lease(harness)
-    request(harness)
+    send_request(harness)
     harness.check_world()
     assert harness.violated_rules == ([] if allowed else ["only the holder of the Lease writes"])
 
