@@ -203,7 +203,7 @@ def _(patch: Patch) -> None:
 @undoes("hang-after-joining")
 def _(patch: Patch) -> None:
     begin = rounds.begin_round
-    patch.setattr(rounds, "begin_round", lambda *given: _with_plan(begin(*given), step_seconds=0.0))
+    patch.setattr(rounds, "begin_round", lambda *given: _with_plan(begin(*given), step_seconds=None))
 
 
 def _with_plan(draft: Any, **changes: Any) -> Any:

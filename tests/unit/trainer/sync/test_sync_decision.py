@@ -26,20 +26,20 @@ def decide_at_step_20(
     due: frozenset[DueQuery] = frozenset(),
     checkpoint_due: bool = False,
     snapshot_due: bool = False,
-    **orders: Any,
+    **directives: Any,
 ) -> SyncDecision:
     progress = Progress(step=20, samples=160, answered_request=1, global_batch=8)
-    agreed = AgreementResult(Directives(**orders), report)
+    agreed = AgreementResult(Directives(**directives), report)
     return decide_sync(
         agreed, progress, supplied, limits, checkpoint_due=checkpoint_due, snapshot_due=snapshot_due, due_queries=due
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "duties"),
+    ("arguments", "actions"),
     [
         ({}, SyncActions()),
-        ({"tally": RankReport(leaving=1)}, SyncActions(leave=True)),
+        ({"report": RankReport(leaving=1)}, SyncActions(leave=True)),
         ({"suspend": True}, SyncActions(leave=True)),
         ({"limits": RoundLimits(samples=160)}, SyncActions(finish=True)),
         ({"limits": RoundLimits(samples=161)}, SyncActions()),
@@ -63,20 +63,24 @@ def decide_at_step_20(
             {
                 "supplied": LEASED,
                 "training_config": TrainingConfig(SyncMode.ASYNC_EDIT),
-                "tally": RankReport(out_of_samples=1),
+                "report": RankReport(out_of_samples=1),
             },
             SyncActions(switch=True),
         ),
         (
-            {"supplied": EDIT, "training_config": TrainingConfig(SyncMode.EDIT), "tally": RankReport(out_of_samples=1)},
+            {
+                "supplied": EDIT,
+                "training_config": TrainingConfig(SyncMode.EDIT),
+                "report": RankReport(out_of_samples=1),
+            },
             SyncActions(),
         ),
     ],
 )
-def test_actions_follow_from_the_reports(arguments: dict[str, Any], duties: SyncActions) -> None:
+def test_actions_follow_from_the_reports(arguments: dict[str, Any], actions: SyncActions) -> None:
     found = decide_at_step_20(**arguments)
-    assert found.actions == duties
-    assert found.needs_common_parameters == duties.has_any
+    assert found.actions == actions
+    assert found.needs_common_parameters == actions.has_any
 
 
 def test_a_due_event_needs_the_common_parameters_unless_a_rank_cannot_query() -> None:
