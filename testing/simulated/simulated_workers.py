@@ -56,7 +56,7 @@ class FakeEndpoint:
         self.heartbeats[heartbeat.worker] = heartbeat
         if heartbeat.launcher_silent_seconds:
             self.silences.append((heartbeat.worker, heartbeat.launcher_silent_seconds))
-        if self.plan.version <= int(query["after"]):
+        if self.plan.version <= int(query.get("after", -1)):
             try:
                 async with asyncio.timeout(float(query["wait"])):
                     await self._plan_changed.wait()

@@ -79,7 +79,7 @@ class Operator:
         wait, hold = float(request.query["wait"]), float(request.query["hold"])
         self.holds += [hold] if hold else []
         deadline = asyncio.get_running_loop().time() + max(wait, min(hold, self.longest))
-        while self.plan.version <= int(request.query["after"]):
+        while self.plan.version <= int(request.query.get("after", -1)):
             if asyncio.get_running_loop().time() >= deadline:
                 return web.Response(status=204)
             await asyncio.sleep(0.01)
