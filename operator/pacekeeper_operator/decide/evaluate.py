@@ -129,6 +129,7 @@ def _list_deletion_effects(observation: Observation) -> Iterator[Effect]:
         lifecycle.is_over
         and ttl is not None
         and observation.clock_agrees
-        and (lifecycle.stopped_at is None or observation.now >= lifecycle.stopped_at + ttl)
+        and lifecycle.stopped_at is not None
+        and observation.now >= lifecycle.stopped_at + ttl
     ):
         yield DeleteJob(observation.job.uid)

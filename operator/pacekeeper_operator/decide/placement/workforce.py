@@ -42,7 +42,8 @@ def update_workforce(observation: Observation, policy: Policy) -> DesiredState:
     desired = _give_up_ended(observation, _enforce_placement_timeout(observation))
     desired = _give_up_unplaced(observation, policy, desired)
     stuck = frozenset(view.name for view in list_stuck_workers(observation, policy))
-    return _reserve_names(observation, _give_up_surplus(observation, desired, stuck), substitutes=min(1, len(stuck)))
+    wanted = observation.job.spec.replicas + observation.job.spec.spares + _needs_substitute(observation, stuck)
+    return _reserve_names(observation, _give_up_surplus(desired, stuck, wanted), wanted)
 
 
 def _can_be_staffed(observation: Observation) -> bool:
@@ -71,7 +72,7 @@ def list_stuck_workers(observation: Observation, policy: Policy) -> tuple[Worker
     """Return the workers without ranks that have been unable to start for longer than `schedulingTimeout`.
 
     It applies to a job that trains, whose template has worked on other nodes. The node may be the cause, so one more
-    worker is created. The first of both that is warm is used. A queue admits a fixed number of pods: its jobs wait.
+    worker is created. A queue admits a fixed number of pods: its jobs wait.
     """
     job = observation.job
     if not observation.plan.members or not observation.clock_agrees or job.queue or not policy.applies_remedies:
@@ -324,26 +325,34 @@ def delay_after_refusal(desired: DesiredState, observation: Observation) -> Desi
     return desired.with_placement(refused_pods=refused + 1, refused_until=observation.now + pause)
 
 
-def _give_up_surplus(observation: Observation, desired: DesiredState, stuck: Collection[str]) -> DesiredState:
+def _needs_substitute(observation: Observation, stuck: Collection[str]) -> bool:
+    """Return whether a stuck worker needs a substitute that is not warm yet."""
+    if not stuck:
+        return False
+    able = sum(
+        view.warm or view.name in observation.assigned for view in observation.workers if not view.record.leaving
+    )
+    return able < observation.job.spec.replicas + observation.job.spec.spares
+
+
+def _give_up_surplus(desired: DesiredState, stuck: Collection[str], wanted: int) -> DesiredState:
     """Give up surplus workers after a scale-down, or once the substitute of a stuck worker is warm.
 
     Stuck workers go first, then spares, then the newest. A worker that holds ranks stays until it no longer does.
     """
-    wanted = observation.job.spec.replicas + observation.job.spec.spares
     assigned = {member.worker for member in desired.plan.members}
     staying = [worker for worker in desired.state.placement.workers if not worker.leaving]
-    # The substitute of a stuck worker is no surplus before it can take that worker's place.
-    able = sum(view.warm or view.name in assigned for view in observation.workers if not view.record.leaving)
-    if stuck and able < wanted:
-        wanted += 1
     surplus = sorted(
         (worker for worker in staying if worker.name not in assigned),
         key=lambda worker: (worker.name not in stuck, -worker.ordinal),
     )[: max(0, len(staying) - wanted)]
-    return desired.with_workers(replace(worker, leaving="fewer workers are wanted") for worker in surplus)
+    return desired.with_workers(
+        replace(worker, leaving="it cannot start" if worker.name in stuck else "fewer workers are wanted")
+        for worker in surplus
+    )
 
 
-def _reserve_names(observation: Observation, desired: DesiredState, substitutes: int) -> DesiredState:
+def _reserve_names(observation: Observation, desired: DesiredState, wanted: int) -> DesiredState:
     """Reserve names for the workers that are missing.
 
     There are none while no attempt to place the job is under way. After workers that did not start, and pods that
@@ -357,8 +366,8 @@ def _reserve_names(observation: Observation, desired: DesiredState, substitutes:
     if waits and is_waiting_for_starts(observation):
         return desired
     waits = waits and bool(desired.plan.members) and state.placement.vacant_since is None
-    wanted = min(spec.replicas, len(desired.plan.members)) if waits else spec.replicas + spec.spares
-    wanted += substitutes
+    if waits:
+        wanted = min(spec.replicas, len(desired.plan.members))
     staying = [worker for worker in desired.state.placement.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}
     free = (ordinal for ordinal in count() if ordinal not in taken)

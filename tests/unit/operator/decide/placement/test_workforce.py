@@ -444,7 +444,10 @@ class TestStuckWorkers:
 
     def test_the_stuck_worker_leaves_once_its_substitute_is_warm(self) -> None:
         assert list_leaving(apply_step(self.with_substitute(state=LauncherState.STARTING))) == []
-        assert list_leaving(apply_step(self.with_substitute(state=LauncherState.WARM))) == [self.SPARE]
+        replaced = apply_step(self.with_substitute(state=LauncherState.WARM))
+        assert list_leaving(replaced) == [self.SPARE]
+        staying = [worker.name for worker in replaced.state.placement.workers if not worker.leaving]
+        assert staying == ["j-w0-0", "j-w1-0", self.SUBSTITUTE], "the stuck worker gets no further substitute"
 
     def test_the_substitute_leaves_if_the_stuck_worker_starts(self) -> None:
         observation = change_worker(self.with_substitute(), self.SPARE, pod={"waiting_reason": ""})
