@@ -2,11 +2,12 @@
 # Images for clusters of your own (the test cluster needs none), for whatever platform they are built on or by `--platform`:
 #   docker build --target operator --tag registry.example/pacekeeper/operator:0.1.0 .
 #   docker build --target trainer  --tag registry.example/pacekeeper/trainer:0.1.0 .
+#   docker build --target watch    --tag registry.example/pacekeeper/watch:0.1.0 .
 #   docker build --target sbom --output build .       build/sbom.json: what is in the operator's environment (CycloneDX)
 # Build a training image FROM the trainer, or `pip install pacekeeper[trainer]` into one of your own: any image with Python
-# 3.11 to 3.13 and PyTorch 2.9 to 2.15 will do, and keeps its PyTorch.
+# 3.11 to 3.14 and PyTorch 2.9 to 2.15 will do, and keeps its PyTorch.
 #
-# Any image with Python 3.11 to 3.13, venv, and useradd; for the trainer's native parts a Debian or Ubuntu, too. Name it by its
+# Any image with Python 3.11 to 3.14, venv, and useradd; for the trainer's native parts a Debian or Ubuntu, too. Name it by its
 # digest where builds are to be repeatable.
 ARG BASE=python:3.11-slim
 
@@ -55,6 +56,23 @@ RUN /tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbo
 
 FROM scratch AS sbom
 COPY --from=bill /sbom.json /
+
+FROM base AS watch-environment
+COPY locks/watch.txt locks/
+RUN pip install --require-hashes --requirement locks/watch.txt
+COPY --from=wheel /wheels wheels
+RUN pip install --no-deps wheels/pacekeeper-*.whl && pip check
+# The build fails if a native part is missing that a watched pod needs.
+RUN python -m pacekeeper.watch.payload --launcher /tmp/payload && /tmp/payload/runtime/bin/pacekeeper --help && rm -r /tmp/payload
+RUN pip uninstall --yes setuptools pip && find /opt/venv -type d -name tests -prune -exec rm -r {} +
+
+# Sidecar and payload, without PyTorch, for workers and for pods of other controllers. Every node pulls it.
+FROM ${BASE} AS watch
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
+COPY --from=watch-environment /opt/venv /opt/venv
+LABEL org.opencontainers.image.title="Pacekeeper's watch" org.opencontainers.image.licenses=Apache-2.0
+USER 65532:65532
+CMD ["python", "-m", "pacekeeper.sidecar"]
 
 # Library, launcher and sidecar with PyTorch, of which the newest that is allowed is taken: it is yours to choose.
 FROM base AS trainer

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from .scripts.scale import connections, jobs, nodes, passes, replicas, whatif, workers
+from .scripts.scale import connections, jobs, nodes, passes, replicas, shadow, whatif, workers
 from .scripts.scale.measurement import Measurement
 
 PARTS: dict[str, Callable[[bool], Sequence[Measurement]]] = {
@@ -25,6 +25,7 @@ PARTS: dict[str, Callable[[bool], Sequence[Measurement]]] = {
     "jobs": jobs.run_measurements,
     "connections": connections.run_measurements,
     "passes": passes.run_measurements,
+    "shadow": shadow.run_measurements,
     "whatif": whatif.run_measurements,
     # At the end: it brings up the test cluster, whose programs take time of the cores.
     "replicas": replicas.run_measurements,

@@ -12,6 +12,7 @@ MINUTES=120, SEED=0: how long, and which faults. QUICK=1: eight minutes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from bench.scripts.soak import invariants
+from bench.scripts.soak import invariants, remedies
 from bench.scripts.soak.disruptions import RANKS, Disruptions
 from bench.scripts.soak.meters import Meters
 from testcluster import placement, release
@@ -62,6 +63,7 @@ class SoakHistory:
     """Faults that could not be injected: the rank was just starting, for example."""
     broken: list[str] = field(default_factory=list)
     incidents: dict[str, int] = field(default_factory=dict)
+    prices: dict[str, remedies.PriceAccuracy] = field(default_factory=dict)
     quarantines: Counter[str] = field(default_factory=Counter)
     """By node. The bystander's nodes have given no reason."""
     meters: Meters = field(default_factory=Meters)
@@ -76,7 +78,10 @@ def main() -> None:
             with start_jobs(cluster) as (disrupted_jobs, bystander):
                 run_soak(cluster, disrupted_jobs, bystander, history, random.Random(SEED))
                 all_jobs = [*disrupted_jobs, bystander]
-                history.incidents = {job.name: len(job.list_incidents()) for job in all_jobs}
+                incidents = {job.name: job.list_incidents() for job in all_jobs}
+                history.incidents = {name: len(found) for name, found in incidents.items()}
+                history.prices = remedies.compare_prices(itertools.chain(*incidents.values()))
+                log_progress("\n".join(remedies.format_prices(itertools.chain(*incidents.values()))))
                 for job in disrupted_jobs:
                     problems = invariants.check_samples(job.read_samples_by_epoch(), SAMPLES)
                     history.broken += [f"{job.name}: {problem}" for problem in problems]
@@ -89,6 +94,7 @@ def main() -> None:
 def build_result(history: SoakHistory) -> dict[str, Any]:
     growths = history.meters.compute_growth()
     holds = {"nothing_broken": not history.broken}
+    holds |= {f"{name}_as_predicted": accuracy.is_accurate for name, accuracy in history.prices.items()}
     if MINUTES >= MIN_GROWTH_MINUTES:
         holds["nothing_grows"] = history.meters.has_all_meters() and not any(
             growth.grows for growth in growths.values()
@@ -102,6 +108,7 @@ def build_result(history: SoakHistory) -> dict[str, Any]:
         "incidents": history.incidents,
         "quarantines": dict(history.quarantines),
         "broken": history.broken,
+        "predicted_over_measured": {name: accuracy.to_json() for name, accuracy in history.prices.items()},
         "growth": {name: growth.to_json() for name, growth in growths.items()},
         "holds": holds,
     }

@@ -16,6 +16,13 @@ from demo.view import DemoView
 from testcluster import cluster, release
 from testcluster.settings import REPOSITORY
 
+PRICE_FIELDS = {
+    "predicted_cost_s": "predictedCost",
+    "measured_cost_s": "measuredCost",
+    "predicted_gain_s": "predictedGain",
+    "measured_gain_s": "measuredGain",
+}
+"""Fields of the report, and of an Incident's status."""
 STEADY_SECONDS = 300.0  # importing torch on five nodes takes a loaded machine a minute
 COMPLETE_SECONDS = 900.0
 _SHARE, _STEP, _LOSS, _OWN_WORK = (
@@ -142,6 +149,7 @@ def make_fault(fault: DemoFault, started: float, view: DemoView) -> FaultOutcome
     """
     known_names = {incident["metadata"]["name"] for incident in job.list_incidents()}
     _injected.append(fault)
+    fault.prepare()
     injected_at = time.time()
     view.log_message(f"FAULT {fault.name}: {fault.inject()}")
 
@@ -220,6 +228,7 @@ def build_outcome(fault: DemoFault, incident: dict[str, Any], injected_at: float
         healed=status.get("outcome") in ("Recovered", "Mitigated") and remedy in fault.remedies,
         incident=incident.get("metadata", {}).get("name", ""),
         reason=chosen.get("reason", ""),
+        **{name: status.get(field) for name, field in PRICE_FIELDS.items()},
     )
 
 

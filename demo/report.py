@@ -33,6 +33,11 @@ class FaultOutcome:
     healed: bool
     incident: str
     reason: str
+    # Of the remedy, in seconds of training. None: not measured, or no price is known.
+    predicted_cost_s: float | None = None
+    measured_cost_s: float | None = None
+    predicted_gain_s: float | None = None
+    measured_gain_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,8 @@ def build_page(report: DemoReport) -> str:
 <p class="verdict {"good" if report.passed else "bad"}">{html.escape(verdict)}</p>
 <p>{report.steps} steps in {report.seconds:.0f} s{loss}. Times count from the injection of the fault.</p>
 <div class="scroll"><table><thead><tr><th>#</th><th>Fault</th><th>Made by</th><th>Remedy</th><th>Detected</th>
-<th>Decided</th><th>Recovered</th><th>Steps lost</th><th>Gain</th><th>Healed</th></tr></thead>
+<th>Decided</th><th>Recovered</th><th>Steps lost</th><th>Gain</th><th>Cost (expected)</th><th>Won (expected)</th>
+<th>Healed</th></tr></thead>
 <tbody>{rows}</tbody></table></div>
 {links}{charts}</main></body></html>
 """
@@ -187,7 +193,20 @@ def _format_row(number: int, outcome: FaultOutcome) -> str:
     ]
     steps_lost = "" if outcome.steps_lost is None else str(outcome.steps_lost)
     healed = '<td class="good">yes</td>' if outcome.healed else '<td class="bad">no</td>'
-    return f'<tr>{"".join(cells)}<td class="number">{steps_lost}</td><td>{html.escape(outcome.gain)}</td>{healed}</tr>'
+    prices = "".join(
+        f'<td class="number">{_format_price(measured, predicted)}</td>'
+        for measured, predicted in (
+            (outcome.measured_cost_s, outcome.predicted_cost_s),
+            (outcome.measured_gain_s, outcome.predicted_gain_s),
+        )
+    )
+    numbers = f'<td class="number">{steps_lost}</td><td>{html.escape(outcome.gain)}</td>{prices}'
+    return f"<tr>{''.join(cells)}{numbers}{healed}</tr>"
+
+
+def _format_price(measured: float | None, predicted: float | None) -> str:
+    expected = "" if predicted is None else f" ({_format_seconds(predicted)})"
+    return "" if measured is None and not expected else f"{_format_seconds(measured) or '–'}{expected}"
 
 
 def _format_seconds(value: float | None) -> str:

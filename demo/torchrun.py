@@ -23,7 +23,7 @@ from testcluster.shell import log_progress
 
 TORCHRUN_NAMESPACE = "demo-torchrun"
 MANIFEST = REPOSITORY / "demo/torchrun.yaml"
-GLOBAL_BATCH = 64
+GLOBAL_BATCH = 256
 POD = "gpt"
 START_SECONDS = 300.0
 STEADY_LINES = 5

@@ -34,7 +34,8 @@ NODES = {job.NAME: ("node-1", "node-2"), "other": ("node-4", "node-5")}
 FLOWS = 4
 RATE, SLOW, NODE_SLOW_RATE = "50mbit", "10mbit", "8mbit"
 """Rates of links: normal, of a slow link between a leaf and a spine, and of a slow node."""
-BATCH = 16
+TRAFFIC_SCRIPT_ARGUMENTS = {"--global-batch": 16, "--context": 64, "--width": 128}
+"""Little work and large gradients: what steps wait for are the links."""
 DETECTION = {"windowSteps": 8, "stragglerSlowdown": 1.5}
 """Four ranks on two processors disturb each other by less than this."""
 MAX_RECOVERED_STEP_RATIO, MAX_RECOVERY_SECONDS, SMOOTHING_SECONDS = 1.1, 20.0, 5
@@ -137,7 +138,8 @@ def build_manifests(name: str) -> list[dict[str, Any]]:
     spec["checkpoint"]["volumeClaimName"] = claim["metadata"]["name"]
     pod_spec = spec["template"]["spec"]
     command = pod_spec["containers"][0]["command"]
-    command[command.index("--global-batch") + 1] = str(BATCH)
+    for option, value in TRAFFIC_SCRIPT_ARGUMENTS.items():
+        command[command.index(option) + 1] = str(value)
     pod_spec |= placement.spread_over_nodes(name, NODES[name])
     return [claim, training_job]
 

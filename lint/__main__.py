@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .layout import check_hidden_imports, check_layout
+from .locked_seeds import LOCKED_FILE, check_citations, read_salts
 from .names import check_names
 from .prose import check_module, check_page
 from .violation import Violation
@@ -16,7 +17,7 @@ from .violation import Violation
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("analysis/", "operator/", "trainer/")
 """What is installed: each name in it has one meaning."""
-CHECKED = (*PRODUCT, "simulation/", "testcluster/", "testing/", "demo/")
+CHECKED = (*PRODUCT, "simulation/", "testcluster/", "testing/", "demo/", "release/")
 """Folders whose layout is checked."""
 PROSE_CHECKED = (*CHECKED, "bench/", "charts/", "examples/", "lint/", "tests/")
 """Folders whose comments, docstrings, and messages are checked for banned words."""
@@ -27,9 +28,11 @@ PACKAGES = frozenset(
         "pacekeeper_analysis",
         "pacekeeper_operator",
         "pacekeeper",
+        "pacekeeper_rank",
         "simulation",
         "testcluster",
         "testing",
+        "release",
         "demo",
         "bench",
     )
@@ -41,6 +44,8 @@ HIDING_MODULES: Mapping[str, str] = {
     "trainer/pacekeeper/__init__.py": "its names are imported at their first use, since most of them load torch"
 }
 """The reason why a module may import others of this repository for type checkers only, by its path."""
+CITING_NO_LOCKED_SEED = (*PRODUCT, "docs/decisions/", "tests/")
+"""Folders that may not cite a locked scenario of the decisions bench."""
 UNCHECKED_PAGES = frozenset({"docs/style.md"})
 """Its tables name the words that are not to be written."""
 
@@ -61,6 +66,10 @@ def check_files(files: list[str]) -> Iterator[Violation]:
     yield from check_names({name: tree for name, tree in trees.items() if name.startswith(PRODUCT)})
     yield from check_layout({name: tree for name, tree in trees.items() if name.startswith(CHECKED)}, LARGER_FOLDERS)
     yield from check_hidden_imports(trees, PACKAGES, HIDING_MODULES)
+    if LOCKED_FILE in files:
+        citing = [name for name in files if name.startswith(CITING_NO_LOCKED_SEED)]
+        texts = {name: (ROOT / name).read_text(errors="replace") for name in citing}
+        yield from check_citations(texts, read_salts((ROOT / LOCKED_FILE).read_text()))
     for name, tree in trees.items():
         yield from check_module(name, sources[name], tree)
     for name in files:

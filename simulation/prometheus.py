@@ -136,7 +136,7 @@ class SimulatedPrometheus:
             rows[XID_METRIC, wrong_node, "0"] = (79.0, 0.0)
             self.last_error[wrong_node] = now
         for (metric, node, gpu), (value, baseline) in rows.items():
-            if value:
+            if value or (value is not None and baseline):
                 yield self._build_row({"__name__": metric, **self._build_gpu_labels(node, gpu, "gpu")}, value)
             if value and baseline is not None:
                 yield self._build_row(

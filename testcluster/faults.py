@@ -53,6 +53,17 @@ def list_container_pids(namespace: str, pod: str, container: str) -> list[int]:
     return find_container(namespace, pod, container).pids()
 
 
+def list_rank_pids(namespace: str, pod: str, container: str) -> list[int]:
+    """Return the process IDs of the ranks of a worker on the machine: each leads a process group, as PID 1 does."""
+    _, *others = list_container_pids(namespace, pod, container)
+    ranks = []
+    for pid in others:
+        with suppress(ProcessLookupError):
+            if os.getpgid(pid) == pid:
+                ranks.append(pid)
+    return ranks
+
+
 def signal_process(pid: int, signum: signal.Signals) -> None:
     """Send a signal: SIGKILL for a crash, SIGSTOP for a hang."""
     os.kill(pid, signum)

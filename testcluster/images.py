@@ -8,15 +8,13 @@ changed source file is in the next container without a build. The paths inside a
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import platform
 import sys
-import tarfile
 from pathlib import Path
-from typing import Any
 
+from release.archives import Entry, build_tar, create_folder
+from release.oci import Layout
 from testcluster.programs import Programs
 from testcluster.settings import REPOSITORY
 from testcluster.shell import run_command
@@ -42,29 +40,37 @@ _PASSWD = (
     f"pacekeeper:x:{UNPRIVILEGED_USER_ID}:{UNPRIVILEGED_USER_ID}:pacekeeper:/tmp:/bin/sh\n"
 )
 _GROUP = f"root:x:0:\npacekeeper:x:{UNPRIVILEGED_USER_ID}:\n"
-# The environment's console script names its interpreter by the checkout's path, which containers do not have.
+# The environment's console scripts name their interpreter by the checkout's path, which containers do not have.
 _CONSOLE_SCRIPT = f"#!{_VENV}/bin/python\nfrom pacekeeper.cli import main\n\nraise SystemExit(main())\n"
+_TORCHRUN_SCRIPT = f"#!{_VENV}/bin/python\nfrom torch.distributed.run import main\n\nmain()\n"
 
 
 def build_archive(pause: Path) -> bytes:
     """Build an OCI layout (a tar) with all images. The same input gives the same bytes."""
-    layout = _Layout()
-    pause_layer = layout.add_layer({"pause": (0o755, pause.read_bytes())})
-    layout.add_image([PAUSE_IMAGE], pause_layer, {"Entrypoint": ["/pause"], "User": f"{UNPRIVILEGED_USER_ID}"})
+    layout = Layout()
+    architecture = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
 
-    layer = layout.add_layer(
-        {
-            "etc/passwd": (0o644, _PASSWD.encode()),
-            "etc/group": (0o644, _GROUP.encode()),
-            "opt/bin/pacekeeper": (0o755, _CONSOLE_SCRIPT.encode()),
-            "tmp/": (0o1777, b""),
-        }
-    )
+    def add_image(names: list[str], entries: dict[str, Entry], config: dict[str, object]) -> None:
+        layer = layout.add_layer(build_tar(entries, 0), compressed=False)
+        descriptor = layout.add_image(architecture, [layer], config)
+        for name in names:
+            layout.add_name(descriptor, name.rpartition(":")[2], name)
+
+    pause_files = {"pause": Entry(pause.read_bytes(), 0o755)}
+    add_image([PAUSE_IMAGE], pause_files, {"Entrypoint": ["/pause"], "User": f"{UNPRIVILEGED_USER_ID}"})
+
+    files = {
+        "etc/passwd": Entry(_PASSWD.encode()),
+        "etc/group": Entry(_GROUP.encode()),
+        "opt/bin/pacekeeper": Entry(_CONSOLE_SCRIPT.encode(), 0o755),
+        "opt/bin/torchrun": Entry(_TORCHRUN_SCRIPT.encode(), 0o755),
+        "tmp": create_folder(0o1777),
+    }
     environment = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
-    common = {"Env": environment, "WorkingDir": _CHECKOUT, "Cmd": ["python"]}
-    layout.add_image([TRAINER_IMAGE, DEV_IMAGE], layer, common)
-    layout.add_image([OPERATOR_IMAGE], layer, common | {"User": f"{UNPRIVILEGED_USER_ID}:{UNPRIVILEGED_USER_ID}"})
-    return layout.to_tar()
+    common: dict[str, object] = {"Env": environment, "WorkingDir": _CHECKOUT, "Cmd": ["python"]}
+    add_image([TRAINER_IMAGE, DEV_IMAGE], files, common)
+    add_image([OPERATOR_IMAGE], files, common | {"User": f"{UNPRIVILEGED_USER_ID}:{UNPRIVILEGED_USER_ID}"})
+    return layout.build_archive()
 
 
 def build_runtime_spec(programs: Programs) -> str:
@@ -86,51 +92,3 @@ def _list_binds() -> list[tuple[Path, str]]:
     if not python.is_relative_to("/usr"):
         binds.append((python, str(python)))
     return [*binds, (Path(sys.prefix), _VENV), (REPOSITORY, _CHECKOUT)]
-
-
-class _Layout:
-    """Collects the blobs and the index of an OCI image layout."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
-        self._manifests: list[dict[str, Any]] = []
-
-    def add_layer(self, files: dict[str, tuple[int, bytes]]) -> dict[str, Any]:
-        """Add a layer. `files`: path → (mode, content); a path that ends with / is a folder."""
-        return self._add("application/vnd.oci.image.layer.v1.tar", _build_tar(files))
-
-    def add_image(self, names: list[str], layer: dict[str, Any], config: dict[str, Any]) -> None:
-        architecture = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
-        image = {
-            "architecture": architecture,
-            "os": "linux",
-            "config": config,
-            "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
-        }
-        config_blob = self._add("application/vnd.oci.image.config.v1+json", json.dumps(image).encode())
-        manifest_type = "application/vnd.oci.image.manifest.v1+json"
-        manifest = {"schemaVersion": 2, "mediaType": manifest_type, "config": config_blob, "layers": [layer]}
-        descriptor = self._add(manifest_type, json.dumps(manifest).encode())
-        self._manifests += [descriptor | {"annotations": {"io.containerd.image.name": name}} for name in names]
-
-    def to_tar(self) -> bytes:
-        files = {f"blobs/sha256/{digest}": (0o644, content) for digest, content in self._blobs.items()}
-        files["oci-layout"] = (0o644, json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
-        files["index.json"] = (0o644, json.dumps({"schemaVersion": 2, "manifests": self._manifests}).encode())
-        return _build_tar(files)
-
-    def _add(self, media_type: str, content: bytes) -> dict[str, Any]:
-        digest = hashlib.sha256(content).hexdigest()
-        self._blobs[digest] = content
-        return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(content)}
-
-
-def _build_tar(files: dict[str, tuple[int, bytes]]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path, (mode, content) in files.items():
-            entry = tarfile.TarInfo(path.rstrip("/"))
-            entry.type = tarfile.DIRTYPE if path.endswith("/") else tarfile.REGTYPE
-            entry.mode, entry.size = mode, len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()

@@ -3,6 +3,8 @@
 - Kubernetes' servers, etcd, and pause are built from `go/` (4 minutes, once).
 - Prometheus is built, too (2 minutes, once): Debian's package cannot discover pods of Kubernetes. Its promtool is built
   where rules are tested (another minute, once).
+- The controllers of JobSet, Kueue, and Kubeflow Trainer are built for tests (6 minutes, once), and their Helm charts
+  are copied.
 - kubectl and Helm are built from `go/clients/` (3 minutes, once; less if Kubernetes has been built). Helm 3 is built
   with the same versions of their libraries.
 - Images are built on a base of this machine's Debian packages (a minute, once).
@@ -24,13 +26,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
+
 from testcluster.settings import (
     CACHE,
     HELM_3_VERSION,
     HELM_VERSION,
+    JOBSET_VERSION,
     KUBERNETES_VERSION,
+    KUEUE_VERSION,
     KWOK_VERSION,
     PROMETHEUS_VERSION,
+    TRAINER_VERSION,
 )
 from testcluster.shell import ClusterError, log_progress, log_step, run_command, run_shown
 
@@ -91,6 +98,9 @@ def ensure_all() -> None:
     """Build and install what the cluster and all its tests need: a named cluster does not reach the network."""
     Programs()
     find_helm_3()
+    find_jobset()
+    find_kueue()
+    find_trainer()
     find_promtool()
     find_alertmanager()
     find_buildah()
@@ -172,6 +182,36 @@ def find_kwok() -> Path:
         _go_build(module, "./cmd/kwok", target / "kwok", "-ldflags", _format_ldflags({}))
 
     return _ensure_cached(f"kwok-{KWOK_VERSION}", compile_into, format_compile_time(3)) / "kwok"
+
+
+def find_jobset() -> Path:
+    """Return the folder with the program `jobset` and its Helm chart `chart`. It is not part of a cluster."""
+    return _build_job_controller("jobset", "sigs.k8s.io/jobset", JOBSET_VERSION, ".", 3)
+
+
+def find_kueue() -> Path:
+    """Return the folder with the program `kueue` and its Helm chart `chart`. It is not part of a cluster."""
+    return _build_job_controller("kueue", "sigs.k8s.io/kueue", KUEUE_VERSION, "./cmd/kueue", 6)
+
+
+def find_trainer() -> Path:
+    """Return the folder with the program `kubeflow-trainer` and its Helm chart `chart`. It is not part of a cluster."""
+    package = "./cmd/trainer-controller-manager"
+    return _build_job_controller("kubeflow-trainer", "github.com/kubeflow/trainer/v2", TRAINER_VERSION, package, 6)
+
+
+def _build_job_controller(name: str, module_path: str, version: str, package: str, processor_minutes: float) -> Path:
+    def compile_into(target: Path) -> None:
+        module = _find_module(f"{module_path}@v{version}")
+        _go_build(module, package, target / name, "-ldflags", _format_ldflags({}))
+        shutil.copytree(module / "charts" / name, target / "chart", copy_function=shutil.copyfile)
+        # Charts that it depends on would have to be downloaded.
+        description = target / "chart" / "Chart.yaml"
+        chart = yaml.safe_load(description.read_text())
+        chart.pop("dependencies", None)
+        description.write_text(yaml.safe_dump(chart))
+
+    return _ensure_cached(f"{name}-{version}", compile_into, format_compile_time(processor_minutes))
 
 
 def find_alertmanager() -> Path:

@@ -11,6 +11,9 @@ HELM_VERSION = "4.2.4"  # a version that uses the libraries of KUBERNETES_VERSIO
 HELM_3_VERSION = "3.21.4"  # the same
 PROMETHEUS_VERSION = "3.15.0"
 KWOK_VERSION = "0.8.0"
+JOBSET_VERSION = "0.11.1"  # the version that KUEUE_VERSION and TRAINER_VERSION are built with
+KUEUE_VERSION = "0.17.0"
+TRAINER_VERSION = "2.2.0"
 
 HOST_ADDRESS = "10.200.0.1"  # the machine's address on the bridge: the API server and Prometheus listen here
 SERVICE_SUBNET = "10.96.0.0/16"

@@ -28,10 +28,11 @@ from .async_runtime import (
     reduce_gc_frequency,
 )
 from .endpoint import server
+from .endpoint.admission_webhook import serve_admission_webhook
 from .endpoint.certificates import CertificateManager
 from .endpoint.connections import EndpointConnections
 from .endpoint.sidecars import SidecarService
-from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
+from .handlers import fabrics, jobsets, quarantines, startup, trainingjobs, watchedjobs  # noqa: F401  # importing registers them with kopf
 from .kube import client
 from .kube.leader_election import LeaderElector
 from .observe.prometheus import PrometheusClient
@@ -39,6 +40,7 @@ from .observe.prometheus_access import create_http_query
 from .runtime import health, process
 from .services.operator import Operator
 from .services.quarantine import release_all
+from .services.watch_injection import WatchInjection
 from .services.webhook import Webhook
 from .services.webhook import create_http_post as over_webhook
 from .settings import Settings
@@ -120,6 +122,11 @@ class _PodEnvironment:
         ):
             start_http_server(settings.metrics_port)
             yield
+
+    def serve_injection(
+        self, injection: WatchInjection, settings: Settings, runtime: OperatorRuntime, context: ssl.SSLContext
+    ) -> AbstractAsyncContextManager[object]:
+        return serve_admission_webhook(injection.get_injection, runtime, settings.watch_port, context)
 
     async def run_handlers(self, operator: Operator, stopped: asyncio.Event) -> None:
         settings, others = operator.settings, asyncio.all_tasks()

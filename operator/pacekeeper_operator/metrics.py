@@ -6,14 +6,18 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pacekeeper_analysis.accounting.gpu_account import Loss
+
 from .api.conditions import QuarantineCondition
 from .api.fabric import FabricStatus
 from .api.incident import IncidentCause, IncidentClass, IncidentOutcome, RestartPartName
 from .api.node_history import NodeHistory, NodeHistoryStatus
 from .api.node_quarantine import QuarantineStatus
 from .api.training_job import JobStatus, RemediationMode, Remedy
+from .api.watched_job import WatchedJobStatus
+from .state.straggler_estimate import FaultEstimate, StragglerEstimate
 
-_JOB_LABELS = ("namespace", "trainingjob")
+_JOB_LABELS, _WATCHED_LABELS = ("namespace", "trainingjob"), ("namespace", "watchedjob")
 _STATUS_VALUES = {"True": 1, "False": 0}
 
 INCIDENTS_OPENED = Counter("pacekeeper_incidents", "Incidents opened.", ("cause", "class_", "mode"))
@@ -46,6 +50,9 @@ PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Invalid rows in
 WEBHOOK_MESSAGES_LOST = Counter(
     "pacekeeper_webhook_messages_lost", "Incident messages that the webhook did not accept."
 )
+WATCH_INJECTED = Gauge("pacekeeper_watch_injected", "Whether the watch is injected into new pods.")
+WATCH_SWITCHED_OFF = Gauge("pacekeeper_watch_switched_off", "Whether the watch has switched itself off.")
+WATCH_BLOCKED_PODS = Gauge("pacekeeper_watch_blocked_pods", "Pods that containers of the watch keep from running.")
 GPU_SERIES_TRUSTED = Gauge("pacekeeper_gpu_series_trusted", "Whether GPU series count as a witness against a node.")
 CLOCK_AHEAD_SECONDS = Gauge(
     "pacekeeper_clock_ahead_seconds", "By how much this machine's clock is ahead of the API server's."
@@ -84,6 +91,17 @@ JOB_CONDITION = Gauge(
     "Conditions of the job, by their present reasons: 1 True, 0 False; missing: not known.",
     (*_JOB_LABELS, "condition", "reason"),
 )
+WATCHED_PHASE = Gauge(
+    "pacekeeper_watched_phase", "1: how much of a watched job is observed.", (*_WATCHED_LABELS, "phase")
+)
+WATCHED_SLOWDOWN = Gauge(
+    "pacekeeper_watched_slowdown", "A step's time over that without what probably slows it.", _WATCHED_LABELS
+)
+WATCHED_GPU_SECONDS = Gauge(
+    "pacekeeper_watched_gpu_seconds",
+    "GPU seconds that a watched job has held, by what they were for: Useful, or what they were lost to.",
+    (*_WATCHED_LABELS, "use"),
+)
 NODE_QUARANTINE = Gauge(
     "pacekeeper_node_quarantine",
     "1: the phase of a NodeQuarantine, which has its node's name, and the reason of its condition Quarantined.",
@@ -104,6 +122,24 @@ LINK_SIDES = Gauge(
     "Time for a byte that a rank sends (receives) over the usual, of the slowest sides at that time.",
     (*_JOB_LABELS, "rank", "side"),
 )
+ESTIMATED_PROBABILITY = Gauge(
+    "pacekeeper_estimator_probability",
+    "Probability of a fault by the estimator, which decides nothing yet.",
+    (*_JOB_LABELS, "fault"),
+)
+ESTIMATED_SLOWDOWN = Gauge(
+    "pacekeeper_estimator_slowdown", "Slowdown by the fault if there is one.", (*_JOB_LABELS, "fault")
+)
+ESTIMATED_ONSET = Gauge(
+    "pacekeeper_estimator_onset_timestamp_seconds",
+    "When the fault began if there is one, seconds since the epoch.",
+    (*_JOB_LABELS, "fault"),
+)
+ESTIMATOR_DISAGREEMENTS = Counter(
+    "pacekeeper_estimator_disagreements",
+    "Passes in which only the estimator proposed a remedy, or only the rules applied one.",
+    ("kind",),
+)
 FABRIC_LINK_LOAD = Gauge(
     "pacekeeper_fabric_link_load",
     "Planned load of a link of the Fabric: flows, where all are alike. Up: from the leaf to the spine.",
@@ -117,6 +153,9 @@ FABRIC_LOWER_BOUND = Gauge(
 FABRIC_DEAD_LINKS = Gauge("pacekeeper_fabric_dead_links", "Links that carry nothing.", ("fabric",))
 _published_labels: dict[tuple[Gauge, Hashable], frozenset[tuple[str, ...]]] = {}
 """Labels of the published series, by metric and owner."""
+
+_published_faults: dict[tuple[str, str], tuple[FaultEstimate, ...]] = {}
+"""What the estimator knows of each job, as it is published."""
 
 
 def publish_job_metrics(
@@ -155,6 +194,23 @@ def publish_job_metrics(
         )
 
 
+def publish_watched_metrics(namespace: str, job: str, status: WatchedJobStatus | None) -> None:
+    """Publish a watched job's status: nine series. Without a `status`, all series of the job are removed."""
+    status = status or WatchedJobStatus()
+    uses: dict[tuple[str, ...], float] = {}
+    if status.account is not None:
+        total = status.account.to_account().total
+        uses = {("Useful",): total.useful, **{(loss.value,): total.lost.get(loss, 0.0) for loss in Loss}}
+    series_by_metric: Mapping[Gauge, Mapping[tuple[str, ...], float]] = {
+        WATCHED_PHASE: {(status.phase,): 1} if status.phase is not None else {},
+        WATCHED_SLOWDOWN: _build_single_series(status.slowdown),
+        WATCHED_GPU_SECONDS: uses,
+    }
+    for metric, series in series_by_metric.items():
+        found = {(namespace, job, *labels): value for labels, value in series.items()}
+        _publish_series(metric, (namespace, job), found)
+
+
 def publish_link_metrics(
     namespace: str, job: str, hot: int | None, sides: Iterable[tuple[int, str, float]] = ()
 ) -> None:
@@ -166,6 +222,32 @@ def publish_link_metrics(
         LINK_SIDES, (namespace, job), {(namespace, job, str(rank), side): ratio for rank, side, ratio in sides}
     )
     _publish_series(HOT_LINKS, (namespace, job), {} if hot is None else {(namespace, job): hot})
+
+
+def publish_estimate(namespace: str, job: str, estimate: StragglerEstimate | None) -> None:
+    """Publish what the estimator knows of a job: three series per fault, if they have changed."""
+    faults = () if estimate is None else estimate.faults
+    if _published_faults.get((namespace, job), ()) == faults:
+        return
+    if faults:
+        _published_faults[namespace, job] = faults
+    else:
+        del _published_faults[namespace, job]
+    for gauge, name in (
+        (ESTIMATED_PROBABILITY, "probability"),
+        (ESTIMATED_SLOWDOWN, "slowdown"),
+        (ESTIMATED_ONSET, "since"),
+    ):
+        series: dict[tuple[str, ...], float] = {
+            (namespace, job, fault.fault.value): float(getattr(fault, name)) for fault in faults
+        }
+        _publish_series(gauge, (namespace, job), series)
+
+
+def count_disagreements(kinds: Iterable[str]) -> None:
+    """Count one pass for each kind (`shadow.list_disagreements`)."""
+    for kind in kinds:
+        ESTIMATOR_DISAGREEMENTS.labels(kind).inc()
 
 
 def publish_quarantine_metrics(statuses: Mapping[str, QuarantineStatus]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from functools import cached_property
 from typing import Self
 
@@ -12,6 +13,7 @@ from pacekeeper_analysis.errors import InputError
 
 from .api.formats import parse_duration
 from .api.training_job import RemediationMode
+from .pods.injection import InjectionRules, parse_injection_rules
 from .pods.network_policies import NetworkPolicyPeer, derive_peers_from_url, parse_peers
 from .pods.node_health import (
     CONDITION_TYPE_PATTERN,
@@ -26,6 +28,14 @@ from .prometheus_options import Headers, Matchers, check_url, parse_headers, par
 
 MAX_RELEASE_PROBES = 5
 """A NodeQuarantine keeps its last ten probes, failed ones included."""
+
+
+class WatchMode(StrEnum):
+    """How the watch is injected."""
+
+    OFF = "Off"
+    POLICY = "Policy"  # by the API server
+    WEBHOOK = "Webhook"  # by the operator
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,25 @@ class Settings:
     profiles_per_hour: int = 2
     """Maximum number of profile windows per job and hour that search for the cause of a slowdown. 0: only by hand."""
 
+    jobsets_enabled: bool = False
+    """Whether JobSets with `managedBy: pacekeeper.dev/operator` are run as TrainingJobs."""
+
+    watch_enabled: bool = False
+    """Whether jobs that others have created are watched: pods with the label `pacekeeper.dev/watched`."""
+    watch_restart: bool = False
+    """Whether the pod of a rank that blocks a watched job may be deleted, in namespaces with the label
+    `pacekeeper.dev/watch-restart`."""
+    watch_retention: float = 30 * 86400.0
+    """Seconds for which a WatchedJob stays after the end of its job."""
+    watch_team_label: str = ""
+    """Label of namespaces that names the team of their jobs. Empty: none does."""
+
+    watch_links: bool = False
+    """Whether slow links of watched jobs are located, by the connections that their sidecars sample."""
+
+    watch_profiles: bool = False
+    """Whether watched ranks are asked for profile windows where an Incident names no function."""
+
     incident_retention: float = 30 * 86400.0
     incident_webhook: str = ""
     """Folder with the `url` that incidents are posted to, and optionally `token` and `ca.crt`. Empty: no webhook."""
@@ -142,7 +171,18 @@ class Settings:
     metrics_from: tuple[NetworkPolicyPeer, ...] = ()
     """Peers that may read workers' metrics in addition to the operator (JSON). Empty: derived from `prometheus_url`."""
 
+    watch_mode: WatchMode = WatchMode.OFF
+    """How the watch is injected into pods of other controllers."""
+    watch_rules: InjectionRules | None = None
+    """The watch: image, kinds of controllers, resources, namespaces (a JSON object). Needed unless it is off."""
+    watch_pre_pull: bool = False
+    """Whether a DaemonSet of the chart pulls the image of the watch: pods are watched once it has done so."""
+    watch_port: int = 8444
+    """Port of the webhook for the injection of the watch."""
+
     def __post_init__(self) -> None:
+        if self.watch_mode is not WatchMode.OFF and self.watch_rules is None:
+            raise InputError(f"PACEKEEPER_WATCH_RULES: PACEKEEPER_WATCH_MODE={self.watch_mode} needs them; set them")
         if not self.lease_seconds > 0:
             raise InputError(f"PACEKEEPER_LEASE_SECONDS: {self.lease_seconds} must be above 0, like 10s")
         if not 0 <= self.quarantine_max_share <= 1:
@@ -231,6 +271,10 @@ def _parse_setting(variable: str, text: str, annotation: str) -> object:
                 return {"true": True, "false": False}[text.lower()]
             case "RemediationMode":
                 return RemediationMode(text)
+            case "WatchMode":
+                return WatchMode(text)
+            case "InjectionRules | None":
+                return parse_injection_rules(text)
             case "tuple[NetworkPolicyPeer, ...]":
                 return parse_peers(text)
             case "tuple[Toleration, ...]":

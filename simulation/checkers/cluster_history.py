@@ -16,6 +16,7 @@ from pacekeeper_operator.api.names import (
     LABEL_JOB,
     LABEL_NO_QUARANTINE,
     LABEL_PROBE,
+    LABEL_WORKER,
     PAUSE_CONFIG_MAP,
     TAINT_QUARANTINE,
 )
@@ -131,6 +132,11 @@ class JobHistory:
     """Membership → the most restarts that its plan has left to the launchers."""
     allowed_restarts: tuple[int, int] = (0, 0)
     """The smallest and the largest maxRestarts that its spec has had."""
+
+    def is_checkpoint_server(self, pod: Object) -> bool:
+        """Return whether this pod of the job is the checkpoint server that its plan names."""
+        is_worker = LABEL_WORKER in pod["metadata"]["labels"]
+        return not is_worker and self.bookkeeping is not None and bool(self.bookkeeping.plan["checkpoint_server"])
 
     @property
     def is_deleted(self) -> bool:

@@ -91,6 +91,11 @@ def _check_job(world: World, history: ClusterHistory, job: JobHistory, schedule:
     elif phase != JobPhase.RUNNING:
         yield f"{job.name} is {phase}: {_format_conditions(status)}"
     else:
+        needs_server = job.body["spec"]["checkpoint"]["accessMode"] == "ReadWriteOnce"
+        if needs_server != any(
+            job.is_checkpoint_server(body) and body["status"].get("phase") == "Running" for body in pods
+        ):
+            yield f"{job.name}: its checkpoint server {'does not run' if needs_server else 'still runs'}"
         yield from _check_running_job(world, job, status, schedule)
 
 
@@ -190,7 +195,7 @@ def _check_straggler_reverted(job: JobHistory, training_round: TrainingRound) ->
     shares = training_round.progress.training_config.shares
     if training_round.mode is SyncMode.SYNC and shares is not None and max(shares) - min(shares) > 1:
         yield f"{job.name} trains with shares {list(shares)}, but no node is slow"
-    if job.bookkeeping.plan["evidence_request"]:
+    if any(rank.worker.folder.requests.evidence for rank in training_round.assigned_ranks):
         yield f"{job.name} has a request for evidence, but no node is slow"
 
 
@@ -213,6 +218,9 @@ def _find_leftovers(world: World, history: ClusterHistory) -> Iterator[str]:
             job = history.find_job(body)
             if job is None or job.body is None:
                 yield f"pod {metadata['name']} belongs to no job"
+            elif job.is_checkpoint_server(body):
+                if job.bookkeeping is not None and job.bookkeeping.ended:
+                    yield f"pod {metadata['name']} has outlived the workers"
             elif job.bookkeeping is not None and metadata["name"] not in job.bookkeeping.workers:
                 yield f"pod {metadata['name']} is in no bookkeeping"
     for plural in ("trainingjobstates", "networkpolicies"):

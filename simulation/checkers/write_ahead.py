@@ -24,7 +24,10 @@ class PodsAreRecordedFirst(Rule):
         job = self.history.find_job(change.object)
         if job is None:
             yield f"{metadata['name']} belongs to no job"
-        elif job.last_wanted.get(metadata["name"], NEVER_HAPPENED) < change.time - MAX_REQUEST_DELAY_SECONDS:
+        elif (
+            not job.is_checkpoint_server(change.object)
+            and job.last_wanted.get(metadata["name"], NEVER_HAPPENED) < change.time - MAX_REQUEST_DELAY_SECONDS
+        ):
             yield f"{metadata['name']} is created, but not wanted"
 
 

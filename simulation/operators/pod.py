@@ -247,6 +247,9 @@ class _SimulatedEnvironment:
         finally:
             self._world.endpoint.close(listener)
 
+    def serve_injection(self, *_: object) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
     async def run_handlers(self, operator: Operator, stopped: asyncio.Event) -> None:
         self._pod.operator = operator
         self._world.log.record(self._pod.name, "leads")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pacekeeper.checkpointing.storage.checkpoint_status import NO_CHECKPOINT_STATUS, CheckpointStatus
 from pacekeeper_analysis.protocol.plan import WorkerPlan
 from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat
+from pacekeeper_analysis.protocol.requests import WorkerRequests
 
 from .volume import SavedState
 
@@ -15,6 +16,7 @@ from .volume import SavedState
 class PodFolder:
     heartbeat: Heartbeat
     plan: WorkerPlan | None = None
+    requests: WorkerRequests = field(default_factory=WorkerRequests)
     operator_contact_at: float = float("-inf")
     """Virtual seconds of the operator's last answer."""
     launcher_alive_at: float | None = None

@@ -9,15 +9,15 @@ from statistics import median
 
 import numpy as np
 
-from pacekeeper.launcher.health.fault_formatting import describe_fault
-from pacekeeper.launcher.health.gpu_monitor import GpuEvent, NvmlTiming
-from pacekeeper.launcher.health.heartbeat import RankZeroNotes, build_next_heartbeat
-from pacekeeper.launcher.health.stall_detector import (
+from pacekeeper.health.fault_formatting import describe_fault
+from pacekeeper.health.stall_detector import (
     PROCESS_SAMPLE_INTERVAL_SECONDS,
     ProcessSample,
     RankInspection,
     StallDetector,
 )
+from pacekeeper.launcher.health.gpu_monitor import GpuEvent, NvmlTiming
+from pacekeeper.launcher.health.heartbeat import RankZeroNotes, build_next_heartbeat
 from pacekeeper.launcher.launcher import build_gpu_fault
 from pacekeeper.launcher.rendezvous.rounds import (
     ExitLauncher,

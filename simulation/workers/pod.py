@@ -39,7 +39,7 @@ class WorkerPod:
         }
         self.arguments: list[str] = trainer.get("args", [])
         self.window_steps = int(self.environment.get("PACEKEEPER_WINDOW_STEPS") or 32)
-        self.folder = PodFolder(Heartbeat(worker=self.name))
+        self.folder = PodFolder(Heartbeat(worker=self.name, commands_may_follow=False))
         self.is_gone = False
         """Whether all of its processes have ended."""
         self.script_fails = False

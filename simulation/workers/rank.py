@@ -10,12 +10,12 @@ from typing import Protocol
 
 import numpy as np
 
-from pacekeeper.launcher.health.stall_detector import ProcessSample
+from pacekeeper.health.stall_detector import ProcessSample
 from pacekeeper.launcher.rendezvous.rounds import RankObservation
 from pacekeeper.observe.rank_history import RankHistory
 from pacekeeper_analysis.failures.crash import is_peer_loss
-from pacekeeper_analysis.protocol.records import Phase
 from pacekeeper_analysis.protocol.reports import RankWindow
+from pacekeeper_rank.records import Phase
 
 from .pod import WorkerPod
 

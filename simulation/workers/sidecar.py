@@ -13,13 +13,14 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
+from pacekeeper.health.rank_metrics import CurrentRankMetrics, MetricsReporter, measure_rank
 from pacekeeper.sidecar.launcher_monitor import MIN_SILENCE_SECONDS, LauncherSilence
 from pacekeeper.sidecar.leader_address import LeaderAddress, parse_named_leader
 from pacekeeper.sidecar.operator_client import OPERATOR_ANSWER_SECONDS, OperatorUnavailable, RequestRejected
-from pacekeeper.sidecar.rank_metrics import CurrentRankMetrics, MetricsReporter, measure_rank
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import FINAL_REPORT_SECONDS, RING_POLL_INTERVAL_SECONDS, select_urgent_fields
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.poll import PollAnswer
 from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, LauncherState, RankMetrics
 
 from ..loop import Process
@@ -225,8 +226,9 @@ class SimulatedSidecar(Process):
                     await backoff.sleep()
 
     def _get_evidence_request(self) -> str:
-        plan = self._folder.plan
-        return plan.evidence_request if plan is not None and plan.role is WorkerRole.MEMBER else ""
+        plan, request = self._folder.plan, self._folder.requests.evidence
+        is_member = plan is not None and plan.role is WorkerRole.MEMBER
+        return request.name if request is not None and is_member else ""
 
     def _check_evidence_request(self) -> None:
         if self._get_evidence_request():
@@ -257,15 +259,18 @@ class SimulatedSidecar(Process):
     async def _poll(self, purpose: str, wait: float) -> None:
         folder = self._folder
         after = -1 if folder.plan is None else folder.plan.version
-        query = {"after": str(after), "wait": f"{wait:g}"}
+        known_requests = folder.requests.identity
+        query = {"after": str(after), "wait": f"{wait:g}", "requests": known_requests}
         answer = await self._post_json(
             purpose, "/v1/plan", self._build_heartbeat(), query, wait + OPERATOR_ANSWER_SECONDS
         )
-        plan = None if answer is None else WorkerPlan.from_json(answer)
-        if plan is not None and (folder.plan is None or plan.version > folder.plan.version):
-            folder.plan = plan
+        news = PollAnswer() if answer is None else PollAnswer.from_json(answer)
+        if news.requests is not None and known_requests == folder.requests.identity:
+            folder.requests = news.requests
+        if news.plan is not None and (folder.plan is None or news.plan.version > folder.plan.version):
+            folder.plan = news.plan
             self._launcher.read_plan()
-            self._check_evidence_request()
+        self._check_evidence_request()
         self._record_contact()
 
     def _record_contact(self) -> None:

@@ -27,8 +27,9 @@ from pacekeeper.sync.training_config import (
 )
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import SYNC_MODES, Stop, SyncMode
-from pacekeeper_analysis.protocol.records import RING_RECORD, RING_STATE, Collective, Phase, RecordKind, StateOrigin
+from pacekeeper_analysis.protocol.records import RING_RECORD, RING_STATE
 from pacekeeper_analysis.stragglers import shares
+from pacekeeper_rank.records import Collective, Phase, RecordKind, StateOrigin
 
 from ..kubernetes.machine import Machine
 from ..ports import SharedWorld
@@ -292,6 +293,7 @@ class TrainingRound:
             "group": _GROUP_ID,
             "checkpoint_step": self.checkpoint_step,
             "snapshot_step": self.snapshot_step if rank.local == 0 else -1,
+            "replicated_step": max(0, self.snapshot_step) if rank.local == 0 else 0,
             "restored_step": self.restored_step,
             "samples": rank.samples,
             "global_batch": self.global_batch,

@@ -1184,29 +1184,53 @@ def jobs_that_are_none(api: ProbeClient) -> Sequence[object]:
     "422 Invalid spec.schedulingTimeout",
     "422 Invalid spec.schedulingTimeout",
     "422 Invalid spec.checkpoint.path",
+    "422 Invalid spec.checkpoint.uri",
+    "422 Invalid spec.checkpoint.uri",
+    "422 Invalid spec.checkpoint.uri",
+    "422 Invalid spec.checkpoint.uri",
+    "422 Invalid spec.checkpoint.uri",
+    "422 Invalid spec.checkpoint.uri",
+    "422 Invalid spec.checkpoint.uri",
+    "422 Invalid spec.checkpoint.accessMode",
+    "422 Invalid spec.checkpoint.accessMode",
     "422 Invalid spec.detection.hangSeconds",
-    "422 Invalid spec.template.spec.containers",
+    "422 Invalid spec.trainerContainer",
+    "422 Invalid spec.trainerContainer",
     "422 Invalid spec.template.spec.restartPolicy",
     "422 Invalid spec.template.metadata.labels",
     "422 Invalid spec.nprocPerNode",
     "201",
 )
 def rules_of_jobs(api: ProbeClient) -> Sequence[object]:
-    other_template = {"spec": {"containers": [{"name": "other"}]}}
+    two_containers = {"spec": {"containers": [{"name": "one"}, {"name": "other"}]}}
     container = {"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": 2}}}
     labeled = {"metadata": {"labels": {"pacekeeper.dev/a": "b"}}, "spec": {"containers": [{"name": "trainer"}]}}
+    mount = {"name": "data", "mountPath": "/checkpoints"}
+    mounted = {"spec": {"containers": [{"name": "trainer", "volumeMounts": [mount]}]}}
     bodies = [
         build_job("9lives"),
         build_job("ruled", replicas=2, minReplicas=3),
         build_job("ruled", schedulingTimeout="soon"),
         build_job("ruled", schedulingTimeout="1s"),
         build_job("ruled", checkpoint={"path": "relative"}),
+        build_job("ruled", checkpoint={"uri": "s3://bucket/"}),
+        build_job("ruled", checkpoint={"uri": "memory://bucket"}),
+        build_job("ruled", checkpoint={"uri": "s3://key:secret@bucket"}),
+        build_job("ruled", checkpoint={"uri": "s3://bucket", "volumeClaimName": "claim"}),
+        build_job("ruled", checkpoint={"uri": "s3://bucket", "path": "/elsewhere"}),
+        build_job("ruled", checkpoint={"uri": "s3://bucket"}, template=mounted),
+        build_job("ruled", checkpoint={"uri": "claim://checkpoints/job"}),
+        build_job("ruled", checkpoint={"accessMode": "ReadWriteOnce"}),
+        build_job(
+            "ruled", checkpoint={"accessMode": "ReadWriteOnce", "volumeClaimName": "claim", "path": "/elsewhere"}
+        ),
         build_job("ruled", detection={"hangSeconds": "never"}),
-        build_job("ruled", template=other_template),
+        build_job("ruled", template=two_containers),
+        build_job("ruled", template=two_containers, trainerContainer="third"),
         build_job("ruled", template={"spec": {"restartPolicy": "Always", "containers": [{"name": "trainer"}]}}),
         build_job("ruled", template=labeled),
         build_job("ruled", nprocPerNode=4, template={"spec": {"containers": [container]}}),
-        build_job("ruled", detection={"hangSeconds": 90}, schedulingTimeout="1m30s"),
+        build_job("ruled", detection={"hangSeconds": 90}, checkpoint={"uri": "s3://bucket/folder"}),
     ]
     return [api.create("trainingjobs", body, dryRun="All") for body in bodies]
 

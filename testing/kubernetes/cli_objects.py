@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from pacekeeper_operator.api.formats import format_time
 from pacekeeper_operator.api.names import API_VERSION, Object
@@ -13,6 +20,7 @@ from pacekeeper_operator.decide.lifecycle.status import build_job_status
 from pacekeeper_operator.services import incidents
 from pacekeeper_operator.state.desired_state import Incident
 from pacekeeper_operator.state.observation import Observation
+from testing.kubernetes import kubectl_stand_in
 from testing.kubernetes.fake_cluster import FakeCluster
 from testing.operators.observations import NOW, TEMPLATE, build_policy
 
@@ -52,3 +60,14 @@ def build_metadata(name: str, uid: str) -> Object:
 
 def close_incident(incident: Incident, **changes: Any) -> Incident:
     return replace(incident, **changes)
+
+
+def install_kubectl_stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, objects: Sequence[Object]) -> None:
+    """Put a stand-in for kubectl first on PATH. It has these objects, and records its calls in `folder`."""
+    program = folder / "bin" / "kubectl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {kubectl_stand_in.__file__} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN", str(folder))
+    (folder / "objects.json").write_text(json.dumps(objects))

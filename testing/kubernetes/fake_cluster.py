@@ -24,22 +24,26 @@ class FakeCluster(Cluster):
             raise NotFound(f"{kind.plural} {namespace}/{name}")
         return copy.deepcopy(body)
 
+    async def find_metadata(self, kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
+        body = await self.find(kind, name, namespace)
+        return None if body is None else body["metadata"]
+
     async def list_with_version(
         self, kind: ResourceKind, namespace: str = "", *, labels: str = "", fields: str = ""
     ) -> Listing:
-        """Labels and fields are compared for equality."""
+        """Labels and fields are compared for equality, or for the opposite: `!=` of fields, `!` of labels."""
         if failures := self.failures.get(kind.plural):
             raise failures.pop(0)
         required_labels = dict(pair.split("=", 1) for pair in labels.split(",") if "=" in pair)
+        excluded_labels = {pair[1:] for pair in labels.split(",") if pair.startswith("!")}
         items = [
             copy.deepcopy(body)
             for (plural, object_namespace, _), body in self.objects.items()
             if plural == kind.plural
             and namespace in ("", object_namespace)
             and required_labels.items() <= body["metadata"].get("labels", {}).items()
-            and all(
-                _read_field(body, pair.split("=", 1)[0]) == pair.split("=", 1)[1] for pair in fields.split(",") if pair
-            )
+            and not excluded_labels & body["metadata"].get("labels", {}).keys()
+            and all(_matches_field(body, pair) for pair in fields.split(",") if pair)
         ]
         return Listing(items, self.version)
 
@@ -89,11 +93,15 @@ class FakeCluster(Cluster):
             del self.objects[key]
         return copy.deepcopy(stored)
 
-    async def delete(self, kind: ResourceKind, name: str, namespace: str = "", *, uid: str = "", **_: Any) -> None:
+    async def delete(
+        self, kind: ResourceKind, name: str, namespace: str = "", *, uid: str = "", version: str = "", **_: Any
+    ) -> None:
         """What has finalizers stays, until they are taken away."""
         key = (kind.plural, namespace, name)
         body = self.objects.get(key)
         if body is None or uid not in ("", body["metadata"].get("uid")):
+            return
+        if version not in ("", body["metadata"]["resourceVersion"]):
             return
         if body["metadata"].get("finalizers"):
             self._store(key, _merge_patch(body, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))
@@ -151,6 +159,11 @@ def _merge_patch(before: Any, patch: Any) -> Any:
         if value is None:
             del merged[name]
     return merged
+
+
+def _matches_field(body: Object, pair: str) -> bool:
+    path, _, value = pair.partition("=")
+    return bool((_read_field(body, path.removesuffix("!")) == value) != path.endswith("!"))
 
 
 def _read_field(body: Object, path: str) -> Any:

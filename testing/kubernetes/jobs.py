@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pacekeeper_operator.api.names import API_VERSION
+from pacekeeper_operator.api.names import API_VERSION, find_trainer_name
 from pacekeeper_operator.state import state_codec
 from pacekeeper_operator.state.desired_state import DesiredState
 from testcluster import api, faults, release
@@ -90,15 +90,15 @@ def build_paced_job(
     return build_job_manifest(name, PACED_COMMAND, environment=variables, **spec)
 
 
-def build_volume_claim(name: str) -> dict[str, Any]:
-    """A volume that all workers share."""
+def build_volume_claim(name: str, access_mode: str = "ReadWriteMany") -> dict[str, Any]:
+    """A volume that all workers share, or that one node mounts."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": name},
         "spec": {
             "storageClassName": "shared",
-            "accessModes": ["ReadWriteMany"],
+            "accessModes": [access_mode],
             "resources": {"requests": {"storage": "1Gi"}},
         },
     }
@@ -115,8 +115,9 @@ class ClusterJob:
     @classmethod
     def apply(cls, cluster: KubectlCluster, namespace: str, body: dict[str, Any]) -> ClusterJob:
         """With its claim, where it names one."""
-        if name := body["spec"].get("checkpoint", {}).get("volumeClaimName"):
-            cluster.apply(build_volume_claim(name), namespace)
+        checkpoint = body["spec"].get("checkpoint", {})
+        if name := checkpoint.get("volumeClaimName"):
+            cluster.apply(build_volume_claim(name, checkpoint.get("accessMode", "ReadWriteMany")), namespace)
         cluster.apply(body, namespace)
         return cls(cluster, namespace, body["metadata"]["name"])
 
@@ -242,15 +243,21 @@ class ClusterJob:
 
     def stop_trainer(self, rank: int) -> None:
         """SIGSTOP to all processes of the trainer's container, launcher included; the sidecar goes on."""
-        for pid in faults.list_container_pids(self.namespace, self.find_worker(rank), "trainer"):
+        worker = self.find_worker(rank)
+        for pid in faults.list_container_pids(self.namespace, worker, self._find_trainer(worker)):
             faults.signal_process(pid, signal.SIGSTOP)
+
+    def _find_trainer(self, worker: str) -> str:
+        """The container of the pod with the ranks."""
+        return find_trainer_name(api.get_path(f"/api/v1/namespaces/{self.namespace}/pods/{worker}")["metadata"])
 
     def _signal_rank(self, rank: int, signum: signal.Signals) -> None:
         worker = self.find_worker(rank)
+        trainer = self._find_trainer(worker)
 
         def rank_process() -> int | None:
-            pids = faults.list_container_pids(self.namespace, worker, "trainer")
-            return pids[-1] if len(pids) > 2 else None  # launcher, warm process, and the rank, which is the youngest
+            pids = faults.list_rank_pids(self.namespace, worker, trainer)
+            return pids[-1] if pids else None
 
         faults.signal_process(self.wait_until(rank_process, 20, f"a rank on {worker}"), signum)
 

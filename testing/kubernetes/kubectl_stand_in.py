@@ -24,6 +24,8 @@ def main() -> int:
     if refusal.exists():
         print(refusal.read_text(), file=sys.stderr)
         return 1
+    if "--local" in arguments:
+        return parse_manifests(arguments)
     if verb == "exec":
         return execute_program(folder / "pods" / rest[0], *arguments[arguments.index("--") + 1 :])
     if verb == "annotate" and (folder / "later.json").exists():
@@ -42,6 +44,25 @@ def main() -> int:
         print(f'Error from server (NotFound): {rest[0]} "{rest[1]}" not found', file=sys.stderr)
         return 1
     print(json.dumps(match))
+    return 0
+
+
+def parse_manifests(arguments: list[str]) -> int:
+    """Print the objects of a file, as `kubectl patch --local` does with an empty patch."""
+    import yaml  # most calls do without it
+
+    file, output = (arguments[arguments.index(option) + 1] for option in ("-f", "-o"))
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        bodies = [body for body in yaml.safe_load_all(text) if body is not None]
+    except (OSError, yaml.YAMLError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not bodies:
+        print("error: no objects passed to patch", file=sys.stderr)
+        return 1
+    for body in bodies:
+        print(json.dumps(body, indent=2) if output == "json" else yaml.safe_dump(body), end="")
     return 0
 
 

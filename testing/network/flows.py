@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pacekeeper_analysis.protocol.plan import EvidencePart, Hop, Paths, PlannedPath
+from pacekeeper_analysis.protocol.plan import Hop, Paths, PlannedPath
 from pacekeeper_analysis.protocol.reports import Evidence, LinkWindow, PathFault, PathReport
+from pacekeeper_analysis.protocol.requests import EvidencePart, EvidenceRequest
 from pacekeeper_operator.api.fabric import FabricSpec, LevelSpec, LinkException, PathControl, PathControlSpec
 from pacekeeper_operator.decide.network import traffic
 from pacekeeper_operator.decide.network.link_state import NO_DEGRADED_LINKS, DegradedLinks
@@ -108,5 +109,5 @@ def build_connection_answers(
 def answer_request(observation: Observation, evidence: Sequence[Evidence]) -> Observation:
     """The connections have been requested, and answered so."""
     parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-    observation = observation.with_desired(observation.desired.with_plan(evidence_request="ask", evidence_parts=parts))
+    observation = observation.with_desired(observation.desired.with_requests(evidence=EvidenceRequest("ask", parts)))
     return replace(observation, evidence=tuple(evidence))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pacekeeper.launcher.network.interfaces import bind_socket
 from pacekeeper.launcher.network.link_probes import LinkProber, LinkProbeServer
-from pacekeeper_analysis.protocol.plan import LinkProbeTask, ProbeTarget
+from pacekeeper_analysis.protocol.requests import LinkProbeTask, ProbeTarget
 
 MEMBERSHIP, SECRET = 3, "5ec2e7" * 8
 

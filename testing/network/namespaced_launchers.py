@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from pacekeeper import cli
 from pacekeeper.launcher.network.path_shim import preload_shim
-from pacekeeper.launcher.ranks.processes import die_with_parent
+from pacekeeper_rank.forking.process_setup import die_with_parent
 from testing.training.ranks import PREIMPORTS, import_before_forks
 
 UNPRIVILEGED_USER_ID = 65534

@@ -9,10 +9,10 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from pacekeeper.health.rank_rings import RankRings
 from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper.sidecar.connection_sampler import ConnectionSampler
 from pacekeeper.sidecar.prometheus_metrics import WorkerMetrics
-from pacekeeper.sidecar.rank_rings import RankRings
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper_operator import metrics
 from testing.kubernetes.chart import CHART

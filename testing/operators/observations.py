@@ -134,7 +134,7 @@ def with_pods(observation: Observation, *, state: LauncherState | None = None, p
             record.name, f"uid-{record.name}", "Running" if placed else "Pending", node, created_at=observation.now
         )
         pod = replace(pod, address=f"10.0.0.{record.ordinal}" if placed else "")
-        heartbeat = None if state is None else Heartbeat(worker=record.name, state=state)
+        heartbeat = None if state is None else Heartbeat(record.name, state, commands_may_follow=False)
         views.append(WorkerView(record, pod, heartbeat))
     return replace(observation, workers=tuple(views))
 

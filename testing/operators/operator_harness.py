@@ -16,12 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from pacekeeper.health.rank_rings import RankRings
 from pacekeeper.sidecar.connection_sampler import ConnectionSampler
 from pacekeeper.sidecar.operator_client import OperatorClient, OperatorUnavailable
-from pacekeeper.sidecar.rank_rings import RankRings
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import Sidecar
-from pacekeeper_analysis.protocol.plan import Member, Plan, WorkerPlan
+from pacekeeper.sidecar.worker_monitor import WorkerMonitor
+from pacekeeper_analysis.protocol.plan import Member, Plan
+from pacekeeper_analysis.protocol.poll import PollAnswer
 from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbeat
 from pacekeeper_operator.api.training_job import JobPhase, JobStatus, TrainingJob
 from pacekeeper_operator.async_runtime import OperatorRuntime
@@ -130,11 +132,13 @@ class DirectOperatorClient:
         self._operator = operator
         self._caller = Caller(operator.job.namespace, operator.job.name, worker)
 
-    async def fetch_plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
+    async def poll(
+        self, heartbeat: Heartbeat, after: int, received_requests: str, wait: float, hold: float = 0.0
+    ) -> PollAnswer | None:
         self._operator.heartbeats += 1
         received = Heartbeat.from_json(json.loads(json.dumps(replace(heartbeat, sent_at=time.time()).to_json())))
         received = replace(received, worker=self._caller.worker)
-        return await self._operator.sidecars.poll(self._caller, received, after, wait, hold)
+        return await self._operator.sidecars.poll(self._caller, received, after, wait, hold, received=received_requests)
 
     async def send_fault(self, fault: FaultReport) -> None:
         try:
@@ -174,4 +178,5 @@ def _create_sidecar(operator: OperatorHarness, worker: LaunchedWorker) -> Sideca
     window = operator.job.spec.detection.window_steps
     settings = SidecarSettings(worker.runtime, operator.job.name, worker.name, "", "", Path(), window_steps=window)
     client = cast(OperatorClient, DirectOperatorClient(operator, worker.name))
-    return Sidecar(settings, client, RankRings(worker.runtime, window), ConnectionSampler(worker.runtime))
+    ranks, connections = RankRings(worker.runtime, window), ConnectionSampler(worker.runtime)
+    return Sidecar(settings, client, WorkerMonitor(settings, ranks, connections))

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ class OperatorProcess:
     prometheus_url: str = PROMETHEUS_URL
     ports: list[int] = field(default_factory=lambda: [_find_free_port() for _ in range(3)])
     process: subprocess.Popen[bytes] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)  # variables in addition
 
     def start(self, *, crash_after_writes: int = 0, module: str = "pacekeeper_operator") -> None:
         """`crash_after_writes`: writes to the API server; 0: it lives."""
@@ -54,6 +55,7 @@ class OperatorProcess:
             "PACEKEEPER_DCGM_NAMESPACE": "gpu-monitoring",
             "PACEKEEPER_QUARANTINE_MODE": "Act",
             "CRASH_TEST_WRITES": str(crash_after_writes),
+            **self.settings,
         }
         command = [sys.executable, "-m", CRASH_TEST_OPERATOR if crash_after_writes else module]
         with self.log.open("ab") as log:
@@ -97,10 +99,12 @@ def operator_process(cluster: KubectlCluster, resources: None) -> Iterator[Opera
 
 
 @contextmanager
-def run_operator_process(cluster: KubectlCluster, prometheus_url: str = PROMETHEUS_URL) -> Iterator[OperatorProcess]:
+def run_operator_process(
+    cluster: KubectlCluster, prometheus_url: str = PROMETHEUS_URL, settings: Mapping[str, str] | None = None
+) -> Iterator[OperatorProcess]:
     """It ends when the jobs that are being deleted are gone."""
     log = Path(tempfile.mkdtemp(prefix="pacekeeper-operator-")) / "log"
-    operator = OperatorProcess(cluster, log, prometheus_url)
+    operator = OperatorProcess(cluster, log, prometheus_url, settings=settings or {})
     if cluster.get("namespace", SYSTEM) is None:
         cluster.kubectl("create", "namespace", SYSTEM)
     operator.start()

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder
 
 rank, this_round = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])

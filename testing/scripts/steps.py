@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pacekeeper import torch_internals
-from pacekeeper.observe.collectives import flight_recorder
-from pacekeeper.observe.record_ring import NO_PLACE, RingWriter
-from pacekeeper_analysis.protocol.records import Collective, Phase, RecordKind
+from pacekeeper_rank import torch_internals
+from pacekeeper_rank.collectives import flight_recorder
+from pacekeeper_rank.record_ring import NO_PLACE, RingWriter
+from pacekeeper_rank.records import Collective, Phase, RecordKind
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
 FOLDER = Path(os.environ["FOLDER"])
@@ -53,7 +53,8 @@ def main() -> None:
         assert total.item() == dist.get_world_size()
         step += 1
         now = time.monotonic_ns()
-        ring.write(RecordKind.STEP, begin, now, step, Phase.TRAIN, 8.0)
+        for kind in (RecordKind.STEP, RecordKind.COMPUTE):
+            ring.write(kind, begin, now, step, Phase.TRAIN, 8.0)
         ring.end_step(step, now)
         write_diary(f"step {step}")
         if RANK == 0:

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 from pacekeeper_analysis.protocol.plan import Member, Plan
+from pacekeeper_analysis.protocol.poll import PollAnswer
 from pacekeeper_analysis.protocol.reports import Evidence, FaultKind, FaultReport, Heartbeat
+from pacekeeper_analysis.protocol.requests import Requests, WorkerRequests
 from pacekeeper_operator.api.training_job import JobSpec, TrainingJob
 from pacekeeper_operator.pods.manifests import Installation, build_worker_pod
 from simulation.workers.training_round import TrainingRound
@@ -24,6 +26,7 @@ class FakeEndpoint:
 
     def __init__(self) -> None:
         self.plan = Plan()
+        self.requests = Requests()
         self.is_unavailable = False
         self.heartbeats: dict[str, Heartbeat] = {}
         """The newest of each worker."""
@@ -36,6 +39,10 @@ class FakeEndpoint:
         self.plan = plan
         changed, self._plan_changed = self._plan_changed, asyncio.Event()
         changed.set()
+
+    def give_requests(self, requests: Requests) -> None:
+        self.requests = requests
+        self.give_plan(self.plan)
 
     def open_client(self, _place: str, _source: str) -> FakeEndpoint:
         return self
@@ -56,13 +63,20 @@ class FakeEndpoint:
         self.heartbeats[heartbeat.worker] = heartbeat
         if heartbeat.launcher_silent_seconds:
             self.silences.append((heartbeat.worker, heartbeat.launcher_silent_seconds))
-        if self.plan.version <= int(query.get("after", -1)):
+        if self.plan.version <= int(query.get("after", -1)) and not self._has_new_requests(heartbeat.worker, query):
             try:
                 async with asyncio.timeout(float(query["wait"])):
                     await self._plan_changed.wait()
             except TimeoutError:
                 return 204, None
-        return 200, self.plan.build_worker_plan(heartbeat.worker).to_json()
+        plan, requests = self.plan.build_worker_plan(heartbeat.worker), self._build_requests(heartbeat.worker)
+        return 200, PollAnswer(plan, requests).to_json()
+
+    def _has_new_requests(self, worker: str, query: Mapping[str, str]) -> bool:
+        return self._build_requests(worker).identity != query["requests"]
+
+    def _build_requests(self, worker: str) -> WorkerRequests:
+        return self.requests.build_worker_requests(worker, is_member=self.plan.has_member(worker))
 
 
 class SimulatedTeam:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pacekeeper.observe.work_clock import Clock, DeviceClock, HostClock
+from pacekeeper_rank.work_clock import Clock, DeviceClock, HostClock
 
 BATON_TIMEOUT_SECONDS = 30.0
 """Seconds of real time after which a rank that waits for the baton gives up."""

@@ -56,9 +56,8 @@ def install_fake_clock(folder: Path, rank: int, ranks: int) -> FakeClock:
     """By this clock the rank's recorder records from now on; call it before the rank is watched."""
     from torch._C._distributed_c10d import Work
 
-    from pacekeeper import torch_internals
-    from pacekeeper.observe import recorder_factory
-    from pacekeeper.observe.collectives import collective_hooks, collective_monitor
+    from pacekeeper_rank import recorder_factory, torch_internals
+    from pacekeeper_rank.collectives import collective_hooks, collective_monitor
 
     clock = FakeClock(folder, rank, ranks)
     hook, wait, engine = collective_hooks.hook_group, Work.wait, torch_internals.engine

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.ranks.warm_process import import_modules
+from pacekeeper_rank.forking.warm_server import import_modules
 
 from .launchers import fork_process, wait_until_true
 from .ranks import PREIMPORTS

@@ -18,11 +18,12 @@ from typing import NoReturn, TypeVar
 
 from pacekeeper.launcher.command import launch_from_plan
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.ranks.warm_process import import_modules
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_plan
+from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json
 from pacekeeper_analysis.protocol.plan import SECRET_BYTES, Member, Plan
 from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport, Heartbeat, LauncherState
+from pacekeeper_analysis.protocol.requests import Requests
+from pacekeeper_rank.forking.warm_server import import_modules
 
 from .ranks import PREIMPORTS
 
@@ -125,8 +126,14 @@ class LauncherTeam:
             plan if plan.secret else plan.with_membership_secret(self.plan, secrets.token_hex(SECRET_BYTES))
         )
         for name in self.workers if to is None else to:
-            write_plan(self.workers[name].runtime.plan, plan.build_worker_plan(name))
+            write_json(self.workers[name].runtime.plan, plan.build_worker_plan(name).to_json())
             self.workers[name].runtime.operator_contact.touch()
+
+    def give_requests(self, requests: Requests) -> None:
+        """What the sidecars would do: each worker's part of the open requests into its runtime folder."""
+        for name, worker in self.workers.items():
+            part = requests.build_worker_requests(name, is_member=self.plan.has_member(name))
+            write_json(worker.runtime.requests, part.to_json())
 
     def build_members(self, **ranks: Sequence[int]) -> tuple[Member, ...]:
         return tuple(

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.protocol.communicators import Communicator, format_ranks
+from pacekeeper_analysis.protocol.communicators import Communicator
 from pacekeeper_analysis.protocol.operations import OPERATION, encode_operations
-from pacekeeper_analysis.protocol.records import Collective
 from pacekeeper_analysis.protocol.reports import Evidence, RankOperations
+from pacekeeper_rank.collectives.communicators import format_ranks
+from pacekeeper_rank.records import Collective
 
 
 @dataclass

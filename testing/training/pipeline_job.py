@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pacekeeper_analysis.protocol.communicators import Communicator, format_ranks
+from pacekeeper_analysis.protocol.communicators import Communicator
 from pacekeeper_analysis.protocol.operations import NO_GROUP, OPERATION
-from pacekeeper_analysis.protocol.records import Collective
 from pacekeeper_analysis.whatif.live import RankSteps
+from pacekeeper_rank.collectives.communicators import format_ranks
+from pacekeeper_rank.records import Collective
 
 TRANSFER_SECONDS = 0.001
 """Seconds that each collective, send or receive takes once all are there."""

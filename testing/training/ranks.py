@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pacekeeper.launcher.ranks.warm_process import import_modules
-from pacekeeper.observe.record_ring import create_ring
 from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_rank.forking.warm_server import import_modules
+from pacekeeper_rank.record_ring import create_ring
 
 Result = TypeVar("Result")
 

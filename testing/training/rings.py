@@ -7,14 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.protocol.records import (
-    RING_HEADER_BYTES,
-    RING_MAGIC,
-    RING_RECORD,
-    RING_STATE,
-    RecordKind,
-    compute_ring_bytes,
-)
+from pacekeeper_analysis.protocol.records import RING_RECORD, RING_STATE
+from pacekeeper_rank.records import RING_HEADER_BYTES, RING_MAGIC, RecordKind, compute_ring_bytes
 
 OWN_MS = (100, 100, 200, 100)
 REDUCE_MS = 20

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import pacekeeper as pk
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.protocol.plan import SyncMode, WorkerPlan, WorkerRole
 from testing.training.ranks import forbid_unpickling, run_ranks
@@ -193,7 +193,7 @@ def read_records(runtime: Path, rank: int) -> NDArray[np.void]:
 
 def list_mode_starts(runtime: Path, rank: int) -> list[tuple[SyncMode, int]]:
     """The modes that a rank was in, each with the number of its first step."""
-    from pacekeeper_analysis.protocol.records import RecordKind
+    from pacekeeper_rank.records import RecordKind
 
     starts: list[tuple[SyncMode, int]] = []
     for record in read_records(runtime, rank):

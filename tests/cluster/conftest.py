@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from testing.kubernetes.cluster import apart, cluster, namespace
+from testcluster.job_controllers import JOBSET, KUEUE, TRAINER, JobController
+from testcluster.shell import log_step
+from testing.kubernetes.cluster import KubectlCluster, apart, cluster, namespace
 from testing.kubernetes.resources import resources
 from testing.operators.operator_process import operator_process
 from testing.operators.operator_release import operator
 
 __all__ = ["apart", "cluster", "namespace", "operator", "operator_process", "resources"]
+
+
+@pytest.fixture(scope="module")
+def jobset(cluster: KubectlCluster) -> Iterator[None]:
+    """JobSet's controller runs."""
+    with run_job_controller(cluster, JOBSET):
+        yield
+
+
+@pytest.fixture(scope="module")
+def kueue(cluster: KubectlCluster) -> Iterator[None]:
+    """Kueue's controller runs. A test with JobSets or TrainJobs requests their controllers before it."""
+    with run_job_controller(cluster, KUEUE):
+        yield
+
+
+@pytest.fixture(scope="module")
+def kubeflow_trainer(cluster: KubectlCluster) -> Iterator[None]:
+    """Kubeflow Trainer's controller runs. A test requests `jobset` before it."""
+    with run_job_controller(cluster, TRAINER):
+        yield
+
+
+@contextmanager
+def run_job_controller(cluster: KubectlCluster, controller: JobController) -> Iterator[None]:
+    if not cluster.is_testcluster:
+        pytest.skip("the controllers run as processes on the test cluster's machine")
+    try:
+        with log_step(f"{controller.name} installed"):
+            controller.install()
+        yield
+    finally:
+        with log_step(f"{controller.name} uninstalled"):
+            controller.uninstall()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -274,7 +274,7 @@ def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> 
         tenant.refusal(user, *patch),
         tenant.refusal(user, "delete", "tjs", "of-another"),
     ):
-        assert "a TrainingJobState is the operator's own" in response
+        assert "TrainingJobStates and WatchedJobs are the operator's own" in response
 
 
 def test_the_operator_has_the_rights_that_it_needs(tenant: Tenant) -> None:

@@ -16,6 +16,7 @@ NOT_IN_THIS_DEMO = {
     "pacekeeper_fabric_": "no Fabric describes the network",
     "pacekeeper_link_side_ratio": "in a ring a side cannot be distinguished from its one link",
     "pacekeeper_refused_calls_total": "no sidecar is refused",
+    "pacekeeper_watched_": "no job of another controller is watched",
 }
 """Series, and why the demo has none of them."""
 

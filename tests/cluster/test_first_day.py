@@ -59,7 +59,7 @@ def iterate_manifests() -> Iterator[dict[str, Any]]:
         "exits", build_command('print("loading")\nraise SystemExit("no corpus at /data/corpus")\n')
     )
     unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
-    yield build_job_manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
+    yield build_job_manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="45s")
     mount = {"volumeMounts": [{"name": "read-only", "mountPath": "/checkpoints", "readOnly": True}]}
     volume = {"volumes": [{"name": "read-only", "emptyDir": {}}]}
     yield build_job_manifest("read-only", [*GPT, "--steps=40"], trainer=mount, pod=volume, replicas=1)
@@ -89,7 +89,7 @@ class TestMistakes:
             "no/such-image:1"
             in job.wait_until(reason, 30, "the condition reports that the image is missing")["message"]
         )
-        job.wait_for_phase("Failed", timeout=60)
+        job.wait_for_phase("Failed", timeout=90)
         assert "no/such-image:1" in job.get_condition("Failed")["message"]
 
     def test_a_script_that_exits_at_once(self, jobs: Callable[[str], ClusterJob]) -> None:

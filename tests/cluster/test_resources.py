@@ -82,11 +82,7 @@ CONTAINER = "spec.template.spec.containers.0"
 MISTAKES = {
     "name too long": ("metadata.name", "a" * 41, "metadata.name must have 1 to 40 characters"),
     "name with dots": ("metadata.name", "my.job", "metadata.name must have 1 to 40 characters a-z, 0-9 and -"),
-    "no trainer": (
-        f"{CONTAINER}.name",
-        "main",
-        "spec.template.spec.containers.*rename the container that trains to trainer",
-    ),
+    "no such container": ("spec.trainerContainer", "main", "spec.trainerContainer.* must name the container"),
     "no containers": ("spec.template.spec", {}, "spec.template.spec.containers: Required value"),
     "no template": ("spec", {"replicas": 1}, "spec.template: Required value"),
     "zero replicas": ("spec.replicas", 0, "spec.replicas.* greater than or equal to 1"),
@@ -141,6 +137,17 @@ MISTAKES = {
         "spec.checkpoint.volumeClaimName",
         "My_Claim",
         "spec.checkpoint.volumeClaimName.*name of a PersistentVolumeClaim",
+    ),
+    "checkpoints in a process": ("spec.checkpoint.uri", "memory://job", "spec.checkpoint.uri.*outlives the workers"),
+    "credentials of a store": (
+        "spec.checkpoint.uri",
+        "s3://a:b@c/d",
+        "spec.checkpoint.uri.*must not contain credentials",
+    ),
+    "a store and a claim": (
+        "spec.checkpoint",
+        {"uri": "s3://bucket", "volumeClaimName": "claim"},
+        "spec.checkpoint.uri and spec.checkpoint.volumeClaimName exclude each other",
     ),
     "unknown clean-up": (
         "spec.runPolicy.cleanPodPolicy",
@@ -238,7 +245,13 @@ def test_defaults(cluster: KubectlCluster) -> None:
         "syncMode": "Auto",
         "schedulingTimeout": "5m",
         "managedBy": "pacekeeper.dev/operator",
-        "checkpoint": {"path": "/checkpoints", "everySteps": 100, "keep": 3, "readOnly": False},
+        "checkpoint": {
+            "path": "/checkpoints",
+            "everySteps": 100,
+            "keep": 3,
+            "readOnly": False,
+            "accessMode": "ReadWriteMany",
+        },
         "preflight": {"enabled": False, "timeout": "5m", "validFor": "24h"},
         "detection": {
             "stragglerSlowdown": 1.1,
@@ -512,7 +525,7 @@ def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: KubectlCl
 def test_all_kinds_are_in_one_category(cluster: KubectlCluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
     nodes = ("nodehistories", "nodeprobes", "nodequarantines")
-    plurals = ("fabrics", "incidents", *nodes, "profilewindows", "trainingjobs")
+    plurals = ("fabrics", "incidents", *nodes, "profilewindows", "trainingjobs", "watchedjobs")
     assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in plurals]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import venv
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Until all tests are imported: collections in between find nothing, and take seconds.
 gc.disable()
 
-from pacekeeper.observe import recorder_factory  # noqa: E402  # the same
+from pacekeeper_rank import recorder_factory  # noqa: E402  # the same
 from testing.training.ranks import PREIMPORTS, import_before_forks  # noqa: E402  # it imports torch
 
 AT_FIRST_USE = (
@@ -80,3 +81,15 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     assert recorder_factory.native_recorder is not None, f"{reason}; `make native` builds it"
     monkeypatch.setenv("PACEKEEPER_NATIVE", request.param)
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter with this one's packages, but without Pacekeeper, which an editable installation adds."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return str(folder / "bin/python")

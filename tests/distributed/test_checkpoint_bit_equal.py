@@ -14,6 +14,8 @@ import pytest
 
 from pacekeeper_analysis.protocol.plan import Plan, Stop, SyncMode
 from pacekeeper_analysis.protocol.reports import LauncherState
+from testing.storage.claim_server import serve_claim
+from testing.storage.s3_stand_in import serve_s3
 from testing.training.launchers import LauncherTeam, create_team
 
 TRAIN_SCRIPT = Path(__file__).parents[2] / "testing/scripts/train.py"
@@ -179,6 +181,75 @@ def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path]
     assert list_restored_steps(folder) == [0, stopped_at]
     assert stopped_at < UNTIL
     assert read_history(folder) == read_history(reference)
+
+
+@pytest.mark.parametrize("uninterrupted", ["1"], indirect=True, ids=["sharded"])
+def test_a_job_that_is_killed_resumes_from_an_object_store(uninterrupted: tuple[str, Path], tmp_path: Path) -> None:
+    """All workers are lost while they train on, and one of them while it stores its part of a checkpoint."""
+    shard, reference = uninterrupted
+    folder = tmp_path / "run"
+    with serve_s3() as s3:
+        variables: dict[str, Any] = {**s3.build_variables(), "PACEKEEPER_CHECKPOINT_URI": "s3://bucket/team/one"}
+        with run_training(
+            folder, SHARD=shard, SNAPSHOT_EVERY=0, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH="", **variables
+        ) as one:
+            one.wait_for(lambda: find_stored_steps(s3.objects, "manifest.json") == {5}, "the checkpoint of step 5")
+            s3.fail(lambda request: request.startswith("PUT") and "__3_0.distcp" in request, code="")
+            one.wait_for(lambda: find_stored_steps(s3.objects, "__0_0.distcp") == {5, 10}, "a part of step 10")
+            for name in "ab":
+                lost = one.workers.pop(name)
+                lost.kill()
+                lost.wait()
+            s3.clear_faults()
+            for name in "ab":
+                one.start(name)
+            one.give_plan(replace(one.plan, version=2, membership=2, round=2, store_port=29432))
+            run_to_the_end(one)
+        assert find_stored_steps(s3.objects, "manifest.json") == {5, 10, UNTIL}
+        assert find_stored_steps(s3.objects, "__0_0.distcp") == {5, 10, UNTIL}, "what was not published is gone"
+    assert list_restored_steps(folder) == [0, 5]
+    assert read_history(folder) == read_history(reference)
+
+
+@pytest.mark.parametrize("uninterrupted", ["1"], indirect=True, ids=["sharded"])
+def test_a_job_whose_workers_share_no_folder_resumes_through_the_checkpoint_server(
+    uninterrupted: tuple[str, Path], tmp_path: Path
+) -> None:
+    """All workers are lost while the server is gone, and a part of a checkpoint is half stored."""
+    shard, reference = uninterrupted
+    folder, claim = tmp_path / "run", tmp_path / "claim"
+
+    def list_steps(name: str) -> set[int]:
+        return {int(path.parent.name[5:].partition(".")[0]) for path in claim.glob(f"step-*/{name}")}
+
+    with serve_claim(claim) as server:
+        variables: dict[str, Any] = {"PACEKEEPER_CHECKPOINT_URI": "claim://checkpoints/job", "SNAPSHOT_EVERY": 0}
+        with run_training(folder, SHARD=shard, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH="", **variables) as one:
+            one.give_plan(replace(one.plan, version=2, checkpoint_server=server.address))
+            one.wait_for(lambda: list_steps("manifest.json") == {5}, "the checkpoint of step 5")
+            one.wait_for(lambda: list_steps("__*.distcp") == {5, 10}, "a part of step 10")
+            server.kill()
+            for name in "ab":
+                lost = one.workers.pop(name)
+                lost.kill()
+                lost.wait()
+            server.start()
+            for name in "ab":
+                one.start(name)
+            one.give_plan(
+                replace(one.plan, version=3, membership=2, round=2, store_port=29432, checkpoint_server=server.address)
+            )
+            run_to_the_end(one)
+    resumed_at = list_restored_steps(folder)[1]
+    assert resumed_at in (5, 10), "step 10 was published if the server was killed late"
+    assert list_steps("manifest.json") == list_steps("__0_0.distcp") == {5, 10, UNTIL}
+    assert read_history(folder) == read_history(reference)
+
+
+def find_stored_steps(objects: dict[str, bytes], name: str) -> set[int]:
+    """Return the steps of which an object of this name is stored."""
+    folders = [path.split("/")[-2] for path in list(objects) if path.endswith(f"/{name}")]
+    return {int(folder.removeprefix("step-").partition(".")[0]) for folder in folders}
 
 
 @pytest.mark.parametrize("mode", [SyncMode.EDIT, SyncMode.ASYNC_EDIT])

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import pacekeeper as pk
 from pacekeeper.checkpointing.storage import checkpoint_folder, checkpoint_writer, distributed_checkpoint
 from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
 from testing.training.launchers import wait_until_true
@@ -35,7 +35,7 @@ FAULTS: dict[str, tuple[int, Any, str, str]] = {
     "manifest": (0, checkpoint_folder, "_write_durably", "manifest.json"),
     "publish": (0, checkpoint_folder.CheckpointFolder, "publish", ""),
     "metadata": (0, FileSystemWriter, "finish", ""),
-    "checksum": (1, checkpoint_writer, "compute_checksum", ""),
+    "checksum": (1, checkpoint_folder.FolderFiles, "compute_checksum", ""),
     "write": (1, distributed_checkpoint, "_write_items", ""),
     "copy": (1, distributed_checkpoint, "_copy_into_buffer", ""),
 }

@@ -25,11 +25,11 @@ from pacekeeper.checkpointing.storage.checkpoint_writer import WriteOutcome
 from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
-from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import StateOrigin
+from pacekeeper_rank.recorder import NoRing, Recorder
+from pacekeeper_rank.records import StateOrigin
 from testing.training.mounts import can_mount, mount_memory, unshare_mounts
 from testing.training.ranks import run_ranks
 
@@ -227,8 +227,9 @@ def test_a_checkpoint_that_the_volume_changed_is_not_published(tmp_path: Path) -
     def main(rank: int) -> list[WriteOutcome]:
         write = distributed_checkpoint._write_items
 
-        def write_and_lose_a_bit(items: Any, path: Path) -> Any:
-            written = write(items, path)
+        def write_and_lose_a_bit(items: Any, storage: Any, name: str) -> Any:
+            written = write(items, storage, name)
+            path = storage.path / name
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
-from pacekeeper.observe.collectives import collective_hooks, dispatcher
-from pacekeeper.torch_internals import Work, get_default_store
+from pacekeeper.torch_internals import get_default_store
+from pacekeeper_rank.collectives import collective_hooks, dispatcher
+from pacekeeper_rank.torch_internals import Work
 from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 
-from pacekeeper.observe.collectives.communicators import read_communicators
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.health.rank_rings import RankRings
+from pacekeeper.observe.collectives.communicator_file import read_communicators
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder
-from pacekeeper.sidecar.rank_rings import RankRings
 from pacekeeper_analysis.protocol.communicators import Communicator
 from pacekeeper_analysis.protocol.operations import NO_GROUP, decode_operations
-from pacekeeper_analysis.protocol.plan import EvidencePart
-from pacekeeper_analysis.protocol.records import Collective, Phase, RecordKind
+from pacekeeper_analysis.protocol.requests import EvidencePart
+from pacekeeper_rank.records import Collective, Phase, RecordKind
 from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -140,7 +140,7 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
-            time.sleep(0.05 * rank)
+            time.sleep(0.2 * rank)
             model(torch.ones(2, 4)).sum().backward()
             work = dist.all_reduce(torch.ones(1), async_op=True)
             assert work is not None
@@ -154,6 +154,7 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
     assert rings.build_evidence("e", "w", 1).operations == ()
     evidence = rings.build_evidence("e", "w", 1, [EvidencePart.OPERATIONS])
     assert evidence.windows == ()
+    waits = [0.0, 0.0]
     for answer in evidence.operations:
         found = decode_operations(answer.operations)
         assert sorted(set(found["step"])) == [2, 3, 4], "the first step of a round is no training yet"
@@ -163,15 +164,14 @@ def test_the_evidence_has_the_collectives_of_the_last_whole_steps_and_how_long_e
             buckets, asynchronous, barrier = found[found["step"] == step]
             assert barrier["collective"] == Collective.BARRIER
             assert asynchronous["wait"] < asynchronous["end"] - asynchronous["start"] - 0.015, "it overlapped"
-            if answer.rank == 0:
-                assert 0.03 < buckets["wait"] <= buckets["end"] - buckets["start"]
-            else:
-                assert buckets["wait"] < 0.03
+            assert 0 <= buckets["wait"] <= buckets["end"] - buckets["start"]
+            waits[answer.rank] += buckets["wait"]
+    assert waits[0] > max(0.1, 2 * waits[1]), "it waits for the other rank, which sleeps for 0.4 s in these steps"
 
 
 def test_a_step_that_does_not_fit_is_left_out_whole(tmp_path: Path) -> None:
     from pacekeeper.observe.collectives.operations import select_last_operations
-    from pacekeeper.observe.record_ring import RingWriter, create_ring
+    from pacekeeper_rank.record_ring import RingWriter, create_ring
 
     create_ring(tmp_path / "0", 0, 1)
     ring = RingWriter(tmp_path / "0")

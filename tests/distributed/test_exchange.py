@@ -26,8 +26,8 @@ from pacekeeper.checkpointing.storage.distributed_checkpoint import (
 )
 from pacekeeper.checkpointing.storage.manifests import compute_checksum
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
-from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_rank.recorder import NoRing, Recorder
 from testing.training.ranks import forbid_unpickling, run_ranks
 
 pytestmark = pytest.mark.oldest_torch

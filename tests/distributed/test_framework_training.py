@@ -9,10 +9,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pacekeeper.integrations.framework_training import FrameworkTraining
-from pacekeeper.observe.record_ring import RingReader
-from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper.observe.ring_reader import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.protocol.plan import WorkerPlan
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_rank.records import Phase, RecordKind
 from testing.training.ranks import run_ranks
 
 RANKS = 2
@@ -26,7 +26,7 @@ def test_a_checkpoint_that_the_plan_requests_is_written_once_by_all_in_the_same_
         requested: list[int] = []
         for step in range(41, 48):
             if step == 43 and rank == 0:
-                write_plan(RuntimeFolder(tmp_path).plan, WorkerPlan(version=2, checkpoint_request=3))
+                write_json(RuntimeFolder(tmp_path).plan, WorkerPlan(version=2, checkpoint_request=3).to_json())
             if training.end_step().save:
                 requested.append(step)
                 training.publish_checkpoint(lambda: None)

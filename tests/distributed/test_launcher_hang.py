@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.health import stall_detector
+from pacekeeper.health import stall_detector
 from pacekeeper_analysis.failures.hang import HangKind, HangVerdict, diagnose_hang
 from pacekeeper_analysis.protocol.plan import Plan
 from pacekeeper_analysis.protocol.reports import FaultKind, FaultReport

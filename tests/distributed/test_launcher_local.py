@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pacekeeper.launcher import local_controller
 from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.ranks.warm_process import import_modules
+from pacekeeper_rank.forking.warm_server import import_modules
 from testing.training.launchers import STEPS_SCRIPT, fork_process, wait_until_true
 from testing.training.ranks import PREIMPORTS
 

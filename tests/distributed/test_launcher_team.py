@@ -15,6 +15,7 @@ from pacekeeper.runtime_folder import read_json
 from pacekeeper_analysis.network.link_probe import LinkProbeVerdict, ProbeParty, evaluate_probe, plan_probe
 from pacekeeper_analysis.protocol.plan import Plan, Stop
 from pacekeeper_analysis.protocol.reports import FaultKind, LauncherState, LinkProbe
+from pacekeeper_analysis.protocol.requests import Requests
 from testing.training.launchers import LauncherTeam, create_team
 
 PORT = 29412
@@ -66,7 +67,7 @@ def test_launchers_measure_their_links_during_training_and_report_the_owners_of_
         }
         parties = [ProbeParty(name, address[name]) for name in "abc"]
         request = plan_probe("probe-2", parties[0], parties[1], parties[2:])
-        one.give_plan(replace(one.plan, version=2, probe=request))
+        one.give_requests(Requests(probe=request))
         found = {}
         for name, worker in one.workers.items():
             one.wait_for(worker.runtime.probes.exists, f"what {name} has measured")

@@ -111,13 +111,19 @@ def test_another_hash_seed_sends_the_same_connections_over_other_links(fabric: H
     near, far, _ = fabric.hosts
 
     def carried() -> list[int]:
-        """Bytes by each spine, as the leaf at the other end has got them."""
-        before = fabric.read_received_bytes(far.leaf)
-        list_used_spines(fabric, near, far)
-        return [now - was for now, was in zip(fabric.read_received_bytes(far.leaf), before, strict=True)]
+        """Bytes by each spine, as the leaf at the other end has got them: the least of several times.
+
+        A neighbor that is resolved and a packet that is sent again add some to one of them.
+        """
+        times = []
+        for _ in range(3):
+            before = fabric.read_received_bytes(far.leaf)
+            list_used_spines(fabric, near, far)
+            times.append([now - was for now, was in zip(fabric.read_received_bytes(far.leaf), before, strict=True)])
+        return [min(by_spine) for by_spine in zip(*times, strict=True)]
 
     first = carried()
-    assert carried() == pytest.approx(first, abs=200), "neighbors are resolved from time to time"
+    assert carried() == pytest.approx(first, abs=200)
     fabric.reseed_hashes(1)
     assert carried() != pytest.approx(first, abs=200)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper.safe_serialization import pack_value, unpack_value
 from pacekeeper_analysis.errors import InputError

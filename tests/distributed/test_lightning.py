@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_rank.records import Phase, RecordKind
 from testing.training.frameworks import EXAMPLES, RANKS, TrainingOutcome, assert_same_weights, run_example
 from testing.training.ranks import import_before_forks
 

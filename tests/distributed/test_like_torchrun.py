@@ -33,6 +33,8 @@ from pacekeeper.launcher import command
 from testing.training.launchers import fork_process, wait_until_true
 
 RANKS = 2
+REPEAT_SECONDS = 10.0
+"""Until torchrun gets a signal again."""
 PREFIX = re.compile(r"(?m)^\[\d\] ")
 
 
@@ -233,6 +235,8 @@ def _start_case(
             for number, signum in enumerate(case.signals):
                 wait_until_true((folder / "work" / f"ready-{number}").exists, f"ready-{number}")
                 os.kill(pid, signum)
+            if case.signals and main is torch.distributed.run.main:
+                _repeat_signal(pid, case.signals[-1])
             code = wait_until_true(lambda: _poll_exit_code(pid), "the run ends")[0]
         except AssertionError as error:
             os.kill(pid, signal.SIGKILL)
@@ -250,6 +254,18 @@ def _start_case(
         return Outcome(code, tuple(sorted(filter(None, lines.splitlines()))), files, (folder / "log").read_text())
 
     return outcome
+
+
+def _repeat_signal(pid: int, signum: signal.Signals) -> None:
+    """Send it once more if the run goes on: torchrun's handler raises, which code that catches Exception may lose."""
+    with contextlib.suppress(AssertionError):
+        wait_until_true(lambda: _has_exited(pid), "the run ends", REPEAT_SECONDS)
+        return
+    os.kill(pid, signum)
+
+
+def _has_exited(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _poll_exit_code(pid: int) -> tuple[int] | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pacekeeper as pk
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.protocol.plan import SyncMode
 from testing.training.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import nn
 
 import pacekeeper as pk
 from pacekeeper_analysis.protocol.plan import SyncMode
-from pacekeeper_analysis.protocol.records import RecordKind
+from pacekeeper_rank.records import RecordKind
 from testing.training.ranks import run_ranks
 from testing.training.sync_mode_jobs import (
     BATCH,

@@ -88,7 +88,7 @@ def test_a_rank_that_dies_is_no_hang_and_the_next_round_knows_its_own_groups(tmp
         assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.read_logs()
         assert "round 2 step 9" in one.read_diary(2)
         assert diagnose_hang(list_stalls(one), world_size=8) is None
-        from pacekeeper.observe.collectives.communicators import read_communicators
+        from pacekeeper.observe.collectives.communicator_file import read_communicators
 
         known = read_communicators(one.workers["a"].runtime.communicators_file(2))
         assert {group.ranks for group in known if group.name == "tensor"} == {(2, 3)}

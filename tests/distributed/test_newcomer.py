@@ -47,7 +47,7 @@ def test_the_quickstart_recovers_from_a_killed_rank(clone: Path) -> None:
 
 def test_an_unchanged_script_recovers_from_a_killed_rank(clone: Path) -> None:
     """It has no checkpoint of its own: all begin again."""
-    (run,) = read_commands("Watch your script as it is")
+    _, run = read_commands("Watch any script as it is")
     losses = run_and_kill_rank(run, clone, STEPS="500")
     assert list(losses)[-1] == 500
     assert losses[500] < 0.5 * losses[50]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.protocol.plan import Hop, Member, Paths, Plan, PlannedPath
 from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState, PathFault
 from testing.network import paths
@@ -537,7 +537,7 @@ class Job:
         ).with_membership_secret(Plan(), "5ec2e7" * 8)
         for worker, runtime in enumerate(self.runtimes):
             with drop_privileges():  # a plan may be read by its own user only, from its first moment
-                write_plan(runtime.plan, plan.build_worker_plan(f"w{worker}"))
+                write_json(runtime.plan, plan.build_worker_plan(f"w{worker}").to_json())
             runtime.operator_contact.touch()
 
     def wait_until_ready(self) -> None:

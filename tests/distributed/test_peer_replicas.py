@@ -29,10 +29,10 @@ from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.checkpointing.versions import StateVersion
 from pacekeeper.environment import Environment
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
-from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_rank.recorder import NoRing, Recorder
 from testing.training.launchers import wait_until_true
 from testing.training.ranks import run_ranks
 
@@ -55,7 +55,7 @@ class Rank:
         worker = workers[rank // 2]
         runtime = RuntimeFolder(folder / worker).create()
         self.snapshots = runtime.snapshots
-        write_plan(runtime.plan, WorkerPlan(membership=1, role=WorkerRole.MEMBER, secret=SECRET))
+        write_json(runtime.plan, WorkerPlan(membership=1, role=WorkerRole.MEMBER, secret=SECRET).to_json())
         environment = Environment(
             rank,
             RANKS,
@@ -80,7 +80,7 @@ class Rank:
         self.optimizer.zero_grad()
         self.store.snapshot(number, samples=number)
         assert self.store.settle() == number
-        wait_until_true(lambda: self.delivered_step == number, f"the copy of step {number}")
+        wait_until_true(lambda: self.store.replicated_step == number, f"the copy of step {number}")
         return self.shards()
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import pacekeeper as pk
 from pacekeeper.observe.profiling import rank_profiler
-from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.failures.finding import FaultClass
 from pacekeeper_analysis.profiling.localize import Localization, localize_fault
 from pacekeeper_analysis.profiling.page import ProfilePage, write_profile_page
@@ -31,7 +31,8 @@ from pacekeeper_analysis.profiling.pattern import (
 )
 from pacekeeper_analysis.profiling.report import build_report_data
 from pacekeeper_analysis.profiling.table import read_table
-from pacekeeper_analysis.protocol.plan import ProfileRequest, SourceNaming, SyncMode, WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.plan import SyncMode, WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.requests import ProfileRequest, SourceNaming, WorkerRequests
 from testing.training.ranks import run_ranks
 
 RANKS = 3
@@ -136,7 +137,7 @@ def build_managed_main(folder: Path, steps: int) -> Callable[[int], None]:
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0 and step.number == SWITCH_STEP:
-                write_plan(RuntimeFolder(folder).plan, replace(build_plan(), version=8, sync_mode=SyncMode.EDIT))
+                write_json(RuntimeFolder(folder).plan, replace(PLAN, version=8, sync_mode=SyncMode.EDIT).to_json())
         for thread in threading.enumerate():
             if thread.name == "pacekeeper-profile":
                 thread.join()
@@ -157,15 +158,19 @@ def slow_to_compile(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Calla
     return graph.forward
 
 
-def build_plan(profile: ProfileRequest = WINDOW) -> WorkerPlan:
-    return WorkerPlan(version=7, membership=1, role=WorkerRole.MEMBER, profile=profile)
+PLAN = WorkerPlan(version=7, membership=1, role=WorkerRole.MEMBER)
+
+
+def write_request(runtime: RuntimeFolder, profile: ProfileRequest = WINDOW) -> None:
+    write_json(runtime.requests, WorkerRequests(profile.name, profile=profile).to_json())
 
 
 def run_profile(
     folder: Path, main: Callable[[int], Any], profile: ProfileRequest = WINDOW
 ) -> tuple[Localization, dict[int, ProfileAnswer]]:
     runtime = RuntimeFolder(folder).create()
-    write_plan(runtime.plan, build_plan(profile))
+    write_json(runtime.plan, PLAN.to_json())
+    write_request(runtime, profile)
     run_ranks(main, RANKS, folder)
     paths = {rank: runtime.pattern(profile.name, rank) for rank in range(RANKS)}
     raw = {rank: path.read_bytes() for rank, path in paths.items() if path.exists()}
@@ -244,7 +249,7 @@ def test_a_rank_that_dies_during_a_profile_costs_only_its_own_pattern(tmp_path: 
         return 0.0
 
     runtime = RuntimeFolder(tmp_path).create()
-    write_plan(runtime.plan, WorkerPlan(version=7, role=WorkerRole.MEMBER, profile=replace(WINDOW, steps=18)))
+    write_request(runtime, replace(WINDOW, steps=18))
     with pytest.raises(AssertionError, match="rank 1"):
         run_ranks(build_monitored_main(210, at_step=die), RANKS, tmp_path)
     answers = {rank: runtime.pattern(WINDOW.name, rank).read_bytes() for rank in (0, 2)}
@@ -255,6 +260,6 @@ def test_a_rank_that_dies_during_a_profile_costs_only_its_own_pattern(tmp_path: 
 def test_a_profile_that_was_received_too_late_is_skipped(tmp_path: Path) -> None:
     late = replace(WINDOW, first_step=0, steps=1)
     runtime = RuntimeFolder(tmp_path).create()
-    write_plan(runtime.plan, WorkerPlan(version=7, role=WorkerRole.MEMBER, profile=late))
+    write_request(runtime, late)
     run_ranks(build_monitored_main(20), RANKS, tmp_path)
     assert not list(runtime.patterns.glob("*.json"))

@@ -83,7 +83,8 @@ def test_the_state_of_a_new_worker_comes_from_its_peer_replica(tmp_path: Path) -
     with start_training(tmp_path) as one:
         one.wait_for(
             lambda: (
-                min(heartbeat.checkpoint.snapshot_step or 0 for heartbeat in wait_until_training(one, "ab", 1)[:1]) > 5
+                min(heartbeat.checkpoint.replicated_step or 0 for heartbeat in wait_until_training(one, "ab", 1)[:1])
+                > 5
             ),
             "snapshots",
         )

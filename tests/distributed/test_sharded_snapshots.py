@@ -21,9 +21,9 @@ from pacekeeper.checkpointing.state_store import StateStore
 from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
-from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_rank.recorder import NoRing, Recorder
 from testing.training.ranks import run_ranks
 
 RANKS = 2

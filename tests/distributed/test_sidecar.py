@@ -16,10 +16,9 @@ import pytest
 from aiohttp import web
 
 from pacekeeper.launcher.network.sockets import SocketFile
-from pacekeeper.observe.record_ring import RingWriter, create_ring
 from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json, write_text
-from pacekeeper_analysis.protocol.plan import EvidencePart, LinkProbeTask, ProbeTarget, WorkerPlan, WorkerRole
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.poll import PollAnswer
 from pacekeeper_analysis.protocol.reports import (
     Evidence,
     FaultKind,
@@ -29,6 +28,15 @@ from pacekeeper_analysis.protocol.reports import (
     LauncherState,
     LinkProbe,
 )
+from pacekeeper_analysis.protocol.requests import (
+    EvidencePart,
+    EvidenceRequest,
+    LinkProbeTask,
+    ProbeTarget,
+    WorkerRequests,
+)
+from pacekeeper_rank.record_ring import RingWriter, create_ring
+from pacekeeper_rank.records import Phase, RecordKind
 from testing.network.ports import find_free_port
 from testing.operators.tls import Authority
 
@@ -43,6 +51,7 @@ class Operator:
     """What the operator would answer; the test changes it, and reads what it received."""
 
     plan: WorkerPlan = PLAN
+    requests: WorkerRequests = field(default_factory=WorkerRequests)
     away: bool = False
     heartbeats: list[Heartbeat] = field(default_factory=list)
     faults: list[FaultReport] = field(default_factory=list)
@@ -79,11 +88,14 @@ class Operator:
         wait, hold = float(request.query["wait"]), float(request.query["hold"])
         self.holds += [hold] if hold else []
         deadline = asyncio.get_running_loop().time() + max(wait, min(hold, self.longest))
-        while self.plan.version <= int(request.query.get("after", -1)):
+        while (
+            self.plan.version <= int(request.query.get("after", -1))
+            and self.requests.identity == request.query["requests"]
+        ):
             if asyncio.get_running_loop().time() >= deadline:
                 return web.Response(status=204)
             await asyncio.sleep(0.01)
-        return web.json_response(self.plan.to_json())
+        return web.json_response(PollAnswer(self.plan, self.requests).to_json())
 
     async def _fault(self, request: web.Request) -> web.Response:
         self.faults.append(FaultReport.from_json(await request.json()))
@@ -232,10 +244,10 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
         for step in range(1, 9):
             ring.write(RecordKind.STEP, 0, 100_000_000, step, Phase.TRAIN, 8.0)
             ring.write(RecordKind.COMPUTE, 0, 60_000_000, step, Phase.TRAIN, 8.0)
-        operator.plan = replace(PLAN, version=2, evidence_request="straggler-2")
+        operator.requests = WorkerRequests("straggler-2", EvidenceRequest("straggler-2"))
         await wait_until(lambda: bool(operator.evidence), "the evidence")
-        operator.plan = replace(PLAN, version=3, evidence_request="straggler-2")
-        await wait_until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 3, "the next plan")
+        operator.requests = replace(operator.requests, identity="straggler-2,profile-3")
+        await wait_until(lambda: "profile-3" in worker.runtime.requests.read_text(), "the next requests")
         page = await _read_metrics(worker)
     (evidence,) = operator.evidence
     assert evidence.request == "straggler-2"
@@ -364,10 +376,11 @@ async def test_a_renewed_token_is_used_without_a_restart(tmp_path: Path) -> None
 
 
 async def test_the_launchers_measurements_are_reported_once_for_the_requested_probe(tmp_path: Path) -> None:
-    operator = Operator(plan=replace(PLAN, probe=LinkProbeTask("probe-7", (ProbeTarget("gpt-w1-0", "127.0.0.1:1"),))))
+    task = LinkProbeTask("probe-7", (ProbeTarget("gpt-w1-0", "127.0.0.1:1"),))
+    operator = Operator(requests=WorkerRequests("probe-7", probe=task))
     found = LinkProbe("gpt-w1-0", 1e8, 0.001)
     async with run_sidecar(tmp_path, operator) as worker:
-        await wait_until(worker.runtime.plan.exists, "the plan")
+        await wait_until(worker.runtime.requests.exists, "the request")
         write_json(worker.runtime.probes, {"name": "probe-6", "probes": [vars(found)]})
         received_before = len(operator.heartbeats)
         operator.plan = replace(operator.plan, version=2)
@@ -384,7 +397,6 @@ async def test_the_launchers_measurements_are_reported_once_for_the_requested_pr
 
 async def test_connections_are_reported_where_they_are_requested(tmp_path: Path) -> None:
     """Of a rank (here the test itself), once a window is over."""
-    requesting_plan = replace(PLAN, evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS))
     operator = Operator(plan=PLAN)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
@@ -393,12 +405,13 @@ async def test_connections_are_reported_where_they_are_requested(tmp_path: Path)
         with one, other:
             async with run_sidecar(tmp_path, operator) as worker:
                 SocketFile(worker.runtime.sockets).refresh({0: os.getpid()}, now=0.0)
-                version = 1
+                number = 0
 
                 async def request_evidence() -> Evidence:
-                    nonlocal version
-                    version, before = version + 1, len(operator.evidence)
-                    operator.plan = replace(requesting_plan, version=version, evidence_request=f"why-{version}")
+                    nonlocal number
+                    number, before = number + 1, len(operator.evidence)
+                    request = EvidenceRequest(f"why-{number}", (EvidencePart.WINDOWS, EvidencePart.LINKS))
+                    operator.requests = WorkerRequests(request.name, request)
                     await wait_until(lambda: len(operator.evidence) > before, "an answer")
                     return operator.evidence[-1]
 

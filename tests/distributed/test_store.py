@@ -17,11 +17,11 @@ from pacekeeper.checkpointing.storage.checkpoint_writer import WriteOutcome
 from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
-from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import StateOrigin
+from pacekeeper_rank.recorder import NoRing, Recorder
+from pacekeeper_rank.records import StateOrigin
 from testing.training.ranks import run_ranks
 
 RANKS = 2

@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pacekeeper import torch_internals
+from pacekeeper_rank import torch_internals as recorded
+from pacekeeper_rank.collectives import dispatcher
 from testing.training.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
@@ -35,8 +39,9 @@ pytestmark = pytest.mark.oldest_torch
 def test_every_function_has_its_test_here() -> None:
     functions = {
         name
-        for name, function in inspect.getmembers(torch_internals, inspect.isfunction)
-        if function.__module__ == torch_internals.__name__ and not name.startswith("_")
+        for module in (torch_internals, recorded)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
     }
     tests = {name.removeprefix("test_") for name in vars(sys.modules[__name__])}
     assert functions <= tests
@@ -67,7 +72,7 @@ def test_get_default_store() -> None:
 def test_list_process_groups() -> None:
     def rank_main(_: int) -> bool:
         groups = [_init_single_rank(), dist.new_group([0])]
-        return torch_internals.list_process_groups() == groups
+        return recorded.list_process_groups() == groups
 
     assert run_ranks(rank_main, 1) == [True]
 
@@ -75,7 +80,7 @@ def test_list_process_groups() -> None:
 def test_on_new_process_group() -> None:
     def rank_main(rank: int) -> bool:
         made: list[Any] = []
-        torch_internals.on_new_process_group(made.append)
+        recorded.on_new_process_group(made.append)
         groups = [_init_single_rank(), dist.new_group([rank], use_local_synchronization=True)]
         groups += init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")).get_all_groups()
         dist.barrier()
@@ -91,9 +96,53 @@ def test_get_group_ranks() -> None:
         single: Any = dist.new_group([rank], use_local_synchronization=True)
         groups = [group, mesh.get_group("b"), single, object()]
         dist.barrier()
-        return [torch_internals.get_group_ranks(group) for group in groups]
+        return [recorded.get_group_ranks(group) for group in groups]
 
     assert run_ranks(rank_main, 2) == [[(0, 1), (0, 1), (rank,), ()] for rank in range(2)]
+
+
+def test_on_destroyed_process_group() -> None:
+    def rank_main(_: int) -> list[str]:
+        calls: list[str] = []
+
+        def destroyed(*_: Any) -> None:
+            calls.append("one" if dist.is_initialized() else "all")
+
+        recorded.on_destroyed_process_group(destroyed)
+        _init_single_rank()
+        dist.destroy_process_group(dist.new_group([0]))
+        dist.distributed_c10d.destroy_process_group()
+        return calls
+
+    assert run_ranks(rank_main, 1) == [["one", "all"]]
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("2.15.1+cpu", (2, 15)), ("2.9.0a0+gitabc", (2, 9)), ("nightly", (0, 0))]
+)
+def test_read_version(version: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert recorded.read_version() == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "missing"),
+    [
+        (torch._C, "_current_graph_task_id"),
+        (dist.distributed_c10d, "_register_process_group"),
+    ],
+)
+def test_can_report_collectives(owner: Any, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of these names; and before torch 2.9, where only the dispatcher would report them, not at all."""
+    assert recorded.can_report_collectives()
+    monkeypatch.setattr(recorded, "HookOpName", None)
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    assert recorded.can_report_collectives()
+    monkeypatch.setattr(torch, "__version__", "2.8.1")
+    assert not recorded.can_report_collectives()
+    monkeypatch.undo()
+    monkeypatch.delattr(owner, missing)
+    assert not recorded.can_report_collectives()
 
 
 def test_intercept_operator() -> None:
@@ -104,13 +153,13 @@ def test_intercept_operator() -> None:
         seen: list[Any] = []
 
         def kernel(arguments: Any, proceed: Any) -> Any:
-            assert torch_internals.ProcessGroup.unbox(arguments["process_group"]) is group
+            assert recorded.ProcessGroup.unbox(arguments["process_group"]) is group
             result = proceed()
-            work = torch_internals.Work.unbox(result[1])
+            work = recorded.Work.unbox(result[1])
             seen.append((list(arguments), arguments["root_rank"], work.is_completed() in (True, False)))
             return result
 
-        torch_internals.intercept_operator("broadcast_", kernel)
+        recorded.intercept_operator("broadcast_", kernel)
         dist.broadcast(torch.ones(2), 0)
         return seen
 
@@ -119,20 +168,35 @@ def test_intercept_operator() -> None:
     assert has_work
 
 
+def test_tracebacks_have_no_frame_of_a_kernel_before_torchs() -> None:
+    def rank_main(_: int) -> tuple[type, set[str]]:
+        _init_single_rank()
+        dispatcher._intercept_operators()
+        try:
+            dist.broadcast(torch.ones(2).to_sparse(), 0)
+        except Exception as error:
+            return type(error), {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+        raise AssertionError("gloo broadcasts no sparse tensors")
+
+    kind, files = run_ranks(rank_main, 1)[0]
+    assert issubclass(kind, (RuntimeError, ValueError))
+    assert not [file for file in files if "pacekeeper_rank" in file]
+
+
 # Backward passes
 
 
 def test_list_backends() -> None:
     def rank_main(_: int) -> list[str]:
         dist.init_process_group("gloo")
-        return torch_internals.list_backends()
+        return recorded.list_backends()
 
     assert run_ranks(rank_main, 1) == [["cpu:gloo,cuda:gloo"]]
 
 
 def test_dump_flight_record() -> None:
     """What stands in it is read in tests/unit/trainer/observe/collectives/test_flight_recorder.py."""
-    record = torch_internals.dump_flight_record()
+    record = recorded.dump_flight_record()
     assert record is not None
     assert json.loads(record)["version"].startswith("2.")
 
@@ -140,14 +204,14 @@ def test_dump_flight_record() -> None:
 def test_list_used_gpus() -> None:
     """Of a GPU in use: see tests.gpu.test_faults."""
     assert callable(torch._C._cuda_hasPrimaryContext)
-    assert torch_internals.list_used_gpus() == []
+    assert recorded.list_used_gpus() == []
 
 
 def test_graph_task() -> None:
     passes = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: passes.append(torch_internals.graph_task()))
-    assert torch_internals.graph_task() == -1
+    x.register_hook(lambda _: passes.append(recorded.graph_task()))
+    assert recorded.graph_task() == -1
     (x * x).sum().backward()
     (x * 2).sum().backward()
     assert len(set(passes)) == 2
@@ -158,7 +222,7 @@ def test_callbacks_of_the_engine_run_at_the_end_of_the_backward_pass() -> None:
     order = []
     x = torch.ones(2, requires_grad=True)
     y = x * x
-    y.register_hook(lambda _: torch_internals.engine.queue_callback(lambda: order.append("end")))
+    y.register_hook(lambda _: recorded.engine.queue_callback(lambda: order.append("end")))
     x.register_hook(lambda _: order.append("gradient"))
     y.sum().backward()
     assert order == ["gradient", "end"]
@@ -179,14 +243,45 @@ def test_on_compilation() -> None:
         def ended(_: Any) -> None:
             calls.append("ended")
 
-        torch_internals.on_compilation(started, ended)
-        torch_internals.on_compilation(started, ended)
+        recorded.on_compilation(started, ended)
+        recorded.on_compilation(started, ended)
         doubled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
         for size in (2, 2, 3):
             doubled(torch.ones(size))
         return calls
 
     assert run_ranks(rank_main, 1) == [["started", "ended"] * 2]
+
+
+def test_create_gloo_backend() -> None:
+    def rank_main(rank: int) -> int:
+        dist.init_process_group("gloo")
+        store = PrefixStore("apart", torch_internals.get_default_store())
+        backend = torch_internals.create_gloo_backend(store, rank, 2)
+        dist.destroy_process_group()
+        value = torch.tensor([rank + 1])
+        options = BroadcastOptions()
+        options.rootRank = 1
+        rows = [[torch.zeros_like(value) for _ in range(2)]]
+        backend.allgather(rows, [value]).wait()
+        gathered = [[torch.zeros_like(value) for _ in range(2)]]
+        backend.gather(gathered if rank == 0 else [], [value]).wait()
+        assert [row.item() for row in [*rows[0], *gathered[0]]] == ([1, 2, 1, 2] if rank == 0 else [1, 2, 0, 0])
+        if rank == 0:
+            backend.send([value], 1, 7).wait()
+        else:
+            received = torch.zeros_like(value)
+            backend.recv([received], 0, 7).wait()
+            assert received.item() == 1
+        backend.broadcast([value], options).wait()
+        return int(value)
+
+    assert run_ranks(rank_main, 2) == [2, 2]
+
+
+def test_open_checkpoint_storage(tmp_path: Path) -> None:
+    opened = [type(torch_internals.open_checkpoint_storage(tmp_path, is_reader)) for is_reader in (True, False)]
+    assert opened == [FileSystemReader, FileSystemWriter]
 
 
 @pytest.mark.parametrize(("left", "compiled"), [(False, 2), (True, 0)])
@@ -231,16 +326,16 @@ def test_bracket_fsdp_waits() -> None:
         brackets = 0
 
         @contextmanager
-        def bracket() -> Iterator[None]:
+        def bracket(stream: Any) -> Iterator[None]:
             nonlocal brackets
-            brackets += 1
+            brackets += stream == torch.cpu.current_stream()
             yield
 
         def record_event(_: Any) -> torch.cpu.Event:
             return torch.cpu.Event()
 
         torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign,assignment]  # a GPU's gives one
-        torch_internals.bracket_fsdp_waits(bracket, torch.cpu)
+        recorded.bracket_fsdp_waits(bracket, torch.cpu)
         dist.init_process_group("gloo")
         model: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(_LAYERS)])
         for layer in model:
@@ -275,7 +370,7 @@ def test_bracket_coalesced_broadcasts() -> None:
 
         dist.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-        torch_internals.bracket_coalesced_broadcasts(bracket)
+        recorded.bracket_coalesced_broadcasts(bracket)
         counts = []
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
@@ -290,15 +385,18 @@ def test_bracket_coalesced_broadcasts() -> None:
 # Data
 
 
-def test_time_loader() -> None:
+def test_replace_fetch() -> None:
     def rank_main(_: int) -> tuple[list[Any], list[Any]]:
         fetched: list[Any] = []
 
-        def timed(fetch: Any, loader: Any) -> Any:
-            fetched.append(fetch(loader))
-            return fetched[-1]
+        def build(fetch: Any) -> Any:
+            def timed(loader: Any) -> Any:
+                fetched.append(fetch(loader))
+                return fetched[-1]
 
-        torch_internals.time_loader(timed)
+            return timed
+
+        recorded.replace_fetch(build)
         loader: Any = DataLoader(list(range(4)), batch_size=2)  # type: ignore[arg-type]
         return [batch.tolist() for batch in loader], [batch.tolist() for batch in fetched]
 

@@ -20,10 +20,10 @@ import pytest
 import torch.distributed as dist
 
 from pacekeeper.integrations.torchtitan import run_training, wrap_trainer
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_rank.records import Phase, RecordKind
 from testing.training.ranks import run_ranks
 
 SOURCES = "TORCHTITAN_SOURCES"
@@ -123,6 +123,8 @@ def test_the_checkpointer_saves_when_the_integration_expects_it(titan: Path) -> 
     assert "self.save_future" in list_names(checkpointer["_save" if newer.exists() else "save"])
     assert {"self.interval", "self.enable", "self.load_only"} <= list_names(checkpointer["__init__"])
     assert "'.metadata'" in ast.unparse(checkpointer["_find_load_step"])
+    assert "self._find_load_step() if step == -1" in ast.unparse(checkpointer["load"])
+    assert {"dcp.save", "dcp.async_save", "dcp.load"} <= list_names(parse_file(path))
 
 
 class Checkpointer:

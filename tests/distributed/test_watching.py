@@ -18,10 +18,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pacekeeper.observe.monitoring import MIN_RECORDED_GC_NS, get_recorder
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.monitoring import get_recorder
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder
-from pacekeeper_analysis.protocol.records import SYMMETRIC_COLLECTIVES, Collective, Phase, RecordKind
+from pacekeeper_rank.monitoring import MIN_RECORDED_GC_NS
+from pacekeeper_rank.records import SYMMETRIC_COLLECTIVES, Collective, Phase, RecordKind
 from testing.training.fake_clock import FakeClock, install_fake_clock
 from testing.training.ranks import run_ranks
 

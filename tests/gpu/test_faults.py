@@ -26,7 +26,8 @@ import json, threading
 import torch
 import torch.distributed as dist
 from pacekeeper import torch_internals
-from pacekeeper.observe.collectives.flight_recorder import query_flight_recorder
+from pacekeeper_rank import torch_internals as recorded
+from pacekeeper_rank.collectives.flight_recorder import query_flight_recorder
 
 gpu = torch.device("cuda", 0)
 torch.cuda.set_device(gpu)
@@ -35,7 +36,7 @@ x, y, side, graph = torch.ones(1024, device=gpu), torch.ones(8, device=gpu), tor
 dist.all_reduce(x)
 y *= 1  # CUDA loads a kernel when it is used first, and waits for the GPU then
 torch.cuda.synchronize()
-assert torch_internals.list_used_gpus() == [0], torch_internals.list_used_gpus()
+assert recorded.list_used_gpus() == [0], recorded.list_used_gpus()
 records = []
 torch.cuda._sleep(10_000_000_000)  # clock ticks
 work = dist.all_reduce(x, async_op=True)

@@ -9,7 +9,7 @@ from bench.scripts.gpu import transfers
 from bench.scripts.gpu.machine import ON_GPU
 from bench.scripts.gpu.workers import run_workers
 from pacekeeper.launcher.network.nccl_plugin import PROFILER_PLUGIN_PATH, explain_unusable_plugin
-from pacekeeper_analysis.protocol.records import Collective
+from pacekeeper_rank.records import Collective
 
 NBYTES, COUNT = 16 << 20, 20
 

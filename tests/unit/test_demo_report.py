@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -28,6 +29,7 @@ from demo.report import (
 )
 from demo.view import build_table, format_optional
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
+from testcluster.settings import REPOSITORY
 
 HEALED = FaultOutcome(
     fault="rank crash",
@@ -102,11 +104,35 @@ def test_torchruns_line_is_drawn_next_to_a_report_that_is_read_again(tmp_path: P
 def test_torchruns_line_is_zero_while_it_restarts_and_after_it_stopped() -> None:
     lines = [(100.0, 2), (101.0, 4), (113.0, 2), (114.0, 4)]
     assert torchrun.compute_throughput(lines, end=150.0) == [
-        *[(100.0, 128.0), (101.0, 128.0)],
+        *[(100.0, 512.0), (101.0, 512.0)],
         *[(101.0, 0.0), (113.0, 0.0)],
-        *[(113.0, 128.0), (114.0, 128.0)],
+        *[(113.0, 512.0), (114.0, 512.0)],
         *[(114.0, 0.0), (150.0, 0.0)],
     ]
+
+
+def test_torchrun_trains_as_the_demo_does() -> None:
+    (training,) = (body for body in read_manifests("examples/gpt.yaml") if body["kind"] == "TrainingJob")
+    (pod,) = (body for body in read_manifests("demo/torchrun.yaml") if body["kind"] == "Pod")
+    command: list[str] = training["spec"]["template"]["spec"]["containers"][0]["command"]
+    shared = ("--global-batch", "--context", "--width", "--steps", "--eval-every")
+    options = {option: command[command.index(option) + 1] for option in shared}
+    arguments: list[str] = pod["spec"]["containers"][0]["args"]
+    assert {option: arguments[arguments.index(option) + 1] for option in shared} == options
+    assert int(options["--global-batch"]) == torchrun.GLOBAL_BATCH
+
+
+def read_manifests(path: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((REPOSITORY / path).read_text()))
+
+
+def test_a_remedys_price_is_shown_next_to_what_was_expected(tmp_path: Path) -> None:
+    priced = replace(HEALED, predicted_cost_s=5.0, measured_cost_s=8.5, predicted_gain_s=45.6)
+    text = build_page(replace(REPORT, outcomes=(priced,)))
+    assert '<td class="number">8.5 s (5.0 s)</td><td class="number">– (45.6 s)</td>' in text
+    write_report(replace(REPORT, outcomes=(priced,)), tmp_path)
+    (incident,) = json.loads((tmp_path / "report.json").read_text())["incidents"]
+    assert (incident["predicted_cost_s"], incident["measured_cost_s"]) == (5.0, 8.5)
 
 
 def build_links(load: int) -> FabricView:

@@ -37,8 +37,11 @@ def test_all_json_is_read_in_one_place() -> None:
         for path in (ROOT / source).rglob("*.py")
         if re.search(r"(?<!or)json\.loads?\(", path.read_text())
     ]
-    own = "trainer/pacekeeper/launcher/ranks/warm_process.py"  # between a launcher and the process that it has forked
-    assert sorted(found) == ["analysis/pacekeeper_analysis/protocol/decoding.py", own]
+    # Between a launcher and its warm process.
+    own = ["trainer/pacekeeper/launcher/ranks/warm_process.py", "trainer/pacekeeper_rank/forking/warm_server.py"]
+    torchs = "trainer/pacekeeper_rank/collectives/flight_recorder.py"  # torch's output, in the rank itself
+    container = "trainer/pacekeeper_rank/watching/process_monitor.py"  # files of the ranks of its own container
+    assert sorted(found) == sorted(["analysis/pacekeeper_analysis/protocol/decoding.py", *own, torchs, container])
 
 
 def build_border(enter: Enter, *, examples: Any = ({"a": [1, {"b": "c"}]},), judge: Any = None) -> Border:

@@ -1,4 +1,4 @@
-"""The operator's image: locked versions that pyproject.toml allows, and a Dockerfile for any platform."""
+"""Images of operator and watch: locked versions that pyproject.toml allows, and a Dockerfile for any platform."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WANTED = {
     "operator": [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["operator"]],
+    "watch": [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["watch"]],
     "build": PROJECT["dependency-groups"]["build"],
     "sbom": PROJECT["dependency-groups"]["sbom"],
+    "release": [entry for entry in PROJECT["dependency-groups"]["release"] if isinstance(entry, str)],
 }
 """By the lock's name. `make lock` renews the locks."""
-PLATFORMS = [(python, machine) for python in ("3.11", "3.12", "3.13") for machine in ("x86_64", "aarch64")]
+PLATFORMS = [(python, machine) for python in ("3.11", "3.12", "3.13", "3.14") for machine in ("x86_64", "aarch64")]
 
 
 def read_locked_versions(name: str, python: str = "3.11", machine: str = "x86_64") -> dict[str, str]:
@@ -68,6 +70,15 @@ def test_a_lock_has_hashes_and_no_addresses(name: str) -> None:
     entries = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
     assert entries
     assert [entry.split()[0] for entry in entries if "--hash=sha256:" not in entry] == []
+
+
+def test_the_image_of_the_watch_has_no_torch() -> None:
+    """Each node pulls it, for pods that have a PyTorch of their own."""
+    assert not [name for name in read_locked_versions("watch") if name.startswith(("torch", "nvidia", "triton"))]
+    text = (ROOT / "Dockerfile").read_text()
+    stage = text.partition("AS watch-environment\n")[2].partition("\nFROM ")[0]
+    assert "locks/watch.txt" in stage
+    assert "[trainer]" not in stage
 
 
 def test_the_dockerfile_names_no_platform_and_takes_any_base() -> None:

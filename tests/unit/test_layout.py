@@ -22,6 +22,7 @@ def test_source_roots_hold_packages_only(source_root: str) -> None:
 def test_launcher_sidecar_and_operator_start_without_torch() -> None:
     """torch costs 300 MB and two seconds, which none of them can afford."""
     modules = "pacekeeper, pacekeeper.launcher.command, pacekeeper.sidecar.__main__, pacekeeper_analysis"
+    modules += ", pacekeeper.checkpointing.server.__main__"
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd="/", check=False, timeout=600).returncode == 0
 
@@ -71,10 +72,19 @@ def test_the_operator_gets_time_chance_and_tasks_through_one_module() -> None:
 
 
 FOREIGN = {
-    ("observe/profiling/stack_sampler.py", "_current_frames"): "sys's, documented: the stacks of all threads",
-    ("launcher/ranks/process_exit.py", "_shutdown"): "threading's: what Python does before it ends",
-    ("launcher/ranks/process_exit.py", "_run_exitfuncs"): "atexit's: the same",
-    ("launcher/ranks/rank.py", "_run_module_as_main"): "runpy's: what `python -m` calls",
+    ("profiling/stack_sampler.py", "_current_frames"): "sys's, documented: the stacks of all threads",
+    ("forking/process_exit.py", "_shutdown"): "threading's: what Python does before it ends",
+    ("forking/process_exit.py", "_run_exitfuncs"): "atexit's: the same",
+    ("forking/rank.py", "_run_module_as_main"): "runpy's: what `python -m` calls",
+    ("boot/sitecustomize.py", ""): "importlib's, without the time that importing importlib.util takes",
+    ("watching/guard.py", "_collections_abc"): "collections.abc's source, which each Python has loaded at its start",
+    ("watching/import_hook.py", "_collections_abc"): "the same",
+    ("watching/takeover.py", "_collections_abc"): "the same",
+    ("watching/takeover.py", "_actions"): "argparse's: the options of torchrun's parser, which it lists nowhere else",
+    ("watching/rank_stacks.py", "_current_frames"): "sys's, documented: the stacks of all threads",
+    ("integrations/torchtitan.py", "_find_load_step"): "torchtitan's; test_torchtitan.py holds its sources to it",
+    ("checkpointing/peer_saves/trainer_saves.py", "_save_checkpoint"): "Trainer's; test_huggingface_saves.py runs it",
+    ("checkpointing/peer_saves/trainer_saves.py", "_get_output_dir"): "the same",
     ("torch_internals.py", ""): "the one place for torch's",
 }
 """(File of the trainer, name, or all): why it may use a private name of another package."""
@@ -112,15 +122,15 @@ def _is_self(node: ast.AST) -> bool:
 
 def test_private_names_of_torch_are_used_in_one_module() -> None:
     """Each has a test there, in tests/distributed/test_torch_internals.py, before a newer torch is allowed."""
-    package = ROOT / "trainer/pacekeeper"
-    paths = sorted(package.rglob("*.py"))
+    packages = (ROOT / "trainer/pacekeeper", ROOT / "trainer/pacekeeper_rank")
+    paths = sorted(path for package in packages for path in package.rglob("*.py"))
     own = {name for path in paths for name in _list_own_names(path)} | {
         "_exit",
         "_replace",
     }  # documented names of os and of named tuples
     found = []
     for path in paths:
-        place = path.relative_to(package).as_posix()
+        place = path.relative_to(ROOT / "trainer").as_posix().partition("/")[2]
         for line, name in _list_private_names(path):
             if name not in own and not {(place, name), (place, "")} & FOREIGN.keys():
                 found.append(f"{place}:{line} {name}")
@@ -129,7 +139,7 @@ def test_private_names_of_torch_are_used_in_one_module() -> None:
 
 def _list_trainer_classes() -> Iterator[tuple[Path, ast.ClassDef]]:
     """Yield classes of the trainer and of the analysis package, except for its what-if engine."""
-    trainer, analysis = ROOT / "trainer/pacekeeper", ROOT / "analysis/pacekeeper_analysis"
+    trainer, analysis = ROOT / "trainer", ROOT / "analysis/pacekeeper_analysis"
     for path in sorted({*trainer.rglob("*.py"), *analysis.rglob("*.py")} - {*(analysis / "whatif").rglob("*.py")}):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):

@@ -35,8 +35,8 @@ def choose_python(folder: Path, *arguments: str, **versions: str) -> subprocess.
     [
         ({"python3_11": "3.11.2", "python3": "3.11.2"}, "python3.11"),  # Debian 12
         ({"python3_12": "3.12.3", "python3": "3.12.3"}, "python3.12"),  # Ubuntu 24.04
-        ({"python3": "3.13.5"}, "python3"),
-        ({"python3_13": "3.13.5", "python3": "3.14.0"}, "python3.13"),
+        ({"python3": "3.14.5"}, "python3"),
+        ({"python3_14": "3.14.5", "python3": "3.15.0"}, "python3.14"),
         ({"python3_11": "", "python3_12": "3.12.3"}, "python3.12"),  # a shim of pyenv's without a Python behind it
     ],
 )
@@ -45,7 +45,7 @@ def test_the_first_supported_python_is_chosen(tmp_path: Path, versions: dict[str
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, found, "")
 
 
-@pytest.mark.parametrize("versions", [{}, {"python3": "3.10.12"}, {"python3": "3.14.0"}])
+@pytest.mark.parametrize("versions", [{}, {"python3": "3.10.12"}, {"python3": "3.15.0"}])
 def test_without_a_supported_python_the_error_names_the_remedy(tmp_path: Path, versions: dict[str, str]) -> None:
     done = choose_python(tmp_path, **versions)
     assert done.returncode != 0
@@ -58,14 +58,14 @@ def test_a_named_python_is_used_if_it_is_supported(tmp_path: Path) -> None:
     assert choose_python(tmp_path, "PYTHON=mine", mine="3.12.1", python3_11="3.11.2").stdout.strip() == "mine"
     refused = choose_python(tmp_path, "PYTHON=mine", mine="3.9.2", python3_11="3.11.2")
     assert refused.returncode != 0
-    assert "none of mine is a Python 3.11 to 3.13" in refused.stderr
+    assert "none of mine is a Python 3.11 to 3.14" in refused.stderr
 
 
 def test_supported_versions_are_those_of_the_package(tmp_path: Path) -> None:
     supported = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    assert supported == ">=3.11,<3.14"
+    assert supported == ">=3.11,<3.15"
     taken = [minor for minor in range(9, 17) if choose_python(tmp_path, python3=f"3.{minor}.0").returncode == 0]
-    assert taken == [11, 12, 13]
+    assert taken == [11, 12, 13, 14]
 
 
 def test_the_makefile_builds_nccls_plugin_with_the_packages_options() -> None:

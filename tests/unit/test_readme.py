@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
     *("analysis", "bench", "charts", "crds", "demo", "docs", "examples", "locks", "operator"),
-    *("lint", "simulation", "testcluster", "testing", "tests", "trainer"),
+    *("lint", "release", "simulation", "testcluster", "testing", "tests", "trainer"),
 )
 CODE_PAGES = (*sorted((ROOT / "docs/architecture").glob("*.md")), ROOT / "CONTRIBUTING.md")
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "s": 1, "min": 60, "h": 3600, "days": 1}

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("analysis", "operator", "trainer", "crds", "charts")
 FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore")
 LIBRARY = "pacekeeper/native/nccl_profiler.so"
-RECORDING = "pacekeeper/native/recording.so"
-LIBRARIES = {LIBRARY, "pacekeeper/native/paths.so", RECORDING}
+RECORDING = "pacekeeper_rank/native/recording.so"
+RECORDER = "pacekeeper/native/environment_recorder.bin"
+LIBRARIES = {LIBRARY, RECORDER, "pacekeeper/native/paths.so", RECORDING}
 REPORT_TRANSPORT = """
 import logging, pathlib
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -26,7 +27,7 @@ from pacekeeper.launcher.network.path_shim import SHIM_PATH, explain_unusable_sh
 from pacekeeper.observe.collectives.nccl_transport import open_transport
 print(find_usable_plugin(), open_transport(pathlib.Path("0.transport")))
 print("shim:", explain_unusable_shim(SHIM_PATH))
-from pacekeeper.observe import recorder_factory as opening
+from pacekeeper_rank import recorder_factory as opening
 print("recording:", opening.NATIVE_UNAVAILABLE_REASON or opening.native_recorder.recording.__file__)
 """
 
@@ -36,7 +37,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources of the wheels: a build writes the library next to its source."""
     copy = tmp_path_factory.mktemp("sources")
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.bin"))
     for file in FILES:
         shutil.copy(ROOT / file, copy / file)
     return copy
@@ -132,7 +133,7 @@ def test_without_a_compiler_the_wheel_is_pure(
     wheel, output = build_wheel(sources, "wheel", tmp_path / "wheel", CC=compiler) if compiler else pure
     names, about = list_contents(wheel)
     assert "pacekeeper/launcher/network/nccl_plugin.py" in names
-    assert not [name for name in names if name.endswith(".so")]
+    assert not [name for name in names if name.endswith((".so", ".bin"))]
     assert "Tag: py3-none-any" in about
     for warning in ("transport will be unknown", "the paths that it takes by itself", "cost a rank twice as much"):
         assert (warning in output) == bool(compiler), "an explicit request causes no warning"
@@ -165,4 +166,4 @@ def test_a_source_archive_has_the_sources_of_the_libraries_and_no_build(sources:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     assert {"hatch_build.py", *(f"trainer/{Path(library).with_suffix('.c')}" for library in LIBRARIES)} <= names
-    assert not [name for name in names if name.endswith(".so")]
+    assert not [name for name in names if name.endswith((".so", ".bin"))]

@@ -2,6 +2,7 @@
 
     import pacekeeper as pk          # a managed script: pk.init() and what it returns
     import pacekeeper.auto           # a monitored script
+    pacekeeper.PeerStorageWriter     # a script that saves by torch.distributed.checkpoint
 
 Names are imported at their first use, so that launcher and sidecar start without torch.
 """
@@ -15,17 +16,32 @@ if TYPE_CHECKING:  # `__getattr__` imports these at their first use, since most 
     from pacekeeper_analysis.stragglers.length_cost import SequenceCost
     from pacekeeper_analysis.stragglers.pseudo_gradient import Penalty
 
+    from .checkpointing.peer_saves.storage_reader import PeerStorageReader
+    from .checkpointing.peer_saves.storage_writer import PeerStorageWriter
     from .job import Job, Schedule, init
     from .job_settings import Checkpoints
     from .replication.local_sgd.settings import OuterSGD
     from .step import Step
 
-__all__ = ["Checkpoints", "Job", "OuterSGD", "Penalty", "Schedule", "SequenceCost", "Step", "init"]
+__all__ = [
+    "Checkpoints",
+    "Job",
+    "OuterSGD",
+    "PeerStorageReader",
+    "PeerStorageWriter",
+    "Penalty",
+    "Schedule",
+    "SequenceCost",
+    "Step",
+    "init",
+]
 
 _MODULES = {
     "Checkpoints": ".job_settings",
     "Job": ".job",
     "OuterSGD": ".replication.local_sgd.settings",
+    "PeerStorageReader": ".checkpointing.peer_saves.storage_reader",
+    "PeerStorageWriter": ".checkpointing.peer_saves.storage_writer",
     "Penalty": "pacekeeper_analysis.stragglers.pseudo_gradient",
     "Schedule": ".job",
     "SequenceCost": "pacekeeper_analysis.stragglers.length_cost",

@@ -12,6 +12,7 @@ from pacekeeper_analysis.errors import InputError
 
 COMMANDS = {
     "run": ("pacekeeper.launcher.command", "run a training script's ranks, in a worker's pod or on this machine"),
+    "watch": ("pacekeeper.watch.command", "run a command, and show which of its PyTorch ranks are slow, hang, or fail"),
     "fabric": ("pacekeeper_analysis.fabric.command", "show the planned load of the network's links, and dead links"),
     "profile": (
         "pacekeeper_analysis.profiling.command",

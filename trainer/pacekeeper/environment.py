@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_rank.record_ring import may_take_ring
 
 from .runtime_folder import RuntimeFolder
 
@@ -71,6 +72,8 @@ class Environment:
     runtime: RuntimeFolder | None = None
     """None: there is no launcher, or this process is a child of the rank, and nothing is recorded."""
     checkpoint_path: Path | None = None
+    checkpoint_uri: str = ""
+    """URI of an object store that holds the checkpoints instead of `checkpoint_path`; "": none."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only on request."""
     checkpoint_keep: int = 3
@@ -87,8 +90,10 @@ class Environment:
     """Address at which other workers reach this worker; "": none."""
     peer_replica_megabytes: int = 200
     """Megabytes per second of snapshots that this worker's ranks may send to another node; 0: they send none."""
+    peer_saves: bool = False
+    """Whether `pacekeeper.auto` keeps saves of torch.distributed.checkpoint in memory."""
     native: bool = True
-    """Whether work of each step may run in C (`observe/native_recorder.py`)."""
+    """Whether work of each step may run in C (`pacekeeper_rank/native_recorder.py`)."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -109,8 +114,9 @@ class Environment:
             local_rank=local_rank,
             device_index=device_index,
             round=_read_integer(variables, "PACEKEEPER_ROUND", 0),
-            runtime=runtime if runtime is not None and runtime.is_rank_process(local_rank) else None,
+            runtime=runtime if runtime is not None and may_take_ring(runtime.ring(local_rank)) else None,
             checkpoint_path=Path(path) if path else None,
+            checkpoint_uri=variables.get("PACEKEEPER_CHECKPOINT_URI", ""),
             checkpoint_every=_read_integer(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
             checkpoint_keep=_read_integer(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),
             checkpoint_adopt=variables.get("PACEKEEPER_CHECKPOINT_ADOPT", ""),
@@ -120,6 +126,7 @@ class Environment:
             node=variables.get("PACEKEEPER_NODE", ""),
             address=variables.get("PACEKEEPER_POD_IP", ""),
             peer_replica_megabytes=megabytes,
+            peer_saves=_read_integer(variables, "PACEKEEPER_PEER_SAVES", 0) != 0,
             native=_read_integer(variables, "PACEKEEPER_NATIVE", 1) != 0,
         )
 

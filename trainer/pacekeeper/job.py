@@ -24,11 +24,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import SyncMode
-from pacekeeper_analysis.protocol.records import Phase
 from pacekeeper_analysis.stragglers.length_cost import SequenceCost
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import Phase
 
 from .checkpointing.state_store import StateStore
 from .checkpointing.storage.checkpoint_folder import CheckpointFolder
+from .checkpointing.storage.checkpoint_storage import CheckpointStorage
+from .checkpointing.storage.object_checkpoints import ObjectCheckpoints
+from .checkpointing.storage.object_store import open_object_store
 from .checkpointing.training_state import TrainingState
 from .data.lengths import Lengths
 from .data.loader import BatchSizes, Loader, RankTopology, SampleOrder, Weight
@@ -36,7 +40,6 @@ from .device import select_device
 from .environment import Environment
 from .job_settings import Checkpoints, JobSettings, count_replica_ranks, resolve_mesh_shape, validate_training_config
 from .observe.monitoring import get_recorder as watch
-from .observe.recorder import Recorder
 from .registration import check_registered
 from .replication.local_sgd import OuterSGD
 from .replication.parallel import Units
@@ -57,6 +60,8 @@ Schedule = Callable[[int], float]
 
 _log = logging.getLogger(__name__)
 
+FILE_SCHEME = "file://"
+"""Scheme of a mounted folder, which has renames and durable writes: it is used as a path."""
 _PROGRESS_NAME = "job"
 """Name of the job's own progress in a checkpoint."""
 
@@ -100,9 +105,10 @@ def init(  # noqa: PLR0913  # the public entry, with keywords alone, as torch's 
     environment = Environment.read()
     mesh = mesh or {"sync": -1}
     shape = resolve_mesh_shape(mesh, environment.world_size)
-    if checkpoints is None and environment.checkpoint_path is not None:
+    location = environment.checkpoint_uri or environment.checkpoint_path
+    if checkpoints is None and location:
         checkpoints = Checkpoints(
-            environment.checkpoint_path,
+            location,
             environment.checkpoint_every,
             environment.checkpoint_keep,
             environment.checkpoint_adopt,
@@ -113,7 +119,7 @@ def init(  # noqa: PLR0913  # the public entry, with keywords alone, as torch's 
     if checkpoints is not None and checkpoints.every < 0:
         raise InputError(f"checkpoints.every={checkpoints.every} must be 0 (only when asked for) or a number of steps")
     config = validate_training_config(sync_mode, sync_every, sync_seconds)
-    folder = _open_checkpoint_folder(checkpoints, environment) if checkpoints else None
+    folder = _open_checkpoint_storage(checkpoints, environment) if checkpoints else None
     selected = select_device(device, environment.device_index)
     if selected.type == "cpu" and "nccl" in (backend or ""):
         raise InputError(
@@ -138,16 +144,18 @@ def init(  # noqa: PLR0913  # the public entry, with keywords alone, as torch's 
     return Job(environment, recorder, settings)
 
 
-def _open_checkpoint_folder(checkpoints: Checkpoints, environment: Environment) -> CheckpointFolder:
-    """Open the folder. Raises InputError if another job owns it, or if it is not writable."""
-    return CheckpointFolder(
-        Path(checkpoints.path),
-        environment.round,
-        checkpoints.keep,
-        environment.job,
-        checkpoints.adopt or environment.checkpoint_adopt,
-        checkpoints.read_only or environment.checkpoint_read_only,
-    )
+def _open_checkpoint_storage(checkpoints: Checkpoints, environment: Environment) -> CheckpointStorage:
+    """Open the storage. Raises InputError if another job owns it, or if it is not writable."""
+    location = str(checkpoints.path)
+    adopt = checkpoints.adopt or environment.checkpoint_adopt
+    read_only = checkpoints.read_only or environment.checkpoint_read_only
+    if "://" in location and not location.startswith(FILE_SCHEME):
+        store = open_object_store(location)
+        return ObjectCheckpoints(
+            store, environment.round, checkpoints.keep, environment.job, adopt, read_only, rank=environment.rank
+        )
+    path = Path(location.removeprefix(FILE_SCHEME))
+    return CheckpointFolder(path, environment.round, checkpoints.keep, environment.job, adopt, read_only)
 
 
 class Job:

@@ -11,7 +11,7 @@ import torch
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import SYNC_MODES, SyncMode
 
-from .checkpointing.storage.checkpoint_folder import CheckpointFolder
+from .checkpointing.storage.checkpoint_storage import CheckpointStorage
 from .sync.training_config import TrainingConfig
 
 
@@ -20,6 +20,7 @@ class Checkpoints:
     """Where and how often checkpoints are written. A TrainingJob sets this in spec.checkpoint; use it without one."""
 
     path: Path | str
+    """Folder that all workers share, or the URI of an object store such as s3://bucket/folder."""
     every: int = 100
     """Steps between checkpoints; 0: only on request."""
     keep: int = 3
@@ -44,7 +45,7 @@ class JobSettings:
     replica_ranks: int
     """The job can train without loss of exactness with any multiple of this number of ranks."""
     seed: int
-    folder: CheckpointFolder | None
+    folder: CheckpointStorage | None
     """None: no checkpoints."""
     checkpoint_every: int
     """Steps between checkpoints; 0: never."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.decoding import parse_json
-from pacekeeper_analysis.protocol.plan import WorkerPlan
-from pacekeeper_analysis.protocol.records import RING_STATE
+from pacekeeper_analysis.protocol.requests import WorkerRequests
+from pacekeeper_rank.files import replace_file
 
 DEFAULT_RUNTIME_ROOT = "/run/pacekeeper"
-FIRST_PROCESS_OWNER = -1
-"""Owner of a ring that belongs to the first process that takes it, if a rank is an arbitrary program."""
+UNTRUSTED_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""How to open a file that a process of others has written: it may be a link, or a pipe that blocks."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,28 @@ class RuntimeFolder:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RuntimeFolder:
         return cls(Path(environment.get("PACEKEEPER_RUNTIME") or DEFAULT_RUNTIME_ROOT))
 
-    def create(self) -> RuntimeFolder:
-        """Create the folder and its missing parts."""
+    def create(self, *, shared: bool = False) -> RuntimeFolder:
+        """Create the folder and its missing parts.
+
+        `shared`: whether all users may write. In a pod, launcher and sidecar may run as different users, and nothing
+        else mounts the folder.
+        """
         subfolders = (self.faults, self.links, self.patterns, self.stacks, self.errors)
         for folder in (self.root, *subfolders, self.rings, self.communicators, self.paths, self.snapshots):
             folder.mkdir(parents=True, exist_ok=True)
+            if shared:
+                with contextlib.suppress(PermissionError):  # the launcher has created it before
+                    folder.chmod(0o777)
         return self
 
     @property
     def plan(self) -> Path:
         return self.root / "plan.json"
+
+    @property
+    def requests(self) -> Path:
+        """Written by the sidecar: the operator's open requests to this worker, next to the plan."""
+        return self.root / "requests.json"
 
     @property
     def heartbeat(self) -> Path:
@@ -114,6 +130,11 @@ class RuntimeFolder:
         return self.root / "snapshots"
 
     @property
+    def saves(self) -> Path:
+        """A folder for each name of `PeerStorageWriter`, with saves of torch.distributed.checkpoint."""
+        return self.root / "saves"
+
+    @property
     def stacks(self) -> Path:
         return self.root / "stacks"
 
@@ -126,27 +147,13 @@ class RuntimeFolder:
     def patterns(self) -> Path:
         return self.root / "patterns"
 
+    @property
+    def terminating(self) -> Path:
+        """File that exists once the container is to end: a shell passes no signal on (`pods.manifests`)."""
+        return self.root / "terminating"
+
     def ring(self, local_rank: int) -> Path:
         return self.rings / str(local_rank)
-
-    def is_rank_process(self, local_rank: int) -> bool:
-        """Return whether this process may act as the rank.
-
-        The launcher forked it, and the rank's ring holds its process ID.
-
-        A child of that process inherits its environment, but does not act as the rank. Also True without a ring, or
-        with a ring that names no owner.
-        """
-        try:
-            with self.ring(local_rank).open("rb") as file:
-                header = file.read(RING_STATE.itemsize)
-        except OSError:
-            return True
-        if len(header) != RING_STATE.itemsize:
-            return True
-        state = np.frombuffer(header, RING_STATE)[0]
-        owner_pid = int(state["pid"] if state["owner"] == FIRST_PROCESS_OWNER else state["owner"])
-        return owner_pid in (0, os.getpid())
 
     def transport(self, local_rank: int) -> Path:
         """Return the file that NCCL's profiler plugin writes in the rank, if it runs."""
@@ -209,14 +216,30 @@ class TouchedFile:
         return math.inf if self._touched_at is None else now - self._touched_at
 
 
+class RequestsFile:
+    """Reads the open requests again when their file has been replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity: tuple[int, int] | None = None
+        self._requests = WorkerRequests()
+
+    def read(self) -> WorkerRequests:
+        """Return the open requests. A missing or malformed file, or one of another version, holds none."""
+        try:
+            status = self._path.stat()
+            identity = (status.st_ino, status.st_mtime_ns)
+            if identity != self._identity:
+                self._identity, self._requests = identity, WorkerRequests()
+                self._requests = WorkerRequests.from_json(parse_json(self._path.read_bytes()))
+        except (OSError, InputError):
+            pass
+        return self._requests
+
+
 def read_boot_clock() -> float:
     """Return the seconds of CLOCK_BOOTTIME: it continues while the machine is suspended, and cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def write_plan(path: Path, plan: WorkerPlan) -> None:
-    """Replace `path` atomically. Only this user may read it: the plan contains the membership's secret."""
-    _replace_file(path, _encode_json(plan.to_json()), mode=0o600)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -226,24 +249,34 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` atomically: a reader sees the old content or the new one, never a part."""
-    _replace_file(path, text, mode=0o666)
-
-
-def _replace_file(path: Path, text: str, mode: int) -> None:
-    """Replace `path` atomically. `mode`: permissions of the file, less the process's umask."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # left by a killed process, possibly with another mode
-    try:
-        with open(temporary, "w", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, mode)) as file:
-            file.write(text)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(path, text)
 
 
 def _encode_json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":"))
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes | None:
+    """Return the first `max_bytes` + 1 bytes of a regular file; None: there is none that can be read."""
+    try:
+        file = os.open(path, UNTRUSTED_OPEN_FLAGS)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return None
+        return os.read(file, max_bytes + 1)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def read_zero_padded(file: int, nbytes: int, offset: int) -> NDArray[np.uint8]:
+    """Return `nbytes` bytes from `offset` of an open file; what the file does not have is 0."""
+    content = np.zeros(nbytes, np.uint8)
+    os.preadv(file, [content.data], offset)
+    return content
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

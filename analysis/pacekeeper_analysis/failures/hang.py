@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from ..protocol.records import Collective, Device, Phase
+from pacekeeper_rank.records import Collective, Device, Phase
+
 from ..protocol.reports import (
     DEBUGGER_WAIT,
     EXITED_PROCESS_STATES,
@@ -241,7 +242,10 @@ def _is_elsewhere(rank: RankState) -> bool:
     return is_conclusive and not any(part in innermost for part in _COLLECTIVE_WAIT_PATHS)
 
 
-_OWN_PATHS = ("-packages/pacekeeper/", "/trainer/pacekeeper/")
+_OWN_PATHS = (
+    *("-packages/pacekeeper/", "/trainer/pacekeeper/"),
+    *("-packages/pacekeeper_rank/", "/trainer/pacekeeper_rank/", "/_pacekeeper_rank/"),
+)
 _COLLECTIVE_WAIT_PATHS = ("/torch/", "/torchinductor", *_OWN_PATHS)
 """Parts of the paths of files in which a rank waits for a collective.
 

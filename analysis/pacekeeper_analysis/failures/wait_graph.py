@@ -16,8 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ..protocol.communicators import Communicator, format_ranks, parse_entered, parse_ranks
-from ..protocol.records import Collective, Device
+from pacekeeper_rank.collectives.communicators import format_ranks
+from pacekeeper_rank.records import Collective, Device
+
+from ..protocol.communicators import Communicator, parse_entered, parse_ranks
 from ..protocol.reports import FaultReport, RankState
 
 _SEND, _RECEIVE = Collective.SEND.name, Collective.RECV.name

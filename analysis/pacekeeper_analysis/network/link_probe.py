@@ -17,8 +17,8 @@ from enum import StrEnum
 from statistics import median
 from typing import Self
 
-from ..protocol.plan import ProbeRequest, ProbeTarget
 from ..protocol.reports import LinkProbe
+from ..protocol.requests import ProbeRequest, ProbeTarget
 
 MIN_SLOW_PROBE_RATIO = 1.5
 """Multiple of a control's time for the same bytes from which on a pair is slow.

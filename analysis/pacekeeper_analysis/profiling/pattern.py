@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..protocol.decoding import MaxLength, Within, parse_json, read_dataclass, read_tuple
-from ..protocol.plan import SourceNaming
 from ..protocol.reports import Mode
+from ..protocol.requests import SourceNaming
 
 MAX_RANK_PATTERN_BYTES = 8 * 2**10
 """Upper limit of one encoded pattern."""

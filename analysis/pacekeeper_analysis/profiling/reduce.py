@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.plan import SourceNaming
+from ..protocol.requests import SourceNaming
 from .pattern import (
     MAX_FUNCTION_NAME_LENGTH,
     MAX_PATTERN_FUNCTIONS,
@@ -56,6 +57,12 @@ class StackSamples:
     """Position in `stacks`."""
     stacks: Sequence[tuple[str, ...]]
     """Names of the frames, outermost first. None is empty."""
+
+    @classmethod
+    def from_lists(cls, samples: Sequence[tuple[int, int, int]], stacks: Sequence[tuple[str, ...]]) -> Self:
+        """Build them. `samples`: when each was taken, the CPU time until then (both ns), and its stack."""
+        columns = np.array(samples, np.int64).reshape(-1, 3)
+        return cls(columns[:, 0], columns[:, 1], columns[:, 2], stacks)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Annotated
 
+from pacekeeper_rank.collectives.communicators import MAX_COMMUNICATOR_RANKS, MAX_COMMUNICATORS, MAX_MEMBERS_LENGTH
+
 from ..errors import InputError
 from .decoding import MaxLength, Within
 
-MAX_COMMUNICATOR_RANKS = 1 << 20
-"""Upper limit of ranks of one communicator."""
 MAX_INTERLEAVED_RANKS = 1_024
 """Upper limit of ranks of a communicator in which runs of different strides overlap."""
-MAX_COMMUNICATORS = 256
-"""Upper limit of communicators of one rank, or of one worker in one message."""
 MAX_MEMBERS_CHARACTERS = 32_000
 """Upper limit of characters of all members in one message. Reading them takes 10 µs per run."""
 MAX_RANK_DIGITS = 7
@@ -32,7 +30,7 @@ class Communicator:
 
     identity: Annotated[int, Within(0, 2**32 - 1)]
     members: Annotated[
-        str, MaxLength(4_000)
+        str, MaxLength(MAX_MEMBERS_LENGTH)
     ]  # global ranks in the order of the group: "0-3", "0-12:4" (stride 4), "5,2"
     name: Annotated[str, MaxLength(80)] = ""  # mesh dimension or description from the script; "": none
 
@@ -87,26 +85,8 @@ def check_communicators_size(data: object) -> None:
         raise InputError(f"communicators: their members exceed the limit of {MAX_MEMBERS_CHARACTERS} characters")
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as runs with a common stride, in order: (0, 1, 2, 3, 8) is "0-3,8", (0, 4, 8) is "0-8:4"."""
-    pieces, position = [], 0
-    while position < len(ranks):
-        end = position + 1
-        stride = ranks[end] - ranks[position] if end < len(ranks) else 0
-        if stride > 0:
-            while end + 1 < len(ranks) and ranks[end + 1] - ranks[end] == stride:
-                end += 1
-        if stride <= 0 or (end - position <= 1 and stride != 1):
-            pieces.append(str(ranks[position]))
-            position += 1
-            continue
-        pieces.append(f"{ranks[position]}-{ranks[end]}" + (f":{stride}" if stride > 1 else ""))
-        position = end + 1
-    return ",".join(pieces)
-
-
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse the output of `format_ranks`. Raises InputError."""
+    """Parse the output of `pacekeeper_rank.collectives.communicators.format_ranks`. Raises InputError."""
     return tuple(chain.from_iterable(_parse_runs(text)))
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self, TypeVar
 from ..errors import InputError
 from ..stragglers.length_cost import SequenceCost
 from .decoding import MaxLength, Within, abbreviate_value, read_dataclass
+from .encoding import to_record
 
 SECRET_BYTES = 32
 """Length of a membership's secret. The plan holds it as hexadecimal digits."""
@@ -32,6 +33,11 @@ MAX_FABRIC_HOPS = 1 << 14
 """Upper limit of addresses of a fabric's spines. Each spine has one toward each leaf."""
 MIN_JOB_PORTS = 256
 """Smallest port range of a job: half of it to listen on, half to connect from."""
+
+CLAIM_SCHEME = "claim://"
+"""Scheme of the URIs that the operator gives to workers whose claim the checkpoint server mounts."""
+CHECKPOINT_SERVER_PORT = 29500
+"""Port of the checkpoint server, in the network of its own pod."""
 
 _Rank = Annotated[int, Within(0, 2**31)]
 _Count = Annotated[int, Within(0)]
@@ -72,72 +78,6 @@ class Stop(StrEnum):
     NO = ""
     SUSPEND = "Suspend"  # checkpoint, then leave
     FINISH = "Finish"  # nothing left to do: spares leave
-
-
-class EvidencePart(StrEnum):
-    """What an evidence request asks for."""
-
-    WINDOWS = "Windows"  # steps, own work, samples
-    OPERATIONS = "Operations"  # collectives of the last steps, and the members of each group
-    LINKS = "Links"  # the kernel's counters of connections, and NCCL's counters of its transfers
-
-
-@dataclass(frozen=True)
-class ProbeTarget:
-    """A launcher to which another one measures its link.
-
-    `slot` is its turn. A turn takes one second, and all measurements of one turn run at the same time.
-    """
-
-    worker: _Text
-    address: _Text  # host:port
-    slot: _Count = 0
-
-
-_Targets = Annotated[tuple[ProbeTarget, ...], MaxLength(MAX_JOB_WORKERS)]
-
-
-@dataclass(frozen=True)
-class ProbeRequest:
-    """A request to measure links between launchers: from each of `sources` to each of its targets."""
-
-    name: _Text
-    sources: Annotated[tuple[_Text, ...], MaxLength(MAX_JOB_WORKERS)] = ()  # workers
-    targets: Annotated[tuple[_Targets, ...], MaxLength(MAX_JOB_WORKERS)] = ()  # of each source
-
-    def __post_init__(self) -> None:
-        """Raise InputError if `targets` does not have one entry per source."""
-        if len(self.sources) != len(self.targets):
-            raise InputError(f"plan.probe: targets for {len(self.targets)} sources, but there are {len(self.sources)}")
-
-
-@dataclass(frozen=True)
-class LinkProbeTask:
-    """One launcher's part of a `ProbeRequest`."""
-
-    name: _Text
-    targets: _Targets
-
-
-class SourceNaming(StrEnum):
-    """How a profile names files outside installed packages."""
-
-    SHOW = "Show"
-    HASH = "Hash"  # by a hash of the path; each rank logs which path a hash stands for; functions keep their names
-
-
-@dataclass(frozen=True)
-class ProfileRequest:
-    """A request that all ranks profile the same steps.
-
-    The window begins at `first_step`. It ends after `steps` steps or `seconds` seconds, whichever comes first.
-    """
-
-    name: _Text
-    first_step: _Count
-    steps: _Count = 32
-    seconds: _Seconds = 20.0
-    sources: SourceNaming = SourceNaming.HASH
 
 
 @dataclass(frozen=True)
@@ -228,6 +168,18 @@ class Member:
     ranks: _RankValues
 
 
+@dataclass(frozen=True)
+class CheckpointEndpoint:
+    """The pod through which the workers reach their checkpoints, if only one node can mount the claim."""
+
+    secret: str = field(repr=False)  # of the job, hex
+    address: _Address = ""  # of its pod; "": it has none now
+    port: _Port = CHECKPOINT_SERVER_PORT
+
+    def __post_init__(self) -> None:
+        _check_secret(self.secret)
+
+
 _Members = Annotated[tuple[Member, ...], MaxLength(MAX_JOB_WORKERS)]
 
 
@@ -253,10 +205,6 @@ class Plan:
     gc_every: _Count = 0  # steps between garbage collections, in the same step on all ranks; 0: Python decides
     sequence_cost: _Terms | None = None  # of length_cost.SequenceCost; None: the script's own
     checkpoint_request: _Count = 0  # grows with each request: checkpoint at the next step
-    evidence_request: _Text = ""  # name of the open request; "": none
-    evidence_parts: Annotated[tuple[EvidencePart, ...], MaxLength(16)] = (EvidencePart.WINDOWS,)  # what it asks for
-    probe: ProbeRequest | None = None  # the open request to measure links
-    profile: ProfileRequest | None = None  # the open request for a profile
     paths: Paths | None = None  # through the fabric; None: the network chooses
     metrics_deadband: _Seconds = (
         0.05  # a rank reports metrics at once if they differ by this fraction from the last report
@@ -264,6 +212,7 @@ class Plan:
     step_seconds: _Seconds | None = None  # of the slowest rank when this membership began; None: unknown
     stop: Stop = Stop.NO
     leaving: _Names = ()  # members whose pods are ending: their ranks save, then leave
+    checkpoint_server: CheckpointEndpoint | None = None  # None: the workers reach their checkpoints themselves
     secret: str = field(default="", repr=False)  # of the membership, hex; "": from an older operator
 
     def __post_init__(self) -> None:
@@ -304,11 +253,11 @@ class Plan:
 
         The cost per worker does not grow with the number of workers: fields common to all are computed once.
         """
-        position, task = self._position_by_worker.get(worker), self._probe_task_by_worker.get(worker)
+        position = self._position_by_worker.get(worker)
         if position is None or self.stop is Stop.FINISH or worker in self.leaving:
             must_leave = position is not None or self.stop is not Stop.NO
             role = WorkerRole.LEAVE if must_leave else WorkerRole.SPARE
-            return WorkerPlan(role=role, probe=task, **self._shared_fields)
+            return WorkerPlan(role=role, **self._shared_fields)
         member = self.members[position]
         peers = {self.members[(position + offset) % len(self.members)].address for offset in (-1, 1)}
         return WorkerPlan(
@@ -324,7 +273,6 @@ class Plan:
             sequence_cost=self.sequence_cost if 0 in member.ranks else None,
             secret=self.secret,
             paths=self._paths_by_position.get(position),
-            probe=task,
             **self._shared_fields,
         )
 
@@ -339,23 +287,16 @@ class Plan:
         return {name: getattr(self, name) for name in _SHARED_FIELDS}
 
     @cached_property
-    def _probe_task_by_worker(self) -> Mapping[str, LinkProbeTask]:
-        """Part of the open link probe, by worker."""
-        if self.probe is None:
-            return {}
-        targets = zip(self.probe.sources, self.probe.targets, strict=True)
-        return {
-            source: LinkProbeTask(self.probe.name, source_targets) for source, source_targets in reversed(list(targets))
-        }
-
-    @cached_property
     def _paths_by_position(self) -> Mapping[int, WorkerPaths]:
         """Paths of each member, by position. Empty if the network chooses the routes."""
         return {} if self.paths is None else _split_paths_by_position(self.paths, self.members)
 
+    def has_member(self, worker: str) -> bool:
+        return worker in self._position_by_worker
+
     def to_json(self, leave_out: Container[str] = ()) -> dict[str, Any]:
         """Return the plan as JSON, without the fields named in `leave_out`."""
-        return _to_record(self, leave_out)
+        return to_record(self, leave_out)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -385,14 +326,11 @@ class WorkerPlan:
     shares: _RankValues | None = None  # of all ranks; only in the part of the worker of rank 0
     sequence_cost: _Terms | None = None  # only in the part of the worker of rank 0
     checkpoint_request: _Count = 0
-    evidence_request: _Text = ""
-    evidence_parts: Annotated[tuple[EvidencePart, ...], MaxLength(16)] = (EvidencePart.WINDOWS,)
-    probe: LinkProbeTask | None = None
-    profile: ProfileRequest | None = None
     paths: WorkerPaths | None = None
     metrics_deadband: _Seconds = 0.05
     step_seconds: _Seconds | None = None  # of the job's slowest rank, as the operator measured it; None: unknown
     stop: Stop = Stop.NO
+    checkpoint_server: CheckpointEndpoint | None = None
     secret: str = field(default="", repr=False)  # members authenticate each other with it, hex; spares get none
 
     def __post_init__(self) -> None:
@@ -400,7 +338,7 @@ class WorkerPlan:
         _check_secret(self.secret)
 
     def to_json(self) -> dict[str, Any]:
-        return _to_record(self)
+        return to_record(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -411,8 +349,8 @@ class WorkerPlan:
 
 
 _SHARED_FIELDS = (
-    *("version", "membership", "round", "restarts", "checkpoint_request", "evidence_request", "evidence_parts"),
-    *("profile", "metrics_deadband", "step_seconds", "sync_every", "sync_seconds", "gc_every", "stop"),
+    *("version", "membership", "round", "restarts", "checkpoint_request", "metrics_deadband", "step_seconds"),
+    *("sync_every", "sync_seconds", "gc_every", "stop", "checkpoint_server"),
 )
 """Fields that a plan and all of its parts have in common."""
 
@@ -476,21 +414,11 @@ def _read_plan(cls: type[_Record], data: Mapping[str, Any], path: str, remedy: s
     if not isinstance(data, Mapping):
         return read_dataclass(cls, data, path)
     _check_secret(data.get("secret", ""))  # checked first, so no error shows its content
-    values = {
-        **data,
-        "evidence_parts": _keep_known_evidence_parts(data),
-        "sequence_cost": _parse_cost_terms(data.get("sequence_cost")),
-    }
+    values = {**data, "sequence_cost": _parse_cost_terms(data.get("sequence_cost"))}
     try:
         return read_dataclass(cls, values, path)
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from error
-
-
-def _keep_known_evidence_parts(data: Mapping[str, Any]) -> object:
-    """Return the requested evidence parts that this version knows. Others come from another version."""
-    parts = data.get("evidence_parts", (EvidencePart.WINDOWS,))
-    return [part for part in parts if part in tuple(EvidencePart)] if isinstance(parts, (list, tuple)) else parts
 
 
 def _parse_cost_terms(terms: Any) -> tuple[float, float, float] | None:
@@ -521,20 +449,3 @@ def _check_secret(secret: object) -> None:
         bytes.fromhex(secret)  # type: ignore[arg-type]  # rejects other types here
     except (TypeError, ValueError):
         raise InputError("plan.secret: must be hexadecimal digits; the operator makes it, do not edit it") from None
-
-
-def _to_record(value: Any, leave_out: Container[str] = ()) -> dict[str, Any]:
-    names = (name for name in value.__dataclass_fields__ if name not in leave_out)
-    return {name: _to_jsonable(getattr(value, name)) for name in names}
-
-
-def _to_jsonable(value: Any) -> Any:
-    """Return tuples as lists, records as objects, and enumerations as strings: what is written equals what is read."""
-    if value is None or type(value) in _JSON_SCALAR_TYPES:
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_to_jsonable(item) for item in value]
-    return str(value) if isinstance(value, StrEnum) else _to_record(value)
-
-
-_JSON_SCALAR_TYPES = frozenset({str, int, float, bool})

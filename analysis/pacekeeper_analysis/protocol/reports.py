@@ -13,12 +13,15 @@ from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, Self
 
+from pacekeeper_rank.collectives.communicators import MAX_COMMUNICATORS
+from pacekeeper_rank.records import Collective, Device, Phase, StateOrigin
+
 from ..errors import InputError
-from .communicators import MAX_COMMUNICATORS, Communicator, check_communicators_size, parse_entered
+from .communicators import Communicator, check_communicators_size, parse_entered
 from .decoding import MaxLength, OneOf, Truncated, Within, read_dataclass, read_tuple
 from .operations import MAX_OPERATIONS_CHARACTERS, decode_operations
 from .plan import MAX_WORKER_PATHS, SyncMode
-from .records import Collective, Device, Phase, StateOrigin
+from .watched_report import ReportedProgress, ReportedRank, WatchedReport
 
 MAX_WINDOW_STEPS = 4096
 """Upper limit of steps of a rank's window."""
@@ -56,6 +59,7 @@ class RankMetrics:
     share: Samples | None = None  # samples in a step
     first_steps_seconds: Seconds | None = None  # median time of the job's first steady steps, as measured here
     synchronization_seconds: Seconds = 0.0  # for which a synchronization blocked it; 0: none did
+    last_step: Count | None = None  # number of the last step of the window; None: there is none, or an older sender
 
 
 class LauncherState(StrEnum):
@@ -152,6 +156,7 @@ class StepProgress:
     step: Position | None = None  # last completed step of the job; None: none
     steps_in_round: Count = 0
     total_steps: Annotated[int, Within(1)] | None = None  # that the script wants; None: unlimited, or not known
+    step_ended_at: Seconds | None = None  # end of the last complete step; None: there is none, or an older sender
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,7 @@ class CheckpointReport:
 
     step: Position | None = None  # of the newest published one; None: none is known
     snapshot_step: Position | None = None  # of the newest snapshot in memory; None: none
+    replicated_step: Position | None = None  # of the newest snapshot that another worker has, too; None: none
     request: Count = 0  # last one answered
     # Of the checkpoints of the whole job; only the worker of rank 0 reports them.
     failed_rank: Position | None = None  # that could not save the newest checkpoint; None: saved, or not known
@@ -211,6 +217,9 @@ class Heartbeat:
     ] = ()  # of the ranks here; (): none trains yet
     gpus: Annotated[tuple[GpuHealth, ...], MaxLength(MAX_WORKER_GPUS)] = ()  # from NVML in the pod
     paths: Annotated[tuple[PathReport, ...], MaxLength(MAX_WORKER_PATHS)] = ()  # that begin here
+    reported_progress: ReportedProgress | None = None  # of a watched container's script; None: it reports none
+    commands_may_follow: bool | None = None  # after the launcher, as in a shell script; None: none has reported
+    watched: WatchedReport | None = None  # of a container that Pacekeeper did not create; None: of a job's worker
     sent_at: Seconds | None = None  # by the clock of the other times, shows its offset; None: not given
 
     def to_json(self) -> dict[str, Any]:
@@ -225,6 +234,11 @@ class Heartbeat:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read a heartbeat. Raises InputError, which names the field."""
         return read_dataclass(cls, data)
+
+    @property
+    def watched_ranks(self) -> tuple[ReportedRank, ...] | None:
+        """The ranks of a watched container; None: it is none."""
+        return None if self.watched is None else self.watched.ranks
 
     @property
     def gpu_signs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:

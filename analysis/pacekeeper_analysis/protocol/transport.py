@@ -14,7 +14,8 @@ from enum import IntFlag
 import numpy as np
 from numpy.typing import NDArray
 
-from .records import Collective
+from pacekeeper_rank.records import Collective
+
 from .reports import FlowWindow
 
 

@@ -226,6 +226,9 @@ def fit_costs(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> ShareCo
 
 def fit_costs_per_rank(compute_seconds: Sequence[npt.ArrayLike], samples: Sequence[npt.ArrayLike]) -> ShareCosts:
     """Fit the costs of ranks that have different steps: for each rank, shape (its steps,)."""
+    if len({(np.shape(own), np.shape(amounts)) for own, amounts in zip(compute_seconds, samples, strict=True)}) == 1:
+        # As is usual, in one call: the same result in a fraction of the time.
+        return fit_costs(np.stack(compute_seconds, axis=1), np.stack(samples, axis=1))
     rank_costs = [
         fit_costs(np.reshape(own, (-1, 1)), np.reshape(amounts, (-1, 1)))
         for own, amounts in zip(compute_seconds, samples, strict=True)

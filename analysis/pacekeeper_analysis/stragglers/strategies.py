@@ -51,11 +51,6 @@ MAX_SYNC_COST_SHARE, MAX_LASTING_SYNC_COST_SHARE = 0.03, 0.01
 The shortest interval within the limit is chosen. The second limit applies in the long run.
 """
 SYNC_INTERVAL_SECONDS_RANGE = (0.5, 30.0)
-LINK_CHECK_SYNC_SECONDS, MAX_LINK_CHECK_SYNC_COST_SHARE = 10.0, 0.1
-"""Interval of synchronizations that check a slow link, while they stay within this share of the time.
-
-Each synchronization shows whether the link has recovered.
-"""
 SYNC_INTERVAL_GROWTH_SHARE = 0.2
 """Share of a bottleneck's duration that may pass between two synchronizations. A long one will not end soon."""
 MIN_SYNC_INTERVAL_GROWTH = 1.2
@@ -176,7 +171,8 @@ def diagnose_bottleneck(
     has one of MIN_FREE_REMEDY_SLOWDOWN. The result is None if the windows are not sufficient: ranks are missing, there
     are fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force; or the bottleneck
     began in the last few steps. A bottleneck that began within the windows is judged by the steps since then, because
-    earlier ones would dilute it.
+    earlier ones would dilute it. With the earlier ones, it may not even show; then the steps since must take most of
+    the time.
 
     Ranks in `known_relative_times` are slow by more steps than these, and are judged by those. Bottlenecks in
     `suppressed` are usual for the job, and hide no other.
@@ -215,7 +211,15 @@ def _diagnose_since_start(
         return recent_diagnosis
     if len(recent_window.steps) < MIN_BOTTLENECK_STEPS:
         return None if diagnosis.bottleneck is not Bottleneck.NONE else diagnosis
-    return recent_diagnosis if recent_diagnosis.bottleneck is diagnosis.bottleneck else diagnosis
+    if diagnosis.bottleneck is Bottleneck.NONE and not _fill_most_of(model.window, recent_window):
+        return diagnosis
+    return recent_diagnosis if diagnosis.bottleneck in {recent_diagnosis.bottleneck, Bottleneck.NONE} else diagnosis
+
+
+def _fill_most_of(window: AlignedWindow, recent_window: AlignedWindow) -> bool:
+    """Return whether the recent steps take most of the window's time. A shorter while may be a hiccup."""
+    seconds, recent_seconds = (float(part.step_seconds.max(axis=1).sum()) for part in (window, recent_window))
+    return recent_seconds > seconds - recent_seconds
 
 
 def compute_recovery_threshold(threshold: float) -> float:
@@ -230,7 +234,7 @@ def _select_steps_since_start(model: StepModel, diagnosis: Diagnosis, threshold:
     """
     bottleneck = diagnosis.bottleneck
     if bottleneck is Bottleneck.GC:  # without the first collection itself, after which the window begins
-        affected = np.append(False, np.any(_find_gc_pauses(_exclude_simultaneous_gc(model.gc_seconds)), axis=1)[:-1])
+        affected = np.append(False, np.any(_find_gc_pauses(exclude_simultaneous_gc(model.gc_seconds)), axis=1)[:-1])
     elif bottleneck is Bottleneck.LENGTHS:  # other steps, longer or shorter, are in between
         affected = model.gc_free.max(axis=1) >= min(threshold, diagnosis.slowdown) * model.length_balanced.max(axis=1)
     else:
@@ -492,8 +496,8 @@ def _reconstruct_synchronous_steps(
 
 def _diagnose_step_model(model: StepModel, threshold: float, suppressed: Collection[Bottleneck] = ()) -> Diagnosis:
     seconds_now = model.step_seconds
-    staggered_gc = _exclude_simultaneous_gc(model.gc_seconds)
-    _, planned_gc_seconds = _plan_gc_interval(staggered_gc)
+    staggered_gc = exclude_simultaneous_gc(model.gc_seconds)
+    _, planned_gc_seconds = plan_gc_interval(staggered_gc)
     needs_rebalance = model.has_slow_ranks or model.is_uneven
     lost_seconds = {
         Bottleneck.GC: _estimate_gc_wait_seconds(staggered_gc, model) - planned_gc_seconds,
@@ -601,7 +605,7 @@ def _describe_bottleneck(model: StepModel, bottleneck: Bottleneck) -> str:
                 f"steps took {_format_milliseconds(model.window.baseline_seconds or 0.0)} altogether"
             )
         case Bottleneck.GC:
-            wait_seconds = _estimate_gc_wait_seconds(_exclude_simultaneous_gc(model.gc_seconds), model)
+            wait_seconds = _estimate_gc_wait_seconds(exclude_simultaneous_gc(model.gc_seconds), model)
             return (
                 f"garbage collection takes {_format_milliseconds(float(model.gc_seconds.mean()))} a step on each "
                 "rank, and all wait for "
@@ -685,10 +689,7 @@ def _propose_local_sgd(model: StepModel, reference: float, transfer: float, *, h
     if model.is_uneven and model.has_sample_counts:
         equal_shares = shares.divide_equally(sum(model.shares), len(rank_seconds), model.window.share_granularity)
     step_seconds, sync_cost = _estimate_timed_sync_costs(own, transfer)
-    wanted = sync_cost / MAX_SYNC_COST_SHARE
-    if has_slow_link:
-        wanted = min(wanted, max(LINK_CHECK_SYNC_SECONDS, sync_cost / MAX_LINK_CHECK_SYNC_COST_SHARE))
-    seconds = _clamp_sync_interval(own, wanted)
+    seconds = _clamp_sync_interval(own, sync_cost / MAX_SYNC_COST_SHARE)
     seconds_after = step_seconds * (1 + sync_cost / seconds)
     by_clock = Strategy(
         LOCAL_SGD_REMEDY,
@@ -753,8 +754,8 @@ def _propose_planned_gc(model: StepModel, reference: float, planned_interval: in
 
     Under such a plan only the script itself still collects, at any interval of the plan.
     """
-    staggered_gc = _exclude_simultaneous_gc(model.gc_seconds)
-    interval, cost = _plan_gc_interval(staggered_gc)
+    staggered_gc = exclude_simultaneous_gc(model.gc_seconds)
+    interval, cost = plan_gc_interval(staggered_gc)
     simultaneous_seconds = model.compute_longest_mean(model.gc_seconds - staggered_gc)
     seconds_after = model.compute_longest_mean(model.gc_free) + cost + simultaneous_seconds + model.exposed_seconds
     return Strategy(
@@ -771,7 +772,7 @@ def _propose_planned_gc(model: StepModel, reference: float, planned_interval: in
     )
 
 
-def _plan_gc_interval(gc_seconds: Seconds) -> tuple[int, float]:
+def plan_gc_interval(gc_seconds: Seconds) -> tuple[int, float]:
     """Return the interval of planned collections in steps, and their cost per step.
 
     All ranks collect in the same step, so the longest pause counts once. `gc_seconds` has the shape (steps, ranks). The
@@ -788,7 +789,7 @@ def _plan_gc_interval(gc_seconds: Seconds) -> tuple[int, float]:
     return max(1, round(1.0 / rate)), rate * float(durations.max()) + float(gc_seconds[~pauses].sum()) / gc_seconds.size
 
 
-def _exclude_simultaneous_gc(gc_seconds: Seconds) -> Seconds:
+def exclude_simultaneous_gc(gc_seconds: Seconds) -> Seconds:
     """Remove collections that all ranks do in the same step: no rank waits for those."""
     is_simultaneous = ((gc_seconds >= MIN_GC_PAUSE_SHARE * gc_seconds.max(axis=0)) & (gc_seconds > 0)).all(
         axis=1, keepdims=True

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_rank.records import NOTICED_LATE, SYMMETRIC_COLLECTIVES, Collective
+
 from ..protocol.communicators import Communicator
 from ..protocol.operations import OPERATION, decode_operations
-from ..protocol.records import NOTICED_LATE, SYMMETRIC_COLLECTIVES, Collective
 from ..protocol.reports import Evidence
 
 Floats = NDArray[np.float64]

@@ -60,6 +60,29 @@ class AlignedWindow:
         return tuple(int(count) for count in self.samples[-1])
 
 
+@dataclass(frozen=True)
+class StepTimeSample:
+    """The times of some steps of a synchronous job: what a later mean is compared with."""
+
+    mean_seconds: float
+    deviation: float  # standard deviation of a step's time, over the mean
+    steps: int
+
+    def compute_ratio_error(self, later_mean_seconds: float, later_steps: int) -> float:
+        """Return the standard error of the ratio of a later mean to this one, for steps as noisy as these."""
+        ratio = later_mean_seconds / self.mean_seconds
+        return ratio * self.deviation * math.sqrt(1 / self.steps + 1 / max(1, later_steps))
+
+
+def sample_step_times(window: AlignedWindow) -> StepTimeSample | None:
+    """Return the step times of the window; None: its steps were not measured, or are too few."""
+    seconds = np.median(window.step_seconds, axis=1)
+    mean_seconds = float(seconds.mean())
+    if window.drawn_from or len(seconds) <= 1 or mean_seconds <= 0:
+        return None
+    return StepTimeSample(mean_seconds, float(seconds.std(ddof=1)) / mean_seconds, len(seconds))
+
+
 def align_windows(windows: Sequence[RankWindow]) -> AlignedWindow | None:
     """Align the windows on their common steps since the shares last changed.
 
@@ -181,6 +204,12 @@ def find_baseline_exposed(windows: Sequence[RankWindow]) -> float | None:
     return None if shortest is None else max(0.0, shortest)
 
 
+def find_baseline_own(windows: Sequence[RankWindow]) -> tuple[float, ...]:
+    """Return the own work of each rank in those steps; (): that of some is not known."""
+    own = tuple(window.baseline_own_seconds or 0.0 for window in windows)
+    return own if all(own) else ()
+
+
 def _fit_share_costs(windows: Sequence[RankWindow]) -> ShareCosts | None:
     """Fit the costs of each rank. Ranks may have steps from before a change of shares that others lack."""
     own = [np.asarray(window.compute_seconds) for window in windows]
@@ -208,11 +237,9 @@ def compute_peers_median(values: npt.NDArray[np.float64]) -> npt.NDArray[np.floa
     ranks = values.shape[1]
     if ranks == 1:
         return values
-    order = np.argsort(values, axis=1)
-    ordered = np.take_along_axis(values, order, axis=1)
-    position = np.argsort(order, axis=1)  # of each rank among all
+    ordered = np.sort(values, axis=1)
 
     def rank_others(index: int) -> npt.NDArray[np.float64]:
-        return np.where(position <= index, ordered[:, [index + 1]], ordered[:, [index]])
+        return np.where(values <= ordered[:, [index]], ordered[:, [index + 1]], ordered[:, [index]])
 
     return (rank_others((ranks - 2) // 2) + rank_others((ranks - 1) // 2)) / 2

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.protocol.communicators import Communicator
 from pacekeeper_analysis.protocol.operations import NO_GROUP
-from pacekeeper_analysis.protocol.records import NOTICED_LATE, Collective
 from pacekeeper_analysis.whatif.graph import GraphBuilder, Operation
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import BACKWARD_RECV, BACKWARD_SEND, FORWARD_RECV, FORWARD_SEND, TraceError
 from pacekeeper_analysis.whatif.window import RecordedWindow, SkippedStep
+from pacekeeper_rank.records import NOTICED_LATE, Collective
 
 COMPUTE = "compute"
 """A rank's own work between two of its collectives."""

@@ -1,4 +1,4 @@
-"""Scenarios, drawn: a job, and what befalls it. Each is a function of its seed."""
+"""Scenarios, drawn: a job, and what befalls it. Each is a function of its seed, and of a salt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .kinds import KINDS
-from .world import CALM, JobCosts, Segment, Spare, Timeline
+from .noise import NoiseModel
+from .salts import create_rng
+from .world import CALM, HICCUP_INTERVAL_STEPS, JobCosts, Segment, Spare, Timeline
 
 LEAD_SECONDS_RANGE, TAIL_SECONDS = (60, 600), 180
 """Seconds that nothing is wrong before and behind."""
@@ -26,8 +28,8 @@ PHASE_INTERVAL_RANGE, PHASE_SHARE_RANGE = (60, 900), (0.02, 0.2)
 
 @dataclass(frozen=True)
 class Scenario:
-    """seed: of what is observed. evidence_delay_seconds: the age of the metrics. restart_known: whether the job has had
-    a restart before, so that its cost is known."""
+    """seed, salt: of what is observed, with noise by `noise_model`. evidence_delay_seconds: the age of the metrics.
+    restart_known: whether the job has had a restart before, so that its cost is known."""
 
     seed: int
     kind: str
@@ -37,27 +39,38 @@ class Scenario:
     timeline: Timeline
     evidence_delay_seconds: int = 0
     restart_known: bool = True
+    salt: str = ""
+    noise_model: NoiseModel = NoiseModel.INDEPENDENT
 
     @property
     def description(self) -> str:
         job = self.job
         return (
-            f"seed {self.seed}: {self.kind} {self.depth:.2f} × for {self.timeline.end_second - self.timeline.onset} s "
+            f"seed {self.seed}{f' of salt {self.salt}' if self.salt else ''}: "
+            f"{self.kind} {self.depth:.2f} × for {self.timeline.end_second - self.timeline.onset} s "
             f"({self.end}), {job.ranks} ranks, spare: {job.spare}, restart {job.restart_seconds} s"
             f"{'' if self.restart_known else ' (not known)'}, noise {job.noise:g}"
+            f"{f' ({self.noise_model})' if self.noise_model is not NoiseModel.INDEPENDENT else ''}"
             f"{f', metrics {self.evidence_delay_seconds} s old' if self.evidence_delay_seconds else ''}"
             f"{f', a phase of {job.phase_seconds} s every {job.phase_every} s' if job.phase_seconds else ''}"
         )
 
 
-def draw_scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Scenario:
+def draw_scenario(
+    seed: int,
+    kind: str | None = None,
+    ranks: int | None = None,
+    *,
+    salt: str = "",
+    noise_model: NoiseModel = NoiseModel.INDEPENDENT,
+) -> Scenario:
     """`kind`, `ranks`: of this kind and size; None: of any."""
-    rng = np.random.default_rng((17, seed))
+    rng = create_rng(17, seed, salt=salt)
     names = list(KINDS)
     weights = np.array([KINDS[name].weight for name in names])
     drawn_kind = str(rng.choice(names, p=weights / weights.sum()))
     kind = kind or drawn_kind
-    job = _add_phases(draw_job(rng, ranks), seed)
+    job = _add_phases(draw_job(rng, ranks), seed, salt)
     lowest, highest = DEPTH_RANGE[0], min(DEPTH_RANGE[1], KINDS[kind].deepest)
     # What is above 1 is log-uniform: shallow ones are the most frequent, as published, and deep ones are tried, too.
     depth = 1.0 + float(np.exp(rng.uniform(np.log(lowest - 1), np.log(highest - 1))))
@@ -66,7 +79,7 @@ def draw_scenario(seed: int, kind: str | None = None, ranks: int | None = None) 
     if end != "never":
         duration = int(np.clip(rng.exponential(KINDS[kind].mean_seconds), MIN_SLOW_SECONDS, MAX_SLOW_SECONDS))
     strain = KINDS[kind].make(job, depth, rng)
-    onset = int(np.random.default_rng((19, seed)).integers(*LEAD_SECONDS_RANGE))
+    onset = int(create_rng(19, seed, salt=salt).integers(*LEAD_SECONDS_RANGE))
     segments, now, until = [Segment(0, onset, CALM)], onset, onset + duration
     while now < until:
         length = until - now if end != "flapping" else int(rng.integers(*PAUSE_SECONDS_RANGE))
@@ -86,23 +99,33 @@ def draw_scenario(seed: int, kind: str | None = None, ranks: int | None = None) 
         timeline=Timeline(tuple(segments)),
         evidence_delay_seconds=int(rng.choice([0, 15], p=[0.8, 0.2])),
         restart_known=bool(rng.random() < 0.85),
+        salt=salt,
+        noise_model=noise_model,
     )
 
 
-def draw_healthy_scenario(seed: int, hours: float, ranks: int | None = None) -> Scenario:
+def draw_healthy_scenario(
+    seed: int,
+    hours: float,
+    ranks: int | None = None,
+    *,
+    salt: str = "",
+    noise_model: NoiseModel = NoiseModel.INDEPENDENT,
+) -> Scenario:
     """Nothing goes wrong."""
-    rng = np.random.default_rng((18, seed))
+    rng = create_rng(18, seed, salt=salt)
     timeline = Timeline((Segment(0, round(3600 * hours), CALM),))
-    return Scenario(seed, "healthy", 1.0, "never", _add_phases(draw_job(rng, ranks), seed), timeline)
+    job = _add_phases(draw_job(rng, ranks), seed, salt)
+    return Scenario(seed, "healthy", 1.0, "never", job, timeline, salt=salt, noise_model=noise_model)
 
 
 SIZES: Sequence[tuple[int, int]] = ((4, 1), (8, 8), (128, 8))
 """Workers, and ranks of each."""
 
 
-def _add_phases(job: JobCosts, seed: int) -> JobCosts:
+def _add_phases(job: JobCosts, seed: int, salt: str) -> JobCosts:
     """Some evaluate, or write checkpoints that take a while."""
-    rng = np.random.default_rng((20, seed))
+    rng = create_rng(20, seed, salt=salt)
     if rng.random() >= PHASES_SHARE:
         return job
     every, share = int(rng.integers(*PHASE_INTERVAL_RANGE)), float(rng.uniform(*PHASE_SHARE_RANGE))
@@ -123,7 +146,7 @@ def draw_job(rng: np.random.Generator, ranks: int | None = None) -> JobCosts:
         fixed_seconds=step * compute_share * fixed_share,
         transfer_seconds=step * (1 - compute_share),
         noise=float(rng.choice([0.01, 0.03, 0.08], p=[0.4, 0.4, 0.2])),
-        hiccups=float(rng.choice([0.0, 0.5 / (workers * ranks_each * 20)])),
+        hiccups=float(rng.choice([0.0, 1.0 / (HICCUP_INTERVAL_STEPS * workers * ranks_each)])),
         spare=Spare(str(rng.choice([spare.value for spare in Spare], p=[0.35, 0.45, 0.2]))),
         restart_seconds=int(rng.choice([3, 60, 300])),
     )

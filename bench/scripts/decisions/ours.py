@@ -12,7 +12,7 @@ from typing import Any
 from pacekeeper_analysis.protocol.plan import SyncMode
 from pacekeeper_analysis.protocol.reports import Evidence, Heartbeat
 from pacekeeper_operator.api.incident import IncidentCause
-from pacekeeper_operator.decide.evaluate import evaluate_job
+from pacekeeper_operator.decide.evaluate import PassResult, evaluate_job
 from pacekeeper_operator.decide.stragglers import straggler
 from pacekeeper_operator.observe import persistent_slowness, rank_metrics
 from pacekeeper_operator.state.cluster_view import WorkerView
@@ -20,17 +20,18 @@ from pacekeeper_operator.state.desired_state import DesiredState
 from pacekeeper_operator.state.job_metrics import JobMetrics
 from pacekeeper_operator.state.observation import Observation
 from pacekeeper_operator.state.policy import Policy as Rules
+from pacekeeper_operator.state.restart_estimates import RestartMeasurements
 from testing.operators.observations import NOW, build_policy, build_training, change_heartbeat
 
 from .draw import Scenario
-from .policy_run import THRESHOLD, Now
+from .policy_run import PASS_INTERVAL_SECONDS, USUAL_PASSES, Act, Now, PassIntervals
 from .sampled_metrics import FIRST_STEP, SampledMetrics
 from .world import CostModel, Setup, Spare, TrainingStrategy
 
 TRAINED_SECONDS = 300.0
 """Before a scenario begins."""
-PASS_INTERVAL_SECONDS, INVESTIGATION_INTERVAL_SECONDS = 2, 1
-"""Between two passes (`Settings.sample_seconds`); and during an investigation, as often as the clock allows."""
+INVESTIGATION_INTERVAL_SECONDS = 1
+"""Between two passes during an investigation: as often as the clock allows."""
 PAUSE_SHARE, MAX_PAUSE_SECONDS = 0.05, 10
 """Of the duration of an investigation, how much may pass between two passes; seconds at most."""
 SLOWNESS_CAUSES = frozenset(
@@ -46,24 +47,16 @@ SLOWNESS_CAUSES = frozenset(
 
 
 @dataclass(frozen=True)
-class PassIntervals:
-    """At a job in which nothing happens: seconds between two, and behind `row` of them; row 0: that never comes."""
+class OursParameters:
+    """Constants that the bench may vary: those that a job's spec has."""
 
-    every: int = PASS_INTERVAL_SECONDS
-    row: int = 0
-    rest: int = 0
+    straggler_excess: float = 0.1  # `spec.detection.stragglerSlowdown`, over 1
 
 
-@dataclass(frozen=True)
-class Act:
-    """A remedy that was applied: what it was to win, for `figures`. Losses are seconds a second."""
-
-    second: int
-    cause: IncidentCause
-    remedy: str
-    rank: int | None
-    before: float  # slowdown, as it was estimated
-    after: float  # as it was predicted
+USUAL_PARAMETERS = OursParameters()
+PERSISTENT_SLOWNESS = "persistent slowness"
+OURS_PARTS = frozenset({PERSISTENT_SLOWNESS})
+"""What can be disabled: ranks that are slightly slow in each window, as the metrics show them."""
 
 
 @dataclass
@@ -78,7 +71,9 @@ class Ours:
     failures: list[str] = field(default_factory=list)
     passes: int = 0
     questions: int = 0  # requests to all ranks
-    pass_intervals: PassIntervals = PassIntervals()
+    pass_intervals: PassIntervals = USUAL_PASSES
+    ablated: frozenset[str] = frozenset()
+    parameters: OursParameters = USUAL_PARAMETERS
     due: int = 0
     _consecutive: int = 0
     _answered: int = 0  # checkpoint requests, by the members: those that a pass before this one has made
@@ -92,13 +87,15 @@ class Ours:
         )
         desired = base.desired.with_plan(members=members)
         if self.scenario.restart_known:
-            desired = desired.with_budget(restart_seconds=float(job.restart_seconds))
-        spec = replace(base.job.spec, nproc_per_node=job.ranks_each)
+            seconds = (float(job.restart_seconds),)
+            desired = desired.with_budget(measurements=RestartMeasurements(same_workers=seconds, exchange=seconds))
+        detection = replace(base.job.spec.detection, straggler_slowdown=1.0 + self.parameters.straggler_excess)
+        spec = replace(base.job.spec, nproc_per_node=job.ranks_each, detection=detection)
         self._base = replace(base.with_desired(desired), job=replace(base.job, spec=spec))
         self._heartbeat = self._base.members[0].heartbeat or Heartbeat()
         self.desired: DesiredState = self._base.desired
         self.rules = build_policy(max_restarts=100)
-        self._sight = SampledMetrics(self.world, self.scenario.seed, FIRST_STEP)
+        self._sight = SampledMetrics.from_scenario(self.scenario, self.world)
         self._membership, self._round_from = self.desired.plan.membership, -TRAINED_SECONDS
         self._seen_acts: set[tuple[str, str]] = set()
         self._reported: tuple[Evidence, ...] = ()
@@ -108,9 +105,8 @@ class Ours:
         end = now.second + 1
         if now.stands:
             if self._sight.pieces:  # the next round goes on from the step that this one has come to
-                self._sight = SampledMetrics(
-                    self.world, self.scenario.seed, self._sight.first + self._sight.count_done_steps(now.second)
-                )
+                next_step = self._sight.first + self._sight.count_done_steps(now.second)
+                self._sight = SampledMetrics.from_scenario(self.scenario, self.world, next_step)
             return now.setup
         if not self._sight.pieces and now.second:
             self._round_from = float(now.second)
@@ -172,32 +168,38 @@ class Ours:
         return tuple(map(update_view, self._base.workers))
 
     def _collect_metrics(self, end: int) -> JobMetrics:
+        plan_rows = self._select_rows(end)
+        if plan_rows is None:
+            return JobMetrics(unreported_members=tuple(member.worker for member in self.desired.plan.members))
+        metrics = rank_metrics.summarize_ranks(plan_rows, self.desired.plan, JobMetrics())
+        if PERSISTENT_SLOWNESS in self.ablated:
+            return metrics
+        threshold = self._base.job.spec.detection.straggler_slowdown
+        self._relative_times = persistent_slowness.add_window(
+            self._relative_times, plan_rows.rows, self.desired.plan.membership, threshold, NOW + end
+        )
+        return self._relative_times.add_to_metrics(metrics)
+
+    def _select_rows(self, end: int) -> rank_metrics.PlanRankRows | None:
+        """Metrics of the plan's ranks; None: they have not done a step yet."""
         members, ranks_each = self.desired.plan.members, self.world.job.ranks_each
         rows = self._sight.build_rows(max(self._sight.pieces[0].begin, end - self.scenario.evidence_delay_seconds))
         if rows is None:
-            return JobMetrics(unreported_members=tuple(member.worker for member in members))
+            return None
         rows_by_worker = {
             member.worker: rows[index * ranks_each : (index + 1) * ranks_each] for index, member in enumerate(members)
         }
-        plan_rows = rank_metrics.select_plan_rows(rows_by_worker, self.desired.plan)
-        self._relative_times = persistent_slowness.add_window(
-            self._relative_times, plan_rows.rows, self.desired.plan.membership, THRESHOLD, NOW + end
-        )
-        return self._relative_times.add_to_metrics(
-            rank_metrics.summarize_ranks(plan_rows, self.desired.plan, JobMetrics())
-        )
+        return rank_metrics.select_plan_rows(rows_by_worker, self.desired.plan)
 
     def _collect_evidence(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""
-        plan = self.desired.plan
-        if not plan.evidence_request:
+        plan, request = self.desired.plan, self.desired.requests.evidence_name
+        if not request:
             return ()
-        if self._reported == () or self._reported[0].request != plan.evidence_request:
+        if self._reported == () or self._reported[0].request != request:
             windows = self._sight.build_windows(end)
             self._reported = tuple(
-                Evidence(
-                    plan.evidence_request, member.worker, plan.round, tuple(windows[rank] for rank in member.ranks)
-                )
+                Evidence(request, member.worker, plan.round, tuple(windows[rank] for rank in member.ranks))
                 for member in plan.members
             )
         return self._reported
@@ -220,14 +222,17 @@ class Ours:
         return self.passes > 2 and is_idle(observation, self.rules)
 
     def _evaluate(self, observation: Observation, second: int) -> None:
-        result = evaluate_job(observation, self.rules)
+        result = self._run_steps(observation)
         self.passes += 1
         self.failures += result.failed_steps
         self._record_incidents(result.desired, second)
         self.desired = sweep_finished_incidents(result.desired)
 
+    def _run_steps(self, observation: Observation) -> PassResult:
+        return evaluate_job(observation, self.rules)
+
     def _record_incidents(self, desired: DesiredState, second: int) -> None:
-        self.questions += desired.plan.evidence_request not in {"", self.desired.plan.evidence_request}
+        self.questions += desired.requests.evidence_name not in {"", self.desired.requests.evidence_name}
         self.quarantines += len(desired.state.incidents.quarantine_requests) - len(
             self.desired.state.incidents.quarantine_requests
         )
@@ -276,13 +281,13 @@ class Ours:
 
 def is_idle(observation: Observation, rules: Rules) -> bool:
     """No suspicion of slowness, and no remedy of an earlier one in progress."""
-    metrics, state, plan = observation.metrics, observation.state, observation.plan
+    metrics, state, requests = observation.metrics, observation.state, observation.requests
     is_active = (
         state.adaptation.investigation is not None
         or state.adaptation.local_sgd is not None
         or bool(state.incidents.open)
-        or bool(plan.evidence_request)
-        or plan.profile is not None
+        or requests.evidence is not None
+        or requests.profile is not None
         or (state.placement.vacant_since, state.placement.checkpoint_requested_at) != (None, None)
         or any(worker.leaving for worker in state.placement.workers)
     )
@@ -290,7 +295,7 @@ def is_idle(observation: Observation, rules: Rules) -> bool:
         is_active
         or metrics.relative_time is None
         or metrics.uniform_slowdown is None
-        or metrics.uniform_slowdown >= THRESHOLD
+        or metrics.uniform_slowdown >= observation.job.spec.detection.straggler_slowdown
     ):
         return False
     return straggler.update_investigation(observation, rules) == observation.desired
@@ -299,6 +304,7 @@ def is_idle(observation: Observation, rules: Rules) -> bool:
 def sweep_finished_incidents(desired: DesiredState) -> DesiredState:
     """Incidents that are over are written into the cluster, and need no bookkeeping (`services.reconcile`)."""
     finished = frozenset(incident.name for incident in desired.state.incidents.current if incident.outcome is not None)
-    finished -= {desired.state.profiling.incident}
+    window = desired.requests.profile_window
+    finished -= {"" if window is None else window.incident}
     remaining = desired.state.incidents.sweep(finished)
     return desired if remaining is desired.state.incidents else desired.with_incidents(current=remaining.current)

@@ -1,32 +1,47 @@
-"""A scenario under all policies: what is kept of it."""
+"""A scenario under some policies: what is kept of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pacekeeper_analysis.stragglers.price import compute_loss_rate
 from pacekeeper_operator.api.training_job import Remedy
 
 from . import clairvoyant
 from .draw import Scenario
-from .ours import Act, Ours, PassIntervals
-from .policies import OURS, POLICIES
-from .policy_run import PolicyRun, find_first_sign, run_policy
+from .policies import NEVER, USUAL_POLICIES, Variant
+from .policy_run import Act, DecidingPolicy, PassIntervals, PolicyRun, find_first_sign, run_policy
 from .world import CALM, CostModel, Spare, Strain, get_remaining_strain
 
 GRACE_SECONDS = 120
 """Actions within this time after a slowdown's end still concern it."""
+USUAL_VARIANTS: Mapping[str, Variant] = {name: Variant(name) for name in USUAL_POLICIES}
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Of one remedy of ours: seconds a second."""
+    """Of one remedy: seconds a second."""
 
     remedy: str
     predicted: float
     realized: float
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a deciding policy did. Counts are of the scenario."""
+
+    slowed: float = 0.0  # seconds lost by steps only: what Local-SGD wins counts without any rule
+    gains: tuple[Gain, ...] = ()
+    false_alarms: int = 0
+    exchanges: int = 0
+    wrong_exchanges: int = 0
+    quarantines: int = 0
+    questions: int = 0
+    passes: int = 0
+    remedies: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,18 +50,11 @@ class Outcome:
 
     scenario: Scenario
     lost: Mapping[str, float]
-    slowed: float  # by ours, and by steps only: what Local-SGD wins counts without any rule
     since: Mapping[str, float]
     least: float  # lost by a policy that knows the future
     informed: float  # lost by a policy that knows, from the first sign on, how long it lasts
-    gains: tuple[Gain, ...] = ()
-    false_alarms: int = 0
-    exchanges: int = 0
-    wrong_exchanges: int = 0
-    quarantines: int = 0
-    questions: int = 0
-    remedies: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
+    decisions: Mapping[str, Decisions]
+    cpu_seconds: Mapping[str, float]
 
     @property
     def days(self) -> float:
@@ -54,13 +62,11 @@ class Outcome:
 
     @property
     def injected(self) -> float:
-        return self.lost["never act"]
+        return self.lost[NEVER]
 
-    @property
-    def times(self) -> float:
-        """Our cost over the clairvoyant's. Less than a second is nothing."""
-        ours = self.since[OURS]
-        return 1.0 if ours <= max(1.0, self.informed) else ours / max(1.0, self.informed)
+    def compute_times(self, policy: str) -> float:
+        """Return the policy's cost over the clairvoyant's. Less than a second is nothing."""
+        return max(1.0, self.since[policy] / max(1.0, self.informed))
 
     @property
     def is_slow(self) -> bool:
@@ -68,34 +74,37 @@ class Outcome:
         return self.scenario.depth >= 1.1
 
 
-def run_policies(scenario: Scenario) -> Outcome:
+def run_policies(scenario: Scenario, variants: Mapping[str, Variant] = USUAL_VARIANTS) -> Outcome:
+    """Play all variants, and the one that never acts."""
     cost_model, first_second = CostModel(scenario.job), find_first_sign(scenario)
-    runs = dict[str, PolicyRun]()
-    ours: Ours | None = None
-    for name, create_policy in POLICIES.items():
-        policy = create_policy(scenario, cost_model)
+    runs, decisions = dict[str, PolicyRun](), dict[str, Decisions]()
+    for name, variant in {**variants, NEVER: Variant(NEVER)}.items():
+        policy = variant.begin(scenario, cost_model)
         runs[name] = run_policy(scenario, cost_model, policy)
-        ours = policy if isinstance(policy, Ours) else ours
-    assert ours is not None
+        if isinstance(policy, DecidingPolicy):
+            decisions[name] = _judge_decisions(scenario, cost_model, runs[name], policy)
     return Outcome(
         scenario,
         lost={name: run.cost() for name, run in runs.items()},
-        slowed=runs[OURS].slowed,
         since={name: run.cost(first_second) for name, run in runs.items()},
         least=clairvoyant.compute_least_cost(scenario, cost_model),
         informed=clairvoyant.compute_informed_cost(scenario, cost_model),
-        gains=tuple(compute_gains(scenario, cost_model, runs[OURS], ours.acts)),
-        **_count_actions(scenario, ours),
+        decisions=decisions,
+        cpu_seconds={name: run.cpu_seconds for name, run in runs.items()},
     )
 
 
-def run_calm_scenario(scenario: Scenario, intervals: PassIntervals) -> Outcome:
-    """Only ours, where nothing goes wrong."""
-    cost_model = CostModel(scenario.job)
-    ours = Ours(scenario, cost_model, pass_intervals=intervals)
-    run = run_policy(scenario, cost_model, ours)
-    lost = {OURS: run.cost(), "never act": 0.0}
-    return Outcome(scenario, lost, run.slowed, lost, 0.0, 0.0, **_count_actions(scenario, ours))
+def run_calm_scenario(scenario: Scenario, intervals: PassIntervals, variants: Mapping[str, Variant]) -> Outcome:
+    """Play the deciding ones of the variants, where nothing goes wrong."""
+    cost_model, lost = CostModel(scenario.job), {NEVER: 0.0}
+    decisions, cpu_seconds = dict[str, Decisions](), dict[str, float]()
+    for name, variant in variants.items():
+        policy = variant.begin(scenario, cost_model, intervals)
+        if isinstance(policy, DecidingPolicy):
+            run = run_policy(scenario, cost_model, policy)
+            lost[name], cpu_seconds[name] = run.cost(), run.cpu_seconds
+            decisions[name] = _judge_decisions(scenario, cost_model, run, policy)
+    return Outcome(scenario, lost, lost, least=0.0, informed=0.0, decisions=decisions, cpu_seconds=cpu_seconds)
 
 
 def compute_gains(scenario: Scenario, cost_model: CostModel, run: PolicyRun, acts: list[Act]) -> list[Gain]:
@@ -117,18 +126,21 @@ def compute_gains(scenario: Scenario, cost_model: CostModel, run: PolicyRun, act
     return gains
 
 
-def _count_actions(scenario: Scenario, ours: Ours) -> dict[str, Any]:
+def _judge_decisions(scenario: Scenario, cost_model: CostModel, run: PolicyRun, policy: DecidingPolicy) -> Decisions:
     strains = scenario.timeline.strains_by_second
-    exchanges = [act for act in ours.acts if act.remedy == Remedy.REPLACE_WORKER]
-    return {
-        "false_alarms": sum(not _has_recent_strain(strains, second) for second, _ in ours.alarms),
-        "exchanges": len(exchanges),
-        "wrong_exchanges": sum(not _is_right_exchange(act, scenario) for act in exchanges),
-        "quarantines": ours.quarantines,
-        "questions": ours.questions,
-        "remedies": tuple(f"{act.second}: {act.remedy}" for act in ours.acts),
-        "failures": tuple(ours.failures),
-    }
+    exchanges = [act for act in policy.acts if act.remedy == Remedy.REPLACE_WORKER]
+    return Decisions(
+        slowed=run.slowed,
+        gains=tuple(compute_gains(scenario, cost_model, run, policy.acts)),
+        false_alarms=sum(not _has_recent_strain(strains, second) for second, _ in policy.alarms),
+        exchanges=len(exchanges),
+        wrong_exchanges=sum(not _is_right_exchange(act, scenario) for act in exchanges),
+        quarantines=policy.quarantines,
+        questions=policy.questions,
+        passes=policy.passes,
+        remedies=tuple(f"{act.second}: {act.remedy}" for act in policy.acts),
+        failures=tuple(policy.failures),
+    )
 
 
 def _has_recent_strain(strains: Sequence[Strain], second: int) -> bool:

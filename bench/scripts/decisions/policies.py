@@ -1,17 +1,30 @@
-"""Policies that ours is held against. One of its own is a class here and a line in POLICIES.
+"""Policies, by name. One that decides upon what it observes is a line in DECIDING_POLICIES.
 
-All but ours receive what is wrong, exactly and as soon as it shows (`policy_run.get_visible_strain`): they have no
-evidence to weigh, and raise no false alarm.
+All others receive what is wrong, exactly and as soon as it shows (`policy_run.get_visible_strain`): they have no
+evidence to weigh, and raise no false alarm. One of these is a class here and a line in INFORMED_POLICIES.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pacekeeper_analysis.estimator.parameters import EstimatorParameters
 
 from .draw import Scenario
-from .ours import Ours
-from .policy_run import Begin, Now, find_first_sign, get_visible_strain
+from .estimating import Estimating
+from .ours import OURS_PARTS, USUAL_PARAMETERS, Ours
+from .policy_run import (
+    USUAL_PASSES,
+    Begin,
+    DecidingPolicy,
+    Now,
+    OnlinePolicy,
+    PassIntervals,
+    find_first_sign,
+    get_visible_strain,
+)
 from .world import CALM, EQUAL_SHARES, CostModel, Setup, Spare, Strain, TrainingStrategy, get_remaining_strain
 
 SHARES_SECONDS = 5.0
@@ -110,11 +123,38 @@ class SkiRental:
         return best_setup
 
 
-OURS = "ours"
+class BeginDeciding(Protocol):
+    """Creates a deciding policy without the parts `ablated`, and with these constants."""
+
+    def __call__(
+        self,
+        scenario: Scenario,
+        world: CostModel,
+        /,
+        *,
+        pass_intervals: PassIntervals,
+        ablated: frozenset[str],
+        parameters: Any,
+    ) -> DecidingPolicy: ...
+
+
+@dataclass(frozen=True)
+class DecidingEntry:
+    """A deciding policy. parts: what of it can be disabled. parameters: its constants, a frozen dataclass instance."""
+
+    begin: BeginDeciding
+    parameters: Any
+    parts: frozenset[str] = frozenset()
+
+
+OURS, NEVER = "ours", "never act"
+DECIDING_POLICIES: Mapping[str, DecidingEntry] = {
+    OURS: DecidingEntry(Ours, USUAL_PARAMETERS, OURS_PARTS),
+    "estimator": DecidingEntry(Estimating, EstimatorParameters()),
+}
 SKI_RENTAL_MULTIPLES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
-POLICIES: Mapping[str, Begin] = {
-    OURS: Ours,
-    "never act": lambda _scenario, _world: Never(),
+INFORMED_POLICIES: Mapping[str, Begin] = {
+    NEVER: lambda _scenario, _world: Never(),
     "always restart": lambda scenario, _world: AlwaysRestart(scenario),
     "shares only": SharesOnly,
     "Greyhound's levels": Greyhound,
@@ -123,6 +163,34 @@ POLICIES: Mapping[str, Begin] = {
         for times in SKI_RENTAL_MULTIPLES
     },
 }
+
+
+POLICIES: tuple[str, ...] = (*DECIDING_POLICIES, *INFORMED_POLICIES)
+USUAL_POLICIES: tuple[str, ...] = (OURS, *INFORMED_POLICIES)
+"""Played if none is named. Further deciding policies would change the clairvoyant, which knows what any has tried."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A policy as it is played. parameters: of a deciding policy; None: its own."""
+
+    policy: str
+    ablated: frozenset[str] = frozenset()
+    parameters: Any = None
+
+    def begin(
+        self, scenario: Scenario, cost_model: CostModel, pass_intervals: PassIntervals = USUAL_PASSES
+    ) -> OnlinePolicy:
+        """Create the policy. Raise ValueError if it has no such part."""
+        if self.policy in INFORMED_POLICIES:
+            return INFORMED_POLICIES[self.policy](scenario, cost_model)
+        entry = DECIDING_POLICIES[self.policy]
+        if unknown := self.ablated - entry.parts:
+            raise ValueError(f"{self.policy} has no part {', '.join(sorted(unknown))}")
+        parameters = entry.parameters if self.parameters is None else self.parameters
+        return entry.begin(
+            scenario, cost_model, pass_intervals=pass_intervals, ablated=self.ablated, parameters=parameters
+        )
 
 
 def _choose_shares(cost_model: CostModel, strain: Strain) -> TrainingStrategy:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pacekeeper_analysis.stragglers.windows import count_window_steps
+from pacekeeper_operator.api.incident import IncidentCause
 
 from .draw import Scenario
 from .world import CALM, CostModel, Setup, Strain, get_remaining_strain
 
 WINDOW_STEPS, THRESHOLD = 32, 1.1
 """`spec.detection`, as it is by default."""
+PASS_INTERVAL_SECONDS = 2
+"""Between two passes (`Settings.sample_seconds`)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,45 @@ class OnlinePolicy(Protocol):
     def choose_setup(self, now: Now) -> Setup: ...
 
 
+@dataclass(frozen=True)
+class Act:
+    """A remedy that was applied. `before`, `after`: slowdowns, as it was estimated and as it was predicted."""
+
+    second: int
+    cause: IncidentCause
+    remedy: str
+    rank: int | None
+    before: float
+    after: float
+
+
+@runtime_checkable
+class DecidingPolicy(OnlinePolicy, Protocol):
+    """A policy that decides upon what it observes, and so may be wrong. All counts are of the scenario until now."""
+
+    acts: list[Act]
+    alarms: list[tuple[int, IncidentCause]]
+    """Seconds and causes: each Incident about slowness."""
+    quarantines: int
+    failures: list[str]
+    """Errors of its own code."""
+    passes: int
+    """How often it weighed what it observed."""
+    questions: int
+    """Requests to all ranks."""
+
+
+@dataclass(frozen=True)
+class PassIntervals:
+    """At a job in which nothing happens: seconds between two, and behind `row` of them; row 0: that never comes."""
+
+    every: int = PASS_INTERVAL_SECONDS
+    row: int = 0
+    rest: int = 0
+
+
+USUAL_PASSES = PassIntervals()
+
 Begin = Callable[[Scenario, CostModel], OnlinePolicy]
 
 
@@ -47,6 +90,7 @@ class PolicyRun:
     slowed: float  # seconds in all, by its steps only (`CostModel.slowed`)
     setups: tuple[Setup, ...]
     stood: int  # seconds between rounds
+    cpu_seconds: float = 0.0  # of the policy
 
     def cost(self, begin: int = 0) -> float:
         return math.fsum(self.lost[begin:])
@@ -57,6 +101,7 @@ def run_policy(scenario: Scenario, cost_model: CostModel, policy: OnlinePolicy) 
     setup, next_setup, remaining = Setup(), Setup(), 0
     lost, slowed, setups, stood = list[float](), list[float](), list[Setup](), 0
     previous: tuple[Strain, Setup, bool] | None = None
+    cpu_seconds = 0.0
     for second, raw_strain in enumerate(scenario.timeline.strains_by_second):
         is_training = cost_model.job.is_training(second)
         if second < policy.due and not remaining and previous == (raw_strain, setup, is_training):
@@ -70,7 +115,9 @@ def run_policy(scenario: Scenario, cost_model: CostModel, policy: OnlinePolicy) 
         slowed.append(1.0 if remaining else cost_model.slowed(setup.strategy, strain) if is_training else 0.0)
         setups.append(setup)
         stood += bool(remaining)
+        start = time.process_time()
         requested_setup = policy.choose_setup(Now(second, setup, strain, raw_strain, stands=bool(remaining)))
+        cpu_seconds += time.process_time() - start
         if remaining:
             remaining -= 1
             setup = setup if remaining else next_setup
@@ -84,7 +131,7 @@ def run_policy(scenario: Scenario, cost_model: CostModel, policy: OnlinePolicy) 
             remaining = cost_model.job.restart_seconds
         else:
             setup = requested_setup
-    return PolicyRun(tuple(lost), math.fsum(slowed), tuple(setups), stood)
+    return PolicyRun(tuple(lost), math.fsum(slowed), tuple(setups), stood, cpu_seconds)
 
 
 def find_first_sign(scenario: Scenario) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,11 @@ from pacekeeper_analysis.protocol.reports import RankWindow
 from pacekeeper_analysis.stragglers.windows import count_window_steps
 from pacekeeper_operator.observe.rank_metrics import RANK_ROW, RankRows
 
+from .draw import Scenario
+from .noise import NoiseModel, NoiseSource
 from .policy_run import WINDOW_STEPS
-from .world import CALM, GC_INTERVAL_STEPS, HICCUP_FACTOR, CostModel, Strain, TrainingStrategy
+from .salts import create_rng
+from .world import CALM, GC_INTERVAL_STEPS, CostModel, Strain, TrainingStrategy
 
 FIRST_STEP = 500
 TOKENS_PER_SEQUENCE = 1000.0
@@ -59,8 +63,18 @@ class SampledMetrics:
     world: CostModel
     seed: int
     first: int = FIRST_STEP  # number of its first step
+    salt: str = ""
+    noise_model: NoiseModel = NoiseModel.INDEPENDENT
     pieces: list[Stretch] = field(default_factory=list)
     _steps: dict[tuple[int, int], SampledStep] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._noise = NoiseSource(self.world, self.noise_model, self.seed, self.salt)
+
+    @classmethod
+    def from_scenario(cls, scenario: Scenario, world: CostModel, first: int = FIRST_STEP) -> SampledMetrics:
+        """Of a round of this scenario, whose first step has the number `first`."""
+        return cls(world, scenario.seed, first, scenario.salt, scenario.noise_model)
 
     def extend(self, now: float, strategy: TrainingStrategy, strain: Strain) -> None:
         """From `now` on by this strategy, under this strain."""
@@ -111,9 +125,8 @@ class SampledMetrics:
 
     def _draw_step(self, piece: Stretch, number: int) -> SampledStep:
         job, strategy, strain = self.world.job, piece.strategy, piece.strain
-        rng = np.random.default_rng((self.seed, number))
-        noise = np.maximum(0.2, 1.0 + job.noise * rng.standard_normal(job.ranks))
-        noise = np.where(rng.random(job.ranks) < job.hiccups, HICCUP_FACTOR, noise)
+        rng = create_rng(self.seed, number, salt=self.salt)
+        noise = self._noise.draw_step(number, rng)
         shares = np.array(strategy.shares or (job.samples,) * job.ranks, dtype=np.float64)
         relative_times = np.full(job.ranks, strain.all_slow)
         for rank, factor in strain.slow:
@@ -153,8 +166,13 @@ class SampledMetrics:
         rows["compute_seconds_per_sample"] = own_seconds / same_share_steps[-1].shares
         rows["wait_seconds"] = np.maximum(0.0, step_seconds - own_seconds)
         rows["share"] = same_share_steps[-1].shares
-        rows["first_steps_seconds"], _ = self.world.first_steps
+        rows["first_steps_seconds"], _ = self._first_steps
+        rows["last_step"] = same_share_steps[-1].number
         return rows
+
+    @cached_property
+    def _first_steps(self) -> tuple[float, float]:
+        return self._noise.measure_first_steps()
 
     def build_windows(self, now: float) -> list[RankWindow]:
         """Of all ranks, in their order."""
@@ -165,7 +183,7 @@ class SampledMetrics:
             np.array([getattr(step, name) for step in steps]).T.tolist() if steps else [()] * self.world.job.ranks
             for name in ("took", "own", "gc_seconds", "lengths", "shares")
         )
-        transfers, (step, first_own_seconds) = self._list_sync_seconds(now, strategy), self.world.first_steps
+        transfers, (step, first_own_seconds) = self._list_sync_seconds(now, strategy), self._first_steps
         return [
             RankWindow(
                 rank=rank,

@@ -25,6 +25,8 @@ GC_INTERVAL_STEPS = 20
 """Steps between two collections of a rank that collects garbage by itself."""
 HICCUP_FACTOR = 3.0
 """Duration of a step of a rank that is held up once, as a multiple of the usual one."""
+HICCUP_INTERVAL_STEPS = 40
+"""Steps of a job with hiccups from one such rank to the next, on average."""
 SYNC_TRANSFER_FACTOR = 1.3
 """Times the transfer of a step that one of a synchronization in a Local-SGD mode takes
 (`simulation.workers.training_round`)."""

@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pacekeeper.health.rank_metrics import MetricsReporter
+from pacekeeper.health.rank_rings import RankRings
 from pacekeeper.runtime_folder import RuntimeFolder, read_json
 from pacekeeper.sidecar.connection_sampler import ConnectionSampler
-from pacekeeper.sidecar.rank_metrics import MetricsReporter
-from pacekeeper.sidecar.rank_rings import RankRings
-from pacekeeper_analysis.protocol.plan import EvidencePart, Plan
+from pacekeeper_analysis.protocol.plan import Plan
 from pacekeeper_analysis.protocol.reports import FaultReport, Heartbeat
+from pacekeeper_analysis.protocol.requests import EvidencePart
 
 WINDOW_STEPS = 32
 POLL_INTERVAL_SECONDS, EVIDENCE_INTERVAL_SECONDS = 0.1, 1.0

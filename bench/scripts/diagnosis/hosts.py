@@ -19,19 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pacekeeper.observe.record_ring import RingReader
-from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_plan
-from pacekeeper_analysis.protocol.plan import (
-    SECRET_BYTES,
-    Member,
-    Plan,
-    ProbeRequest,
-    ProbeTarget,
-    ProfileRequest,
-    SourceNaming,
-    choose_rendezvous,
-)
+from pacekeeper.observe.ring_reader import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json
+from pacekeeper_analysis.protocol.plan import SECRET_BYTES, Member, Plan, choose_rendezvous
 from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState
+from pacekeeper_analysis.protocol.requests import ProbeRequest, ProbeTarget, ProfileRequest, Requests, SourceNaming
 from testcluster import cgroups
 from testcluster.settings import REPOSITORY
 from testcluster.shell import is_successful, run_command
@@ -132,7 +124,7 @@ class HostedJob:
 
     def __init__(self, hosts: Sequence[JobHost]) -> None:
         self.hosts = hosts
-        self.plan = Plan()
+        self.plan, self.requests = Plan(), Requests()
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -172,7 +164,13 @@ class HostedJob:
         """The next version of the plan, each worker's part to itself."""
         self.plan = replace(self.plan, version=self.plan.version + 1, **changes)
         for host in self.hosts:
-            write_plan(host.runtime.plan, self.plan.build_worker_plan(host.name))
+            write_json(host.runtime.plan, self.plan.build_worker_plan(host.name).to_json())
+
+    def update_requests(self, **changes: Any) -> None:
+        """Each host's part of the open requests to itself."""
+        self.requests = replace(self.requests, **changes)
+        for host in self.hosts:
+            write_json(host.runtime.requests, self.requests.build_worker_requests(host.name, is_member=True).to_json())
 
     def request_probe(self, name: str) -> None:
         """Each host measures its link to each other one; those of a turn have no host in common."""
@@ -182,12 +180,12 @@ class HostedJob:
             for source, destination in turn:
                 target = self.hosts[destination].name
                 targets[self.hosts[source].name].append(ProbeTarget(target, address[target], slot))
-        self.update_plan(probe=ProbeRequest(name, tuple(targets), tuple(map(tuple, targets.values()))))
+        self.update_requests(probe=ProbeRequest(name, tuple(targets), tuple(map(tuple, targets.values()))))
 
     def request_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
         """Request a profile of `steps` steps or `seconds` on all ranks, which begins `ahead` steps from now."""
         first_step = max(host.heartbeat.progress.step or 0 for host in self.hosts) + ahead
-        self.update_plan(
+        self.update_requests(
             profile=ProfileRequest(name, first_step=first_step, steps=steps, seconds=seconds, sources=SourceNaming.SHOW)
         )
 

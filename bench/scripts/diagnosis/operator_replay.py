@@ -16,8 +16,9 @@ from typing import Any, cast
 from pacekeeper_analysis.failures.finding import Finding
 from pacekeeper_analysis.network import link_probe
 from pacekeeper_analysis.profiling.localize import localize_fault
-from pacekeeper_analysis.protocol.plan import EvidencePart, Member, Plan, ProfileRequest
+from pacekeeper_analysis.protocol.plan import Member, Plan
 from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbeat, LauncherState, LinkProbe
+from pacekeeper_analysis.protocol.requests import EvidencePart, ProfileRequest
 from pacekeeper_operator.api.incident import IncidentCause
 from pacekeeper_operator.api.training_job import JobSpec, RemediationMode, Remedy, TrainingJob
 from pacekeeper_operator.async_runtime import OperatorRuntime, Result
@@ -50,7 +51,7 @@ from pacekeeper_operator.state.policy import Policy
 from .hosts import HOSTS, RANKS_A_HOST
 from .record import Recording
 
-JOB = TrainingJob("bench", "diagnosis", "uid", 1, JobSpec({}, HOSTS, spares=1, nproc_per_node=RANKS_A_HOST))
+JOB = TrainingJob("bench", "diagnosis", "uid", 1, JobSpec({}, replicas=HOSTS, spares=1, nproc_per_node=RANKS_A_HOST))
 POLICY = Policy(RemediationMode.ACT, frozenset(Remedy), max_restarts=10, restart_window=3600.0)
 SPARE = "host-spare"
 FAULT_PASS_INTERVAL_SECONDS = 0.5
@@ -196,11 +197,11 @@ class _Operator:
     def _receive_evidence(self, caller: Caller, document: Mapping[str, Any]) -> None:
         if document["operations"]:
             self._operations[caller.worker] = Evidence.from_json({**document, "windows": (), "links": ()})
-        request = self._plan.evidence_request
+        request = self._job.requests.evidence_name
         if not request or self._answered.get(caller.worker) == request:
             return
         self._answered[caller.worker] = request
-        parts = self._plan.evidence_parts
+        parts = self._job.requests.evidence_parts
         no_operations = {"communicators": (), "operations": ()}
         links = {} if EvidencePart.LINKS in parts else {"links": ()}
         evidence = Evidence.from_json({**document, **no_operations, **links, "request": request})
@@ -246,7 +247,7 @@ class _Operator:
 
     def _deliver_answers(self, now: float) -> None:
         """Patterns and probes that would be there by now."""
-        profile, probe = self._plan.profile, self._plan.probe
+        profile, probe = self._job.requests.profile, self._job.requests.probe
         if profile is None:
             self._profile = None
         elif self._profile is None or self._profile[0] != profile:

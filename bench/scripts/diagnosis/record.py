@@ -139,7 +139,8 @@ def _record_fault(hosted_job: HostedJob, fault: InjectedFault, place: int) -> Re
     listener = _wait_until_calm(hosted_job)
     began_at = time.time()
     fault.strike(hosted_job, place)
-    name = f"profile-{hosted_job.plan.version + 1}"
+    requests = f"{began_at:.0f}"  # part of their names, which tells them apart from earlier ones
+    name = f"profile-{requests}"
     try:
         if fault.hangs:
             time.sleep(HANG_SECONDS)
@@ -147,7 +148,7 @@ def _record_fault(hosted_job: HostedJob, fault: InjectedFault, place: int) -> Re
             time.sleep(PROFILE_DELAY_SECONDS)
             hosted_job.request_profile(name, PROFILE_AHEAD_STEPS, PROFILE_STEPS, PROFILE_SECONDS)
             time.sleep(PROBE_DELAY_SECONDS - PROFILE_DELAY_SECONDS)
-            hosted_job.request_probe(f"probe-{hosted_job.plan.version + 1}")
+            hosted_job.request_probe(f"probe-{requests}")
             time.sleep(SLOW_SECONDS - PROBE_DELAY_SECONDS)
     finally:
         fault.undo(hosted_job, place)
@@ -155,7 +156,7 @@ def _record_fault(hosted_job: HostedJob, fault: InjectedFault, place: int) -> Re
     recording = listener.build_recording(fault.name, place, began_at, patterns, profiled)
     if fault.hangs:
         hosted_job.train()
-    hosted_job.update_plan(profile=None, probe=None)
+    hosted_job.update_requests(profile=None, probe=None)
     time.sleep(LINKS_FLUSH_SECONDS if fault.is_of_links and not fault.hangs else STEPS_FLUSH_SECONDS)
     return recording
 

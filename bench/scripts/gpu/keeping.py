@@ -37,10 +37,10 @@ from pacekeeper.checkpointing.storage.checkpoint_writer import WriteOutcome
 from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.environment import Environment
 from pacekeeper.observe.collectives.cpu_group import CpuGroup, new_cpu_group
-from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper.sync.state_saver import compute_snapshot_interval
+from pacekeeper_rank.recorder import NoRing, Recorder
 
 from .machine import DEVICE, NCCL, ON_GPU, Busy, wait_until_done
 

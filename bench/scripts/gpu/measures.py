@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pacekeeper as pk
 from pacekeeper.observe.rank_history import RankHistory
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas
 from pacekeeper.runtime_folder import RuntimeFolder
 

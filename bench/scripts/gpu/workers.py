@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from pacekeeper.launcher.network.nccl_plugin import build_plugin_environment, find_usable_plugin
-from pacekeeper.observe.record_ring import create_ring
 from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_rank.record_ring import create_ring
 
 from .machine import ON_GPU
 

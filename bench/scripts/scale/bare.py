@@ -13,20 +13,22 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
-from pacekeeper_analysis.protocol.records import Collective, Phase
+from pacekeeper_analysis.protocol.plan import SyncMode, WorkerPlan, WorkerRole
 from pacekeeper_analysis.protocol.reports import (
     CheckpointReport,
+    Evidence,
     FaultKind,
     FaultReport,
     Heartbeat,
     LauncherState,
     RankMetrics,
     RankState,
+    RankWindow,
     RoundStart,
     StepProgress,
     TrainingReport,
 )
+from pacekeeper_analysis.stragglers.windows import count_window_steps
 from pacekeeper_operator.api.formats import format_time
 from pacekeeper_operator.api.names import TRAINER_CONTAINER
 from pacekeeper_operator.api.training_job import JobPhase, TrainingJob
@@ -40,11 +42,13 @@ from pacekeeper_operator.runtime.job_context import JobContext
 from pacekeeper_operator.runtime.reconcile import create_job_context, reconcile_job
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.settings import Settings
+from pacekeeper_rank.records import Collective, Phase
 
 EPOCH = 1_800_000_000.0
 """Seconds since the epoch at which all of it begins."""
 NAMESPACE = "team"
-STEP_SECONDS = 0.5
+STEP_SECONDS, OWN_SECONDS = 0.5, 0.4
+WINDOW_STEPS = count_window_steps(32, STEP_SECONDS)
 MAX_PASSES = 40
 """Until a job trains, or trains again."""
 
@@ -189,11 +193,13 @@ class Jobs:
         await context.effect_runner.wait_until_idle()
         return seconds
 
-    async def poll(self, context: JobContext) -> None:
-        """Every worker of the job polls once."""
+    async def poll(self, context: JobContext, skipped: slice = slice(0)) -> None:
+        """Every worker of the job polls once, but those that are `skipped`."""
         placement = context.cache.desired.state.placement if context.cache.desired is not None else None
-        for worker in placement.workers if placement is not None else ():
-            if worker.uid:
+        workers = placement.workers if placement is not None else ()
+        silent = {worker.name for worker in workers[skipped]}
+        for worker in workers:
+            if worker.uid and worker.name not in silent:
                 contact = context.cache.contacts.get(worker.name)
                 previous = None if contact is None else contact.raw_heartbeat
                 plan = context.cache.plan
@@ -201,6 +207,16 @@ class Jobs:
                 round_ = self._rounds.get(context.job.name, 0)
                 heartbeat = self._build_heartbeat(plan.build_worker_plan(worker.name), worker.name, previous, round_)
                 await self.sidecars.poll(self._build_caller(context, worker.name), heartbeat, plan.version, 0.0)
+
+    def answer_request(self, context: JobContext) -> None:
+        """All ranks send their last steps, as the open request asks for them."""
+        plan = context.cache.plan
+        assert plan is not None
+        for member in plan.members:
+            newest = context.cache.contacts[member.worker].raw_heartbeat.progress.step or 0
+            windows = tuple(build_window(rank, newest) for rank in member.ranks)
+            evidence = Evidence(context.cache.requests.evidence_name, member.worker, plan.round, windows)
+            self.sidecars.receive_evidence(self._build_caller(context, member.worker), evidence)
 
     async def stall(self, context: JobContext) -> None:
         """All workers report that their ranks stall; rank 0 holds them up. What is not dealt with waits."""
@@ -245,8 +261,11 @@ class Jobs:
         assert previous is not None
         round_ = max(worker_plan.round, round_)
         is_same_round = previous.membership == worker_plan.membership and previous.round == round_
+        new_steps = round((now - (previous.sent_at or now)) / STEP_SECONDS)
+        step = (previous.progress.step or 0) + new_steps
         metrics = tuple(
-            RankMetrics(rank, 8, STEP_SECONDS, 0.4, 0.0125, 0.01, 32, STEP_SECONDS) for rank in worker_plan.ranks
+            RankMetrics(rank, WINDOW_STEPS, STEP_SECONDS, OWN_SECONDS, 0.0125, 0.01, 32, STEP_SECONDS, last_step=step)
+            for rank in worker_plan.ranks
         )
         return Heartbeat(
             worker=worker,
@@ -258,8 +277,8 @@ class Jobs:
             if is_same_round
             else RoundStart(started_at=now, restored_step=0, first_step_at=now),
             progress=StepProgress(
-                step=(previous.progress.step or 0) + 4,
-                steps_in_round=previous.progress.steps_in_round + 4 if is_same_round else 4,
+                step=step,
+                steps_in_round=previous.progress.steps_in_round + new_steps if is_same_round else new_steps,
                 total_steps=1_000_000,
             ),
             checkpoint=CheckpointReport(step=0),
@@ -310,6 +329,21 @@ def build_node(name: str, version: str) -> Object:
             "addresses": [{"type": "InternalIP", "address": _build_address(2, number)}],
         },
     }
+
+
+def build_window(rank: int, newest: int) -> RankWindow:
+    """What a rank sends of its last steps up to `newest`."""
+    steps = tuple(range(newest - WINDOW_STEPS + 1, newest + 1))
+    return RankWindow(
+        rank=rank,
+        steps=steps,
+        step_seconds=(STEP_SECONDS,) * len(steps),
+        compute_seconds=(OWN_SECONDS,) * len(steps),
+        samples=(32,) * len(steps),
+        sync_mode=SyncMode.SYNC,
+        baseline_seconds=STEP_SECONDS,
+        baseline_own_seconds=OWN_SECONDS,
+    )
 
 
 def build_stall(worker: str, ranks: tuple[int, ...], membership: int, round_: int, now: float) -> FaultReport:

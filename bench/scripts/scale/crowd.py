@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import replace
 
-from pacekeeper.sidecar.sidecar import RetryBackoff
+from pacekeeper.sidecar.delivery import RetryBackoff
 from pacekeeper_analysis.protocol.reports import (
     GpuHealth,
     Heartbeat,

@@ -40,13 +40,13 @@ It would be ten if a pass visited all other jobs."""
 
 def run_measurements(quick: bool) -> Sequence[Measurement]:
     workers, job_count = (QUICK_WORKERS, QUICK_MANY_JOBS) if quick else (WORKERS, MANY_JOBS)
-    with _configure_operator_gc():
+    with configure_operator_gc():
         return [*asyncio.run(_measure_large_job(workers)), *asyncio.run(_measure_many_jobs(job_count))]
 
 
 @contextmanager
-def _configure_operator_gc() -> Iterator[None]:
-    """As in the operator's process: collections are rare."""
+def configure_operator_gc() -> Iterator[None]:
+    """Make collections as rare as in the operator's process."""
     thresholds = gc.get_threshold()
     reduce_gc_frequency()
     try:

@@ -42,6 +42,7 @@ from pacekeeper_analysis.protocol.reports import (
     StepProgress,
     TrainingReport,
 )
+from pacekeeper_analysis.protocol.requests import WorkerRequests
 
 from .api import Api, connect_api
 
@@ -117,6 +118,7 @@ async def _run_sidecar(sidecar_set: SidecarSet, pod: dict[str, Any], number: int
         connector=connector, trace_configs=[_limit_connects(sidecar_set.begins)]
     ) as session:
         client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF_SECONDS
+        requests = WorkerRequests()
         heartbeat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
         sidecar_set.counts["sidecars"] += 1
         is_training, held_seconds = False, 0.0
@@ -125,18 +127,19 @@ async def _run_sidecar(sidecar_set: SidecarSet, pod: dict[str, Any], number: int
                 wait, start = settings.poll_seconds, time.monotonic()
                 max_hold = min(settings.hold_seconds, max(wait, 2 * held_seconds))
                 try:
-                    new_plan = await client.fetch_plan(
-                        _update_heartbeat(heartbeat, plan, sidecar_set), plan.version, wait, max_hold
-                    )
+                    current = _update_heartbeat(heartbeat, plan, sidecar_set)
+                    answer = await client.poll(current, plan.version, requests.identity, wait, max_hold)
                 except (OperatorUnavailable, RequestRejected) as error:
                     sidecar_set.counts["refused"] += 1
                     print(error, file=sys.stderr, flush=True)
                     await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                     backoff = min(MAX_BACKOFF_SECONDS, 2 * backoff)
                     continue
-                held_seconds = held_seconds if new_plan is not None else time.monotonic() - start
+                held_seconds = held_seconds if answer is not None else time.monotonic() - start
                 sidecar_set.counts["polls"] += 1
                 backoff = FIRST_BACKOFF_SECONDS
+                requests = requests if answer is None or answer.requests is None else answer.requests
+                new_plan = None if answer is None else answer.plan
                 if new_plan is not None:
                     is_training, was_training = new_plan.role is WorkerRole.MEMBER, is_training
                     sidecar_set.counts["training"] += is_training - was_training

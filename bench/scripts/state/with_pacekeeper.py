@@ -30,11 +30,11 @@ from pacekeeper.checkpointing.training_state import TrainingState
 from pacekeeper.checkpointing.versions import StateVersion
 from pacekeeper.environment import Environment
 from pacekeeper.observe.collectives.cpu_group import CpuGroup, new_cpu_group
-from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper.sync.state_saver import compute_snapshot_interval
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_rank.recorder import NoRing, Recorder
 
 from . import dcp
 from .workload import RANKS, compute_digest, list_tensors, make_net, make_optimizer, train_step
@@ -96,7 +96,7 @@ class Rank:
 
 def _create_runtime(folder: Path, worker: str) -> RuntimeFolder:
     runtime = RuntimeFolder(folder / worker).create()
-    write_plan(runtime.plan, WorkerPlan(membership=1, role=WorkerRole.MEMBER, secret=SECRET))
+    write_json(runtime.plan, WorkerPlan(membership=1, role=WorkerRole.MEMBER, secret=SECRET).to_json())
     return runtime
 
 

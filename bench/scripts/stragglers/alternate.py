@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 import pacekeeper as pk
 from bench.overhead import restore_functions, save_functions
-from pacekeeper.observe.collectives.collective_monitor import exclude_group
 from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_rank.collectives.collective_monitor import exclude_group
 
 from .ddp import get_local_batch
 from .run import GLOBAL_BATCH, LOCAL_BATCH, Outcome, Place, Run

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import pacekeeper as pk
-from pacekeeper.observe.record_ring import create_ring
 from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.protocol.plan import SyncMode, WorkerPlan, WorkerRole
+from pacekeeper_rank.record_ring import create_ring
 
 from .run import AEDIT_LEASE, GLOBAL_BATCH, Outcome, Place, Run
 from .workload import GPT, LossSnapshots, SourceCode, StepPacer, compute_loss_sum, make_optimizer

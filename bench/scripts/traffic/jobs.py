@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_plan
+from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json
 from pacekeeper_analysis.protocol.plan import SECRET_BYTES, Hop, Member, Paths, Plan, PlannedPath
 from pacekeeper_analysis.protocol.reports import Heartbeat, LauncherState, PathFault
 from pacekeeper_operator.decide.network import paths
@@ -107,7 +107,7 @@ class FabricJob:
         ).with_membership_secret(self._plan, secrets.token_hex(SECRET_BYTES))
         with _run_unprivileged():
             for runtime in self._runtimes:
-                write_plan(runtime.plan, self._plan.build_worker_plan(runtime.root.name))
+                write_json(runtime.plan, self._plan.build_worker_plan(runtime.root.name).to_json())
         self.touch()
 
     def list_flows(self) -> list[Flow]:

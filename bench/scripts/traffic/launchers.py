@@ -21,9 +21,9 @@ from typing import Any
 from pacekeeper.launcher.command import launch_from_plan
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.ranks.processes import adopt_orphans
-from pacekeeper.launcher.ranks.warm_process import import_modules
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_rank.forking.warm_server import import_modules
 from testing.training.launchers import fork_process
 from testing.training.ranks import PREIMPORTS
 

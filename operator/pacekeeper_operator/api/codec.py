@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.decoding import abbreviate_value
+from pacekeeper_analysis.protocol.decoding import MaxLength, abbreviate_value
 
 Converters = Mapping[str, Callable[[Any], Any]]
 Record = TypeVar("Record")
@@ -34,6 +34,9 @@ def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters:
         value = data.get(key)
         if value is not None:
             values[name] = _read_value(hint, value, f"{path}.{key}", converters, converters.get(name))
+    for name, limit in _map_item_limits(cls).items():  # type: ignore[arg-type]  # as above
+        if len(values.get(name, ())) > limit:
+            raise InputError(f"{path}.{camel_case(name)}: has more than {limit} items")
     try:
         return cls(**values)
     except TypeError as error:
@@ -65,6 +68,18 @@ def camel_case(name: str) -> str:
 def list_field_hints(cls: type[Any]) -> tuple[tuple[str, str, Any], ...]:
     """Return (field, key, annotation) of each field."""
     return tuple((name, camel_case(name), hint) for name, hint in typing.get_type_hints(cls).items())
+
+
+@cache
+def _map_item_limits(cls: type[Any]) -> Mapping[str, int]:
+    """Return the maximum number of items of each list that has one (`MaxLength`), as in the messages of workers."""
+    return {
+        name: bound.count
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items()
+        if typing.get_origin(hint) is typing.Annotated and typing.get_origin(hint.__origin__) is tuple
+        for bound in hint.__metadata__
+        if isinstance(bound, MaxLength)
+    }
 
 
 class _Shape(Enum):

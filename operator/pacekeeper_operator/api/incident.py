@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
@@ -38,6 +38,7 @@ class IncidentCause(StrEnum):
     GARBAGE_COLLECTION = "garbage-collection"  # of Python: different ranks collect in different steps
     UNEVEN_LENGTHS = "uneven-lengths"  # sequence lengths are distributed unevenly over ranks
     SLOW_STEPS = "slow-steps"  # all ranks are slow alike, or a user requested a profile
+    STARTED_OVER = "started-over"  # a round began from the start although an earlier one had completed steps
 
 
 class IncidentClass(StrEnum):
@@ -58,6 +59,7 @@ class IncidentOutcome(StrEnum):
     INEFFECTIVE = "Ineffective"
     RECOMMENDED = "Recommended"  # mode Recommend: nothing was done
     FAILED = "Failed"  # the job failed because of it
+    OBSERVED = "Observed"  # nothing is ever done: of a watched job, or about training that started over
     SUPERSEDED = "Superseded"  # another round, or the job's suspension, completion, or deletion came first
 
 
@@ -66,6 +68,7 @@ class ObjectRef:
     name: str
     namespace: str
     uid: str | None = None
+    kind: str | None = None  # None: a TrainingJob
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,18 @@ class RemedyPrice:
     cost_seconds: float | None = None
     chosen: bool = False
     reason: str = ""
+
+
+def compute_saved_seconds(considered: Iterable[RemedyPrice], standstill_seconds: float | None) -> float:
+    """Return the seconds of training that the chosen remedy would have kept; 0: none was worth it.
+
+    While a job stands still, every remedy wins all of the standstill, of `standstill_seconds` (None: not known).
+    """
+    price = next((price for price in considered if price.chosen), None)
+    if price is None:
+        return 0.0
+    gain = standstill_seconds if price.gain_seconds is None else price.gain_seconds
+    return max(0.0, (gain or 0.0) - (price.cost_seconds or 0.0))
 
 
 @dataclass(frozen=True)
@@ -152,6 +167,8 @@ class IncidentStatus:
     slowdown_after: float | None = None
     predicted_gain: float | None = None  # seconds of training
     measured_gain: float | None = None
+    predicted_cost: float | None = None  # seconds of training
+    measured_cost: float | None = None
     diagnosis: Finding | None = None
     outcome: IncidentOutcome | None = None
     message: str | None = None
@@ -181,4 +198,6 @@ _ROUNDED_INCIDENT_FIELDS = (
     "slowdown_after",
     "predicted_gain",
     "measured_gain",
+    "predicted_cost",
+    "measured_cost",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 Object = dict[str, Any]
@@ -13,6 +14,8 @@ LABEL_JOB = f"{GROUP}/job"
 """Label of pods, plans, and Incidents: the job's name."""
 LABEL_WORKER = f"{GROUP}/worker"
 """Label of pods: the worker's ordinal."""
+LABEL_WATCHED = f"{GROUP}/watched"
+"""Label of pods into which the sidecar of a watched job was injected; its value is `true`."""
 LABEL_PROBE = f"{GROUP}/probe"
 """Label of probe pods: the node's UID."""
 LABEL_PROBE_GROUP = f"{GROUP}/probe-group"
@@ -21,6 +24,8 @@ LABEL_NO_QUARANTINE = f"{GROUP}/no-quarantine"
 """Label of nodes, with any value: the platform team's opt-out."""
 ANNOTATION_AVOIDED_NODES = f"{GROUP}/avoided-nodes"
 """Annotation of a worker's pod: names of the nodes that its affinity avoided when it was created."""
+ANNOTATION_TRAINER = f"{GROUP}/trainer-container"
+"""Annotation of a worker's pod: the container with the ranks."""
 ANNOTATION_PROFILE = f"{GROUP}/profile"
 """Annotation of jobs: a changed value requests a profile at once."""
 ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
@@ -29,7 +34,14 @@ DROPPED_TEMPLATE_KEY = f"{GROUP}/dropped-template"
 """Key that replaces a template that is too large to be kept; its value is the reason, with the remedy."""
 PAUSE_CONFIG_MAP = "pacekeeper-pause"
 """ConfigMap in the operator's namespace: while it exists, no remedy is applied. Its key `reason` gives the reason."""
+LABEL_WATCH = f"{GROUP}/watch"
+"""Label of namespaces and pods: `enabled` or `disabled`, for the watch of pods of other controllers."""
+LABEL_WATCH_RESTART = f"{GROUP}/watch-restart"
+"""Label of namespaces: `enabled` if pods of watched jobs may be deleted there, so that a job that hangs restarts."""
+WATCH_CONFIG_MAP = "pacekeeper-watch"
+"""ConfigMap in the operator's namespace: whether the watch is injected (`enabled`), and the authority (`ca.crt`)."""
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+LABEL_POD_SET = "kueue.x-k8s.io/podset"
 LABEL_PRIORITY = "kueue.x-k8s.io/priority-class"
 """Label of jobs: the WorkloadPriorityClass that sets their priority in the queue."""
 LABEL_PREBUILT = "kueue.x-k8s.io/prebuilt-workload-name"
@@ -47,9 +59,15 @@ FIELD_MANAGER_CONDITION = "pacekeeper-condition"
 FIELD_MANAGER_CORDON = "pacekeeper-quarantine"
 """Owner of taint and cordon (server-side apply). Giving up the ownership leaves a cordon that another owner has set."""
 TRAINER_CONTAINER = "trainer"
-"""The container of the template that runs `pacekeeper run`."""
+"""Name of the container with the ranks, if the job names no other."""
 SIDECAR_CONTAINER = "pacekeeper-sidecar"
+CHECKPOINT_SERVER_CONTAINER = "checkpoint-server"
 TOKEN_AUDIENCE = "pacekeeper"
 METRICS_PORT = 9464
 """Port of a sidecar with its own network. `manifests.compute_metrics_port` computes that of any worker."""
 METRICS_PORT_NAME = "pk-metrics"
+
+
+def find_trainer_name(metadata: Mapping[str, Any]) -> str:
+    """Return the name of the container with the ranks. `metadata`: of a worker's pod."""
+    return str((metadata.get("annotations") or {}).get(ANNOTATION_TRAINER, TRAINER_CONTAINER))

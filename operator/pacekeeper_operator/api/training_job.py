@@ -8,13 +8,22 @@ from enum import StrEnum
 from typing import Any, Self
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.plan import SourceNaming, SyncMode
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.requests import SourceNaming
 from pacekeeper_analysis.stragglers.defaults import DEFAULT_STRAGGLER_SLOWDOWN, DEFAULT_WINDOW_STEPS
 
 from .codec import Converters, from_json, to_patch
 from .conditions import CONDITION_TIMES, ConditionStatus
 from .formats import format_time, parse_duration, parse_time, round_for_json
-from .names import ANNOTATION_PROFILE, DEFAULT_MANAGER, LABEL_JOB, LABEL_PREBUILT, LABEL_PRIORITY, LABEL_QUEUE
+from .names import (
+    ANNOTATION_PROFILE,
+    DEFAULT_MANAGER,
+    LABEL_JOB,
+    LABEL_PREBUILT,
+    LABEL_PRIORITY,
+    LABEL_QUEUE,
+    LABEL_WORKER,
+)
 
 MAX_JOB_NAME = 40
 MAX_PROFILE_REQUEST_CHARACTERS = 64
@@ -58,6 +67,13 @@ class CleanPodPolicy(StrEnum):
     NONE = "None"
 
 
+class JobKind(StrEnum):
+    """The kind of the object that a job is described by."""
+
+    TRAINING_JOB = "TrainingJob"
+    WATCHED_JOB = "WatchedJob"  # created by others, and only observed
+
+
 class JobPhase(StrEnum):
     """A summary of the job for people. Programs read the conditions."""
 
@@ -70,15 +86,29 @@ class JobPhase(StrEnum):
     FAILED = "Failed"
 
 
+class AccessMode(StrEnum):
+    """Which nodes can mount a claim at a time: many, or one."""
+
+    READ_WRITE_MANY = "ReadWriteMany"
+    READ_WRITE_ONCE = "ReadWriteOnce"
+
+
 @dataclass(frozen=True)
 class CheckpointSpec:
     path: str = "/checkpoints"
     every_steps: int = 100
     keep: int = 3
     volume_claim_name: str = ""  # "": the user mounts a volume at `path`, or no checkpoint outlives the pod
-    sub_path: str | None = None  # folder of the claim; "": its root; None: see `manifests.choose_checkpoint_sub_path`
+    sub_path: str | None = None  # of the claim or URI; "": its root; None: see `manifests.choose_checkpoint_sub_path`
     adopt: str = ""  # another job, whose checkpoints this one takes over
     read_only: bool = False  # the job reads checkpoints, and writes none
+    uri: str = ""  # of an object store that takes the place of `path`; "": there is a folder at `path`
+    access_mode: AccessMode = AccessMode.READ_WRITE_MANY  # of the claim
+
+    @property
+    def uses_server(self) -> bool:
+        """Whether the workers reach the claim through the checkpoint server, since only one node can mount it."""
+        return bool(self.volume_claim_name) and self.access_mode is AccessMode.READ_WRITE_ONCE
 
 
 @dataclass(frozen=True)
@@ -133,6 +163,7 @@ class JobSpec:
     """The desired state of a job, as the user wrote it."""
 
     template: Mapping[str, Any]  # PodTemplateSpec, as the user wrote it
+    trainer_container: str = ""  # of the template, with the ranks; "": see `trainer_container.find_trainer_container`
     replicas: int = 1
     min_replicas: int | None = None  # None: never fewer than `replicas`
     spares: int = 0
@@ -158,13 +189,13 @@ class JobSpec:
         Raises InputError that names the field.
         """
         if "template" not in spec:
-            raise InputError("spec.template: is missing; give a pod template with a container `trainer`")
+            raise InputError("spec.template: is missing; give a pod template with a container that trains")
         return from_json(cls, spec, "spec", _SPEC_CONVERTERS)
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A TrainingJob: its identity, and what its user wants."""
+    """A TrainingJob: its identity, and what its user wants. A watched job is described by one without a template."""
 
     namespace: str
     name: str
@@ -178,10 +209,13 @@ class TrainingJob:
     priority_class: str = ""  # its priority in the queue; "": that of its pods
     prebuilt_workload: str = ""  # name of its Workload if another cluster has sent both; "": it is created here
     queue_hold_reason: str = ""  # why its queue holds it, which counts as suspended; "": it does not
+    kind: JobKind = JobKind.TRAINING_JOB
 
     @property
     def selector(self) -> str:
-        """The label selector of its pods; also `status.selector`, for the scale subresource."""
+        """The label selector of its workers; also `status.selector`, for the scale subresource."""
+        if self.spec.checkpoint.uses_server:  # whose pod has the job's label too
+            return f"{LABEL_JOB}={self.name},{LABEL_WORKER}"
         return f"{LABEL_JOB}={self.name}"
 
     @classmethod
@@ -242,6 +276,15 @@ class LeafCrossings:
     best: int  # the minimum over all orders of these workers
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """The content of `status.resumedFrom`: where the present round, or the last one, continued."""
+
+    round: int
+    step: int  # 0: the beginning
+    source: str | None = None  # Memory, Peer, Checkpoint, or Nothing; None: not reported
+
+
 _JOB_TIMES = ("start_time", "completion_time", *CONDITION_TIMES)
 
 
@@ -259,7 +302,8 @@ class JobStatus:
     round: int | None = None
     step: int | None = None
     last_checkpoint_step: int | None = None
-    checkpoint_sub_path: str | None = None  # folder of its claim that is mounted; "": its root
+    checkpoint_sub_path: str | None = None  # folder of its claim or URI; "": the root
+    resumed_from: ResumePoint | None = None  # None: no round has reported it
     total_steps: int | None = None  # as the script declares; None: it does not
     progress: str | None = None  # 24%
     remaining: str | None = None  # a duration, rounded; None: unknown

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,14 +17,15 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.profiling.command import parse_profile_window
 from pacekeeper_analysis.profiling.localize import describe_localization
 from pacekeeper_analysis.profiling.report import render_profile_html
+from pacekeeper_analysis.protocol.decoding import parse_json
 
-from ..api.names import ANNOTATION_PROFILE, LABEL_JOB, PAUSE_CONFIG_MAP, Object
+from ..api.names import ANNOTATION_PROFILE, LABEL_JOB, PAUSE_CONFIG_MAP, WATCH_CONFIG_MAP, Object
 from ..api.node_history import NodeHistory
 from ..api.training_job import JobPhase, RemediationMode, RequestedSyncMode
 from ..async_runtime import raise_recursion_limit
-from . import incidents, jobs, links, nodes, pods, report, whatif
+from . import bill, convert, incidents, jobs, links, nodes, pods, report, watched, whatif
 from .kubectl import Kubectl, KubectlError, KubectlNotFound
-from .loaded_objects import LoadedIncident, LoadedJob, LoadedQuarantine, parse_newest_first
+from .loaded_objects import LoadedIncident, LoadedJob, LoadedQuarantine, LoadedWatchedJob, parse_newest_first
 from .text import format_paragraph
 
 Found = TypeVar("Found")
@@ -34,12 +36,14 @@ JOB_RESOURCE, INCIDENT_RESOURCE, QUARANTINE_RESOURCE, PROFILE_RESOURCE = (
     "nodequarantines",
     "profilewindows",
 )
-HISTORY_RESOURCE = "nodehistories"
+HISTORY_RESOURCE, WATCHED_RESOURCE = "nodehistories", "watchedjobs"
+DEFAULT_BILL_DAYS = 7
 JSON_OUTPUT = Path("json")
 """Value of --output that prints one JSON object on standard output."""
 PAGE_OPTION_HELP = {
     "report": "where the page is written (JOB.html); json: no page, for programs",
     "profile": "write a page with flame graphs (HTML); json: none, for programs",
+    "bill": "write a page (HTML), with each incident; json: none, for programs",
 }
 NODE_RELEASE_TIMEOUT_SECONDS = 120.0
 PROFILE_TIMEOUT_SECONDS, KUBECTL_POLL_INTERVAL_SECONDS = 180.0, 2.0
@@ -123,6 +127,78 @@ def show_incidents(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def show_watched(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    if not arguments.name:
+        loaded = [LoadedWatchedJob.from_object(body) for body in kubectl.list(WATCHED_RESOURCE)]
+        print(watched.format_overview(loaded, namespaces=kubectl.all_namespaces) if loaded else "no watched jobs here")
+        return 0
+    found = [LoadedWatchedJob.from_object(body) for body in kubectl.list(WATCHED_RESOURCE)]
+    selected = [job for job in found if arguments.name in (job.name, job.spec.root.name)]
+    if not selected:
+        raise KubectlNotFound(f"no watched job {arguments.name!r}; {_describe_existing(kubectl, WATCHED_RESOURCE)}")
+    shown = parse_newest_first(kubectl.list(INCIDENT_RESOURCE))
+    for job in selected:
+        print(watched.format_job(job, [incident for incident in shown if incident.spec.job_ref.uid == job.uid]))
+    return 0
+
+
+def switch_injection(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    """Show whether new pods are watched, or switch that on or off. Running pods stay as they are."""
+    location = (WATCH_CONFIG_MAP, f"--namespace={arguments.operator_namespace}")
+    if arguments.state:
+        data = {"enabled": "true" if arguments.state == "on" else "false", "reason": None}
+        kubectl.run("patch", "configmap", *location, "--type=merge", "-p", json.dumps({"data": data}))
+        print(f"pods that start from now on are {'' if arguments.state == 'on' else 'not '}watched, within seconds")
+        return 0
+    try:
+        state = parse_json(kubectl.run("get", "configmap", *location, "-o", "json")).get("data") or {}
+    except KubectlNotFound:
+        state = {}
+    print(format_paragraph(watched.describe_injection(state)))
+    return 0
+
+
+def show_bill(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    loaded = [LoadedWatchedJob.from_object(body) for body in kubectl.list(WATCHED_RESOURCE)]
+    shown = parse_newest_first(kubectl.list(INCIDENT_RESOURCE))
+    since = arguments.since
+    summed = bill.build_bill(loaded, shown, since, _list_teams(kubectl, arguments.team_label), arguments.team)
+    print(bill.format_bill(summed))
+    if arguments.output is not None and arguments.output != JSON_OUTPUT:
+        _write_page(arguments.output, bill.render_bill_page(summed, loaded, shown, time.time()))
+    return 0
+
+
+def _write_page(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}") from error
+    print(output)
+
+
+def _list_teams(kubectl: Kubectl, label: str) -> Mapping[str, str]:
+    """Return the team of each namespace that names one by this label."""
+    if not label:
+        return {}
+    return {
+        body["metadata"]["name"]: team
+        for body in kubectl.list("namespaces", labels=label)
+        if (team := body["metadata"].get("labels", {}).get(label))
+    }
+
+
+def _parse_since(text: str) -> str:
+    """Return the first day of a period as an ISO date, UTC. Raises ArgumentTypeError for what is no period."""
+    today = datetime.now(UTC).date()
+    try:
+        if text.endswith("d"):
+            return (today - timedelta(days=int(text[:-1]))).isoformat()
+        return date.fromisoformat(text).isoformat()
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give days, such as 7d, or a date, such as 2026-11-01") from error
+
+
 def show_nodes(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     if not arguments.node:
         print(nodes.format_overview([NodeHistory.parse(body) for body in kubectl.list(HISTORY_RESOURCE)], time.time()))
@@ -143,11 +219,7 @@ def write_report(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     if arguments.output == JSON_OUTPUT:
         return 0
     output = arguments.output or Path(f"{loaded.job.name}.html")
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}") from error
-    print(output)
+    _write_page(output, text)
     return 0
 
 
@@ -271,6 +343,20 @@ def show_whatif(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
 
 def show_links(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     print(links.report_links(kubectl, _get_job(kubectl, arguments.job), all_=arguments.all))
+    return 0
+
+
+def convert_jobs(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    """Print TrainingJobs on standard output, and what became of their sources on standard error."""
+    if not arguments.filename and not arguments.target:
+        raise InputError("give a file by -f, or KIND/NAME of a job in the cluster, like pytorchjob/bert")
+    result = convert.convert_sources(kubectl, arguments.filename, arguments.target, arguments.container)
+    print(result.text, file=sys.stderr)
+    if arguments.format == "json":
+        items = {"apiVersion": "v1", "kind": "List", "items": list(result.jobs)}
+        print(json.dumps(result.jobs[0] if len(result.jobs) == 1 else items, indent=2))
+    else:
+        print("---\n".join(map(kubectl.format_yaml, result.jobs)), end="")
     return 0
 
 
@@ -399,7 +485,10 @@ def _build_parser() -> argparse.ArgumentParser:
     def verb(name: str, run: Callable[[Kubectl, argparse.Namespace], int], purpose: str) -> argparse.ArgumentParser:
         command = verbs.add_parser(name, parents=[shared], help=purpose, description=purpose)
         command.set_defaults(verb=run)
-        if run in (write_report, profile_job):
+        if run is convert_jobs:
+            command.set_defaults(output=None)
+            command.add_argument("-o", "--output", dest="format", choices=["yaml", "json"], default="yaml")
+        elif run in (write_report, profile_job, show_bill):
             command.add_argument("-o", "--output", type=Path, metavar="PAGE|json", help=PAGE_OPTION_HELP[name])
         else:
             command.add_argument(
@@ -410,10 +499,13 @@ def _build_parser() -> argparse.ArgumentParser:
     def anywhere(command: argparse.ArgumentParser) -> None:
         command.add_argument("-A", "--all-namespaces", action="store_true")
 
+    def add_operator_namespace(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--operator-namespace", default="pacekeeper-system", metavar="NAMESPACE")
+
     def everywhere(command: argparse.ArgumentParser) -> None:
         command.add_argument("job", nargs="?", default="")
         command.add_argument("--all", action="store_true", help="in the whole cluster, by the ConfigMap that pauses it")
-        command.add_argument("--operator-namespace", default="pacekeeper-system", metavar="NAMESPACE")
+        add_operator_namespace(command)
 
     command = verb("status", show_status, "show all jobs, or one job in full")
     command.add_argument("job", nargs="?", default="")
@@ -423,6 +515,17 @@ def _build_parser() -> argparse.ArgumentParser:
     command = verb("incidents", show_incidents, "show Incidents of all jobs or of one, or one Incident in full")
     command.add_argument("name", nargs="?", default="", metavar="JOB|INCIDENT")
     anywhere(command)
+    command = verb("watched", show_watched, "show jobs that are only watched, or one in full")
+    command.add_argument("name", nargs="?", default="")
+    anywhere(command)
+    command = verb("injection", switch_injection, "show whether new pods are watched, or switch that on or off")
+    command.add_argument("state", nargs="?", choices=["on", "off"])
+    add_operator_namespace(command)
+    command = verb("bill", show_bill, "show what the GPUs of watched jobs were used for, and lost to")
+    anywhere(command)
+    command.add_argument("--since", type=_parse_since, default=f"{DEFAULT_BILL_DAYS}d", metavar="DAYSd|DATE")
+    command.add_argument("--team", help="of this team only")
+    command.add_argument("--team-label", default="", metavar="KEY", help="label of namespaces that names their team")
     command = verb("nodes", show_nodes, "show nodes with Incidents of any jobs within 90 days, or one in full")
     command.add_argument("node", nargs="?", default="")
     command = verb("report", write_report, "write a page about a job: goodput, lost time by cause, Incidents")
@@ -439,6 +542,17 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("job")
     command.add_argument("--timeout", type=float, default=PROFILE_TIMEOUT_SECONDS, metavar="SECONDS")
+    command = verb("convert", convert_jobs, "write a TrainingJob for a PyTorchJob, TrainJob, JobSet, or Indexed Job")
+    command.add_argument("target", nargs="?", default="", metavar="KIND/NAME")
+    command.add_argument(
+        "-f",
+        "--filename",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="manifests, also of runtimes; - is standard input",
+    )
+    command.add_argument("--container", default="", help="the container with the ranks, if it is not found")
     command = verb("mode", set_mode, "set how a job's ranks synchronize their parameters")
     command.add_argument("job")
     command.add_argument("mode", choices=[mode.value for mode in RequestedSyncMode])

@@ -15,6 +15,7 @@ OUTCOME_MESSAGES = {
     IncidentOutcome.MITIGATED: "better than before the remedy, not as good as before the fault",
     IncidentOutcome.INEFFECTIVE: "the remedy did not help",
     IncidentOutcome.RECOMMENDED: "nothing was done: remedies are only recommended",
+    IncidentOutcome.OBSERVED: "nothing was done: the job is only watched",
     IncidentOutcome.FAILED: "the job failed because of it",
     IncidentOutcome.SUPERSEDED: "another event came before its recovery could be measured",
 }
@@ -166,13 +167,18 @@ def _iterate_measurements(incident: LoadedIncident) -> Iterator[str]:
         yield f"{format_count(status.steps_lost, 'step')} lost"
     if status.slowdown_before is not None and status.slowdown_after is not None:
         yield f"the slowdown went from {status.slowdown_before:.2f} to {status.slowdown_after:.2f}"
+    if status.measured_cost is not None and (status.measured_cost or status.predicted_cost):
+        expected = _format_expectation(status.predicted_cost)
+        yield f"the remedy has cost {format_elapsed(status.measured_cost)} of training{expected}"
     if status.measured_gain is not None:
-        expected = (
-            f", {format_elapsed(status.predicted_gain)} were expected" if status.predicted_gain is not None else ""
-        )
+        expected = _format_expectation(status.predicted_gain)
         yield f"the remedy has won {format_elapsed(status.measured_gain)} of training{expected}"
     if status.message:
         yield status.message
+
+
+def _format_expectation(seconds: float | None) -> str:
+    return "" if seconds is None else f", {format_elapsed(seconds)} were expected"
 
 
 def _format_optional_duration(seconds: float | None) -> str:

@@ -102,6 +102,9 @@ def _iterate_statistics(loaded: LoadedJob) -> Iterator[tuple[str, str]]:
         total = f" of {status.total_steps} ({status.progress})" if status.total_steps else ""
         remaining = f", about {status.remaining} left at its pace" if status.remaining else ""
         yield "step", f"{status.step}{total}{remaining}{checkpoint}"
+    if (point := status.resumed_from) is not None and point.round > 1:
+        source = f" ({point.source})" if point.source else ""
+        yield "resumed", f"round {point.round} from step {point.step}{source}"
     if status.workers.desired:
         spares = f", {status.workers.spare} of {spec.spares} as spares" if spec.spares else ""
         round_ = f"; round {status.round}" if status.round else ""

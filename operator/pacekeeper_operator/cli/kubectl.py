@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ KUBECTL_CALL_TIMEOUT_SECONDS = 60.0
 KUBECTL_LOG_PATTERN = re.compile(r"[EWI]\d{4} ")
 """The begin of a line of kubectl's own log."""
 NOT_FOUND_MARKER = "(NotFound)"
+PARSE_LOCALLY = ("patch", "--local", "--type=merge", "--patch={}")
+"""A call that changes nothing: kubectl parses the objects of a file, and prints them."""
+NO_OBJECTS_MARKER = "no objects passed"
 NOT_INSTALLED_MARKERS = ("the server doesn't have a resource type", "could not find the requested resource")
 
 
@@ -86,6 +90,33 @@ class Kubectl:
             ("exec", pod, *self.namespace_options, "-c", container, "--", "cat", path), KUBECTL_CALL_TIMEOUT_SECONDS
         )
 
+    def read_manifests(self, file: str) -> Sequence[Object]:
+        """Read the objects of a file; `-` is standard input. kubectl parses it, without a cluster.
+
+        Raises InputError.
+        """
+        content = sys.stdin.buffer.read() if file == "-" else None
+        try:
+            output = self._parse_locally("json", file, content)
+        except KubectlError as error:
+            missing = NO_OBJECTS_MARKER in str(error)
+            reason = "has no objects; give a manifest" if missing else str(error).removeprefix("error: ")
+            raise InputError(f"{file}: {reason}") from error
+        bodies = []
+        decoder, text = json.JSONDecoder(), output.strip()
+        while text:  # one document after another
+            try:
+                body, end = decoder.raw_decode(text)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{file}: is nested too deeply, or is no JSON from kubectl ({error})") from error
+            bodies.append(body)
+            text = text[end:].lstrip()
+        return bodies
+
+    def format_yaml(self, body: Object) -> str:
+        """Return an object as kubectl prints it. No cluster is needed."""
+        return self._parse_locally("yaml", "-", json.dumps(body).encode())
+
     def run(self, *arguments: str, seconds: float = KUBECTL_CALL_TIMEOUT_SECONDS) -> str:
         """Run kubectl, and return what it prints.
 
@@ -100,10 +131,15 @@ class Kubectl:
     def _remember(self, body: Object) -> None:
         self.objects_read[str(body["metadata"].get("uid") or len(self.objects_read))] = body
 
-    def _run_bytes(self, arguments: Sequence[str], seconds: float) -> bytes:
+    def _parse_locally(self, output: str, file: str, content: bytes | None) -> str:
+        arguments = (*PARSE_LOCALLY, "-o", output, "-f", file)
+        return self._run_bytes(arguments, KUBECTL_CALL_TIMEOUT_SECONDS, content).decode(errors="replace")
+
+    def _run_bytes(self, arguments: Sequence[str], seconds: float, content: bytes | None = None) -> bytes:
+        """Run kubectl. `content` is its standard input; None: that of this process."""
         command = ["kubectl", *self.options, *arguments]
         try:
-            completed = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+            completed = subprocess.run(command, input=content, capture_output=True, timeout=seconds, check=False)
         except FileNotFoundError as error:
             raise KubectlError(
                 "kubectl is not on the PATH; install it: this command calls it to reach the cluster"
@@ -114,7 +150,7 @@ class Kubectl:
             return completed.stdout
         lines = completed.stderr.decode(errors="replace").strip().splitlines()
         message = "\n".join(line for line in lines if not KUBECTL_LOG_PATTERN.match(line)) or "\n".join(lines)
-        if any(marker in message for marker in NOT_INSTALLED_MARKERS):
+        if f".{GROUP}" in " ".join(arguments) and any(marker in message for marker in NOT_INSTALLED_MARKERS):
             message += "\nThis cluster does not have Pacekeeper's resources: install the chart (docs/install.md)"
         raise (KubectlNotFound if NOT_FOUND_MARKER in message else KubectlError)(
             message or f"kubectl ended with {completed.returncode}"

@@ -18,7 +18,7 @@ from pacekeeper_analysis.network.delay_matrix import (
 from pacekeeper_analysis.protocol.decoding import parse_json
 from pacekeeper_analysis.protocol.reports import Evidence
 
-from ..api.names import LABEL_JOB, TRAINER_CONTAINER, Object
+from ..api.names import Object, find_trainer_name
 from ..pods.manifests import RUNTIME_PATH
 from .kubectl import Kubectl, KubectlError
 from .loaded_objects import LoadedJob
@@ -38,7 +38,7 @@ def report_links(kubectl: Kubectl, loaded: LoadedJob, *, all_: bool) -> str:
 
     Raises InputError.
     """
-    pods = kubectl.list("pods", labels=f"{LABEL_JOB}={loaded.job.name}")
+    pods = kubectl.list("pods", labels=loaded.job.selector)
     if len(pods) > MAX_QUERIED_WORKERS:
         raise InputError(
             f"{len(pods)} workers are too many to query: read pacekeeper_link_side_ratio and the Incidents"
@@ -47,7 +47,7 @@ def report_links(kubectl: Kubectl, loaded: LoadedJob, *, all_: bool) -> str:
     with ThreadPoolExecutor(MAX_CONCURRENT_KUBECTL) as pool:
         answers = [
             answer
-            for answer in pool.map(lambda pod: _query_worker(kubectl, pod, request_name), _list_pod_names(pods))
+            for answer in pool.map(lambda pod: _query_worker(kubectl, pod["metadata"], request_name), pods)
             if answer
         ]
     if not answers:
@@ -62,14 +62,15 @@ def report_links(kubectl: Kubectl, loaded: LoadedJob, *, all_: bool) -> str:
     )
 
 
-def _query_worker(kubectl: Kubectl, pod: str, request_name: str) -> Evidence | None:
-    """Return a worker's answer.
+def _query_worker(kubectl: Kubectl, metadata: Object, request_name: str) -> Evidence | None:
+    """Return a worker's answer. `metadata`: of its pod.
 
     None: it does not answer, as it has just ended, or its sidecar is older than this command.
     """
+    pod, container = metadata["name"], find_trainer_name(metadata)
 
     def run(*command: str) -> str:
-        return kubectl.run("exec", pod, *kubectl.namespace_options, "-c", TRAINER_CONTAINER, "--", *command)
+        return kubectl.run("exec", pod, *kubectl.namespace_options, "-c", container, "--", *command)
 
     path = f"{LINK_REQUESTS_PATH}/{request_name}"
     try:
@@ -83,10 +84,6 @@ def _query_worker(kubectl: Kubectl, pod: str, request_name: str) -> Evidence | N
         if "forbidden" in str(error).lower():
             raise
         return None
-
-
-def _list_pod_names(pods: Sequence[Object]) -> list[str]:
-    return [pod["metadata"]["name"] for pod in pods]
 
 
 def _format_links(cells: Sequence[DelayCell], *, all_: bool) -> str:

@@ -14,6 +14,7 @@ from ..api.incident import IncidentSpec, IncidentStatus
 from ..api.names import Object
 from ..api.node_quarantine import QuarantineSpec, QuarantineStatus
 from ..api.training_job import JobStatus, TrainingJob
+from ..api.watched_job import WatchedJobSpec, WatchedJobStatus
 
 Read = TypeVar("Read")
 
@@ -70,6 +71,31 @@ class LoadedIncident:
     @property
     def is_open(self) -> bool:
         return self.status.outcome is None
+
+
+@dataclass(frozen=True)
+class LoadedWatchedJob:
+    namespace: str
+    name: str
+    uid: str
+    spec: WatchedJobSpec
+    status: WatchedJobStatus
+
+    @classmethod
+    def from_object(cls, body: Object) -> Self:
+        metadata = body["metadata"]
+        return cls(
+            metadata["namespace"],
+            metadata["name"],
+            metadata["uid"],
+            _parse_object(body, lambda raw: WatchedJobSpec.parse(raw["spec"])),
+            _parse_object(body, lambda raw: WatchedJobStatus.parse(raw.get("status") or {})),
+        )
+
+    @property
+    def root(self) -> str:
+        """The job for people: `PyTorchJob segment`."""
+        return f"{self.spec.root.kind} {self.spec.root.name}"
 
 
 @dataclass(frozen=True)

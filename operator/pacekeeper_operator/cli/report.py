@@ -7,16 +7,14 @@ and loads nothing. Much of its content comes from tenants, so all of it is escap
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
 
-from ..api.formats import format_time
 from ..api.incident import IncidentCause, IncidentClass
 from . import incidents as words
+from .html_page import TABLE_STYLE, escape_text, format_moment, render_document, render_section, render_table
 from .loaded_objects import LoadedIncident, LoadedJob
-from .text import format_elapsed, strip_control_characters
+from .text import format_elapsed
 
 MOVE_CAUSES = frozenset({IncidentCause.GPU_WARNING, IncidentCause.NODE_LEAVING})
 """Causes after which the job continues to train until its worker moves."""
@@ -24,10 +22,9 @@ TIMELINE_WIDTH, TIMELINE_HEIGHT, TIMELINE_MARGIN, TIMELINE_TOP, TIMELINE_BOTTOM 
 """Dimensions of the timeline, in its own units."""
 TIMELINE_TICKS = 6
 
-_JOB_REPORT_STYLE = """
-td, th { text-align: left; vertical-align: top; }
-td.number, th.number { text-align: right; white-space: nowrap; }
-.scroll { overflow-x: auto; }
+_JOB_REPORT_STYLE = (
+    f"{TABLE_STYLE}"
+    + """
 .scroll svg { min-width: 640px; width: 100%; height: auto; display: block; }
 .life { fill: var(--track); } .lost { fill: var(--bar); opacity: .55; } .slow { fill: var(--bar); opacity: .25; }
 .axis { fill: var(--soft); font-size: 11px; } .name { fill: var(--accent); font-size: 11px; font-weight: 600; }
@@ -36,6 +33,7 @@ details p { margin: 4px 0 4px 16px; overflow-wrap: anywhere; }
 details h3 { font-size: 13px; margin: 8px 0 0 16px; color: var(--soft); }
 .stage b { text-transform: capitalize; font-size: 18px !important; }
 """
+)
 
 
 @dataclass(frozen=True)
@@ -55,25 +53,21 @@ def render_page(loaded: LoadedJob, incidents: Sequence[LoadedIncident], now: flo
     last = max(loaded.status.completion_time or now, first + 1.0)
     title = f"{loaded.job.name} in {loaded.job.namespace}"
     sections = (
-        _render_section("", f'<div class="figures">{_render_statistics(loaded, ordered, first, last)}</div>'),
-        _render_section(
+        render_section("", f'<div class="figures">{_render_statistics(loaded, ordered, first, last)}</div>'),
+        render_section(
             "Timeline of incidents",
             f'<div class="scroll">{_render_timeline(ordered, first, last)}</div>{_render_hint(ordered)}',
         ),
-        _render_section("Lost time by cause", _render_losses(compute_losses(ordered, last), last - first)),
-        _render_section(
+        render_section("Lost time by cause", _render_losses(compute_losses(ordered, last), last - first)),
+        render_section(
             "Incidents",
             _render_overview(ordered, first)
             + "".join(_render_details(number, incident) for number, incident in enumerate(ordered, 1)),
         ),
     )
-    style = files("pacekeeper_analysis.pages").joinpath("common.css").read_text(encoding="utf-8")
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_escape_text(title)}</title><style>{style}{_JOB_REPORT_STYLE}</style></head><body><main>
-<header><h1>{_escape_text(title)}</h1><p class="hint">{_format_moment(first)} – {_format_moment(last)}</p></header>
-{"".join(sections)}</main></body></html>
-"""
+    return render_document(
+        title, f"{format_moment(first)} – {format_moment(last)}", "".join(sections), _JOB_REPORT_STYLE
+    )
 
 
 def compute_losses(incidents: Sequence[LoadedIncident], end: float) -> list[CauseLoss]:
@@ -125,7 +119,7 @@ def _render_statistics(loaded: LoadedJob, incidents: Sequence[LoadedIncident], f
         ("", str(lost), "steps lost"),
     )
     return "".join(
-        f'<div class="{kind}"><b>{_escape_text(value)}</b><span>{_escape_text(label)}</span></div>'
+        f'<div class="{kind}"><b>{escape_text(value)}</b><span>{escape_text(label)}</span></div>'
         for kind, value, label in shown
     )
 
@@ -150,7 +144,7 @@ def _render_timeline(incidents: Sequence[LoadedIncident], first: float, last: fl
             if incident.spec.class_ is IncidentClass.PERFORMANCE or incident.spec.cause in MOVE_CAUSES
             else "lost"
         )
-        tip = f"<title>{_escape_text(f'{number} {incident.spec.cause}: {incident.spec.message}')}</title>"
+        tip = f"<title>{escape_text(f'{number} {incident.spec.cause}: {incident.spec.message}')}</title>"
         box = f'x="{left:.1f}" y="{TIMELINE_TOP}" width="{max(2.0, right - left):.1f}" height="{bar_height}"'
         parts.append(f'<rect class="{kind}" {box}>{tip}</rect>')
         parts.append(f'<text class="name" x="{left:.1f}" y="{TIMELINE_TOP - 6}">{number}</text>')
@@ -183,7 +177,7 @@ def _render_losses(losses: Sequence[CauseLoss], run_seconds: float) -> str:
         )
         for loss in losses
     ]
-    return _render_table(("cause", "incidents", "training time, about", "share of its run", "steps"), rows)
+    return render_table(("cause", "incidents", "training time, about", "share of its run", "steps"), rows)
 
 
 def _render_overview(incidents: Sequence[LoadedIncident], first: float) -> str:
@@ -203,11 +197,11 @@ def _render_overview(incidents: Sequence[LoadedIncident], first: float) -> str:
         for number, incident in enumerate(incidents, 1)
     ]
     headers = ("#", "at", "cause", "who", "remedy", "detected", "decided", "recovered", "steps lost", "outcome")
-    return _render_table(headers, rows)
+    return render_table(headers, rows)
 
 
 def _render_details(number: int, incident: LoadedIncident) -> str:
-    parts = [f"<p>{_escape_text(incident.spec.message)}</p>"]
+    parts = [f"<p>{escape_text(incident.spec.message)}</p>"]
     lists = (
         ("diagnosis", words.describe_diagnosis(incident)),
         ("considered", [words.format_price(price) for price in incident.status.considered]),
@@ -216,26 +210,8 @@ def _render_details(number: int, incident: LoadedIncident) -> str:
     )
     for title, lines in lists:
         if lines:
-            parts.append(f"<h3>{title}</h3>" + "".join(f"<p>{_escape_text(line)}</p>" for line in lines))
-    return f"<details><summary>{number} {_escape_text(incident.name)}</summary>{''.join(parts)}</details>"
-
-
-def _render_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return '<p class="hint">None.</p>'
-    return (
-        f'<div class="scroll"><table><thead><tr>{"".join(_render_cells("th", headers))}</tr></thead><tbody>'
-        + "".join(f"<tr>{''.join(_render_cells('td', row))}</tr>" for row in rows)
-        + "</tbody></table></div>"
-    )
-
-
-def _render_cells(tag: str, cells: Sequence[str]) -> Iterator[str]:
-    return (f"<{tag}>{_escape_text(cell)}</{tag}>" for cell in cells)
-
-
-def _render_section(title: str, content: str) -> str:
-    return f'<section class="all">{f"<h2>{title}</h2>" if title else ""}{content}</section>'
+            parts.append(f"<h3>{title}</h3>" + "".join(f"<p>{escape_text(line)}</p>" for line in lines))
+    return f"<details><summary>{number} {escape_text(incident.name)}</summary>{''.join(parts)}</details>"
 
 
 def _compute_end(incident: LoadedIncident, last: float) -> float:
@@ -246,11 +222,3 @@ def _compute_end(incident: LoadedIncident, last: float) -> float:
 
 def _format_delay(incident: LoadedIncident, at: float | None) -> str:
     return "" if at is None else format_elapsed(max(0.0, at - incident.started_at))
-
-
-def _format_moment(at: float) -> str:
-    return f"{format_time(at)[:19]}Z"
-
-
-def _escape_text(value: str) -> str:
-    return escape(" ".join(map(strip_control_characters, value.splitlines())))

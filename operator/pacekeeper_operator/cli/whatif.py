@@ -17,7 +17,7 @@ from pacekeeper_analysis.whatif.inputs import load_window
 from pacekeeper_analysis.whatif.report.terminal import render_summary
 from pacekeeper_analysis.whatif.slowdown_statistics import analyze_window
 
-from ..api.names import LABEL_JOB, TRAINER_CONTAINER
+from ..api.names import Object, find_trainer_name
 from ..pods.manifests import RUNTIME_PATH
 from .kubectl import Kubectl, KubectlError
 from .loaded_objects import LoadedJob
@@ -39,7 +39,7 @@ def report_whatif(kubectl: Kubectl, loaded: LoadedJob) -> str:
     ranks = loaded.job.spec.replicas * loaded.job.spec.nproc_per_node
     if ranks > MAX_COPIED_RANKS:
         raise InputError(f"{ranks} ranks are too many to copy: read the Incidents, or take a trace (docs/whatif.md)")
-    pods = [body["metadata"]["name"] for body in kubectl.list("pods", labels=f"{LABEL_JOB}={loaded.job.name}")]
+    pods = [body["metadata"] for body in kubectl.list("pods", labels=loaded.job.selector)]
     with ThreadPoolExecutor(MAX_CONCURRENT_KUBECTL) as pool, tempfile.TemporaryDirectory() as folder:
         all_rings = [ring for rings in pool.map(lambda pod: _copy_rings(kubectl, pod), pods) for ring in rings]
         paths = []
@@ -52,17 +52,16 @@ def report_whatif(kubectl: Kubectl, loaded: LoadedJob) -> str:
     return render_summary(whatif, diagnose_cause(whatif), width=TEXT_WIDTH, color=False)
 
 
-def _copy_rings(kubectl: Kubectl, pod: str) -> list[bytes]:
-    """Copy the rings of the ranks in a pod. A spare, or a pod that has just ended, has none."""
+def _copy_rings(kubectl: Kubectl, metadata: Object) -> list[bytes]:
+    """Copy the rings of the ranks in a pod, which `metadata` is of. A spare, or a pod that has just ended, has none."""
+    pod, container = metadata["name"], find_trainer_name(metadata)
     try:
-        names = kubectl.run(
-            "exec", pod, *kubectl.namespace_options, "-c", TRAINER_CONTAINER, "--", "ls", RINGS_PATH
-        ).split()
+        names = kubectl.run("exec", pod, *kubectl.namespace_options, "-c", container, "--", "ls", RINGS_PATH).split()
     except KubectlError as error:
         if "forbidden" in str(error).lower():
             raise
         return []
-    return [kubectl.read_file(pod, TRAINER_CONTAINER, f"{RINGS_PATH}/{name}") for name in names if name.isdigit()]
+    return [kubectl.read_file(pod, container, f"{RINGS_PATH}/{name}") for name in names if name.isdigit()]
 
 
 def _select_newest_round(rings: list[bytes]) -> Mapping[int, bytes]:

@@ -32,11 +32,11 @@ from .failures import (
     unresponsive,
     worker_lost,
 )
-from .lifecycle import effect_results, lifecycle
+from .lifecycle import effect_results, lifecycle, started_over
 from .network import paths, replan, reroll, route_reports, route_trial, slow_communication
 from .nodes import node_leaving
-from .placement import membership, preflight, workforce
-from .stragglers import profile, requested_sync_mode, revert_to_sync, straggler, verify
+from .placement import checkpoint_server, membership, preflight, workforce
+from .stragglers import profile, requested_sync_mode, revert_to_sync, shadow, straggler, verify
 
 DecisionStep = Callable[[Observation, Policy], DesiredState]
 
@@ -57,6 +57,8 @@ CHECKS: tuple[DecisionCheck, ...] = (
     hang.check_hangs,
     # Rounds that the launchers could not start.
     round_failed.check_failed_rounds,
+    # Rounds that began from the start although the job had completed steps.
+    started_over.check_started_over,
     # Workers on nodes that the platform drains. Spares that must leave go before a worker is moved to one.
     node_leaving.check_leaving_nodes,
     # GPUs that show signs of an upcoming fault.
@@ -85,6 +87,8 @@ STEPS: tuple[tuple[str, DecisionStep], ...] = (
     ("gpu baseline", gpu_error.record_gpu_baseline),
     # Advance the lifecycle: start, suspend, resume, completion, deadline.
     ("lifecycle", lifecycle.advance_lifecycle),
+    # Raise the plan's version above those that workers follow, after etcd was restored from a backup.
+    ("plan version", membership.raise_plan_version),
     # Begin a round that waited because the rounds before it ended before their first step.
     ("back off", back_off.advance_back_off),
     # Close incidents that are over, before new decisions are made.
@@ -117,6 +121,10 @@ STEPS: tuple[tuple[str, DecisionStep], ...] = (
     ("paths", paths.update_planned_paths),
     # Close incidents again: a decision of this pass may have ended one.
     ("verify again", verify.verify_incidents),
-    # List the pods that the job needs. Last, since the steps above give workers up or assign ranks to them.
+    # Request the steps that the estimator lacks. Requests of the steps above come first.
+    ("estimator request", shadow.update_estimator_request),
+    # List the pods that the job needs. Late, since the steps above give workers up or assign ranks to them.
     ("workforce", workforce.update_workforce),
+    # Publish where the checkpoint server is, of a job whose claim only one node can mount.
+    ("checkpoint server", checkpoint_server.update_checkpoint_server),
 )

@@ -105,7 +105,7 @@ def _build_incident(
     observation: Observation, policy: Policy, decision: Decision, applied: float | None, notes: Sequence[str]
 ) -> Incident:
     previous = observation.state.incidents.find(decision.continued_incident)
-    paused = (f"not applied: {policy.paused}",) if policy.paused else ()
+    paused = (f"not applied: {policy.paused}",) if policy.paused and not policy.observes_only else ()
     return Incident(
         name=decision.incident_name(observation.job),
         cause=decision.cause,
@@ -125,12 +125,20 @@ def _build_incident(
         applied=applied,
         last_step=decision.last_step,
         slowdown_before=decision.slowdown_before,
-        reference_seconds=decision.reference_seconds,
+        reference_seconds=_get_reference_seconds(observation, decision),
+        steps_before=decision.steps_before,
         predicted_after=decision.slowdown_after,
         predicted_gain=decision.predicted_gain,
         live=decision.live,
         finding=decision.finding or (None if previous is None else previous.finding),
     )
+
+
+def _get_reference_seconds(observation: Observation, decision: Decision) -> float | None:
+    """Return the time of a step without the fault. A standstill changes none; afterwards, it is not known at once."""
+    if decision.class_ is IncidentClass.PERFORMANCE:
+        return decision.reference_seconds
+    return observation.progress.step_seconds or observation.plan.step_seconds
 
 
 def _bound_evidence(evidence: Sequence[str]) -> tuple[str, ...]:

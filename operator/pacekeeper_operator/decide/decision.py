@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pacekeeper_analysis.failures.finding import Finding
 from pacekeeper_analysis.failures.repetition import RepeatedFailure
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Strategy
+from pacekeeper_analysis.stragglers.windows import StepTimeSample
 
 from ..api.conditions import Reason
 from ..api.incident import IncidentCause, IncidentClass, RemedyPrice
@@ -119,6 +120,7 @@ class Decision:
     slowdown_before: float | None = None
     slowdown_after: float | None = None  # predicted
     reference_seconds: float | None = None  # time of a step without this bottleneck
+    steps_before: StepTimeSample | None = None  # the step times of the evidence
     predicted_gain: float | None = None  # seconds of training
     finding: Finding | None = None  # the diagnosis; None: the cause needs none
     error: str = ""  # signature of the script's error, by which a repetition is recognized

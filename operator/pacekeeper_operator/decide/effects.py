@@ -29,7 +29,8 @@ class CreatePod:
     """Create the pod of a worker whose name is reserved.
 
     `spare`: the pod is kept off the nodes of the other workers. `avoid`: nodes under suspicion, or being drained.
-    `unreliable`: nodes that the pod is placed on only if no other node is as good.
+    `unreliable`: nodes that the pod is placed on only if no other node is as good. `pod_set`: the pod's set in the
+    job's Workload; "": the job is in no queue.
     """
 
     worker: WorkerRecord
@@ -37,12 +38,24 @@ class CreatePod:
     avoid: tuple[str, ...] = ()
     unreliable: tuple[str, ...] = ()
     gang: Gang | None = None  # the gang to schedule the pod with; None: it is scheduled alone
+    pod_set: str = ""
 
     PREFIX: ClassVar = "create "
 
     @property
     def key(self) -> str:
         return f"{self.PREFIX}{self.worker.name}"
+
+
+@dataclass(frozen=True)
+class CreateCheckpointServer:
+    """Create the pod through which workers reach the claim."""
+
+    name: str
+
+    @property
+    def key(self) -> str:
+        return f"start checkpoint server {self.name}"
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,19 @@ class DeletePod:
     @property
     def key(self) -> str:
         return f"delete {self.uid}{' by force' if self.force else ''}"
+
+
+@dataclass(frozen=True)
+class DeleteWatchedPod:
+    """Delete a pod of a watched job, so that its controller restarts all ranks. It is checked again right before."""
+
+    name: str
+    uid: str
+    incident: str
+
+    @property
+    def key(self) -> str:
+        return f"delete watched {self.uid}"
 
 
 @dataclass(frozen=True)
@@ -159,7 +185,9 @@ class DeleteJob:
 Effect = (
     ValidateTemplate
     | CreatePod
+    | CreateCheckpointServer
     | DeletePod
+    | DeleteWatchedPod
     | RequestQuarantine
     | CheckNodes
     | LocalizeProfile

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from pacekeeper_analysis.protocol.plan import Stop
+
 from ..pods.queues import WorkloadProgress
 from ..state.desired_state import DesiredState, Incident
 from ..state.observation import Observation
@@ -23,7 +25,7 @@ from .effects import (
     ValidateTemplate,
     WriteIncident,
 )
-from .placement import avoided_nodes, preflight, workforce
+from .placement import avoided_nodes, checkpoint_server, preflight, workforce
 from .stragglers import profile
 
 log = logging.getLogger(__name__)
@@ -92,16 +94,21 @@ def _list_pod_effects(observation: Observation) -> Iterator[Effect]:
         yield DeletePod(view.name, view.pod.uid, view.record.force)
     for pod in observation.stray_pods:
         yield DeletePod(pod.name, pod.uid)
+    if (server_effect := checkpoint_server.choose_server_effect(observation)) is not None:
+        yield server_effect
     missing = workforce.list_missing_workers(observation)
     if not missing:
         return
     avoid, gang = avoided_nodes.list_avoided_nodes(observation), workforce.build_gang(observation)
     needed, unreliable = workforce.count_needed_workers(observation, missing), observation.cluster_view.unreliable_nodes
-    for position, worker in enumerate(missing):
-        trains = bool(observation.plan.members)
-        spare = position >= needed if trains else worker.ordinal >= observation.job.spec.replicas
+    trains = bool(observation.plan.members)
+    spares = [
+        position >= needed if trains else worker.ordinal >= observation.job.spec.replicas
+        for position, worker in enumerate(missing)
+    ]
+    for worker, spare, pod_set in zip(missing, spares, workforce.assign_pod_sets(observation, spares), strict=True):
         # A job's first workers go where its topology places them; only later ones may avoid unreliable nodes.
-        yield CreatePod(worker, spare, avoid, unreliable if spare or trains else (), gang)
+        yield CreatePod(worker, spare, avoid, unreliable if spare or trains else (), gang, pod_set)
 
 
 def _list_preflight_effects(observation: Observation) -> Iterator[Effect]:
@@ -116,7 +123,9 @@ def _build_queue_stage(observation: Observation) -> WorkloadProgress:
     lifecycle = observation.state.lifecycle
     return WorkloadProgress(
         pods_left=any(view.pod is not None and not view.pod.ended for view in observation.workers),
-        ready=observation.progress.training_since is not None,
+        ready=observation.progress.training_since is not None
+        or observation.plan.stop is Stop.FINISH
+        or workforce.runs_completely(observation),
         finished=(lifecycle.failed_message or "its ranks have finished") if lifecycle.is_over else "",
         failed=bool(lifecycle.failed_reason),
     )

@@ -45,12 +45,12 @@ MAX_EVIDENCE_TOKENS = 200_000
 """Limits on opening brackets and commas, outside of strings and in strings that are lists themselves (`entered`).
 
 Memory and parsing time of JSON depend on them: 1 MiB of `{}` blocks the event loop for 0.1 s. The largest heartbeat has
-93, plus 11 per rank and 38 per GPU. The largest fault of 1,024 ranks has 24,800; of 128 ranks in 64 groups each,
+93, plus 12 per rank and 38 per GPU. The largest fault of 1,024 ranks has 24,800; of 128 ranks in 64 groups each,
 12,500.
 """
 MAX_BODY_LEVELS = 32
 _NON_BRACKET_BYTES = bytes(byte for byte in range(256) if byte not in b"{[]}")
-HEARTBEAT_BYTES_PER_RANK, HEARTBEAT_TOKENS_PER_RANK = 264, 11
+HEARTBEAT_BYTES_PER_RANK, HEARTBEAT_TOKENS_PER_RANK = 292, 12
 """One rank's part of a heartbeat: its metrics, and its number if it cannot be killed."""
 MAX_BODIES_BYTES = 32 * 2**20
 """Total size of all bodies that are being read."""
@@ -101,9 +101,25 @@ async def serve_endpoint(
     `context` None: without TLS, for tests. `address` empty: all addresses. `leadership` None: this operator leads.
     """
     connections = connections or EndpointConnections()
+    app = create_application(sidecars, runtime, connections, leadership)
+    async with serve_application(app, runtime, port, context, connections, address=address) as actual_port:
+        yield actual_port
+
+
+@asynccontextmanager
+async def serve_application(
+    app: web.Application,
+    runtime: OperatorRuntime,
+    port: int,
+    context: ssl.SSLContext | None,
+    connections: EndpointConnections,
+    *,
+    address: str = "",
+) -> AsyncIterator[int]:
+    """Serve `app` within the context, on connections within their limits, and yield the port."""
     shrink_tls_buffers()
     runner = web.AppRunner(
-        create_application(sidecars, runtime, connections, leadership),
+        app,
         handle_signals=False,
         handler_cancellation=True,  # a poll ends with its connection
         shutdown_timeout=1.0,
@@ -229,8 +245,11 @@ async def _handle_plan(request: web.Request) -> web.StreamResponse:
     limits = _compute_heartbeat_limits(request.app[SIDECARS_KEY].count_ranks(caller))
     heartbeat = await _receive_body(request, caller, *limits, _parse_heartbeat)
     get_silent_seconds = None if connection is None else lambda: connection.silent_seconds
-    plan = await request.app[SIDECARS_KEY].poll(caller, heartbeat, after, wait, max_wait, get_silent_seconds)
-    return web.Response(status=204) if plan is None else web.json_response(plan.to_json())
+    received = request.query.get("requests")
+    answer = await request.app[SIDECARS_KEY].poll(
+        caller, heartbeat, after, wait, max_wait, get_silent_seconds, received
+    )
+    return web.Response(status=204) if answer is None else web.json_response(answer.to_json())
 
 
 def _compute_heartbeat_limits(ranks: int) -> tuple[int, int]:

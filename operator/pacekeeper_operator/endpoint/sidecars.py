@@ -9,19 +9,22 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Protocol
 from zlib import crc32
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.plan import EvidencePart, Member, Plan, ProbeRequest, WorkerPlan
+from pacekeeper_analysis.protocol.plan import Member, Plan
+from pacekeeper_analysis.protocol.poll import PollAnswer
 from pacekeeper_analysis.protocol.reports import Evidence, FaultKind, FaultReport, Heartbeat, LauncherState
+from pacekeeper_analysis.protocol.requests import EvidencePart, ProbeRequest
 
 from ..async_runtime import OperatorRuntime
 from ..kube.client import Cluster
-from ..kube.store import Key
 from ..limits import RateLimiter
 from ..observe.faults import shorten_fault
 from ..observe.job_cache import JobCache, JobRegistry, WorkerContact
 from ..observe.rank_metrics import needs_immediate_pass, read_rank_rows
+from ..pods.checkpoint_server import build_checkpoint_server_name
 from .token_review import Forbidden, PodIdentity, TokenReviewer, TooManyRequests
 
 MAX_POLL_SECONDS = 30.0
@@ -58,7 +61,10 @@ Above the total, faults are shortened, and limited to the second value per worke
 the diagnosis of a hang, which needs a stall from each worker.
 """
 MAX_COUNTER_JUMP = 10**6
-"""Maximum lead of a heartbeat's membership and round over the plan's. They may be ahead after a restored backup."""
+"""Maximum lead of a heartbeat's membership, round, and plan version over the plan's.
+
+They may be ahead after a restored backup.
+"""
 MAX_OPERATION_BYTES = 192 * 2**20
 """Total size of the collectives that all jobs' ranks have reported: 1,024 ranks send 180 MB at most."""
 MAX_FAULT_NAME_CHARACTERS = 253
@@ -67,7 +73,8 @@ MAX_FAULT_AGE_SECONDS = 3600.0
 """Maximum age of a fault when it arrives. A sender delivers it within seconds once the operator responds."""
 MAX_ROUND_AGE_SECONDS = 90 * 86400.0
 """Maximum age of a round."""
-_WORKER_NAME = re.compile(r"(?P<job>.+)-w\d+-\d+")
+_WORKER_NAME = re.compile(r"(?P<job>.+)-(?:w\d+-\d+|checkpoints-[0-9a-f]{8})")
+"""A worker, or a checkpoint server."""
 _ERROR_FIELDS = (
     *("launcher_silent_seconds", "unkillable_ranks", "checkpoint.failed_rank", "checkpoint.error"),
     *("training.refused", "training.bad_loss"),
@@ -76,11 +83,21 @@ _get_errors = attrgetter(*_ERROR_FIELDS)
 _get_waking_fields = attrgetter(
     *_ERROR_FIELDS,
     *("state", "round", "membership", "restarts", "start.first_step_at", "checkpoint.request", "training.sync_mode"),
+    "watched_ranks",
 )
 """Returns the fields of a heartbeat whose change wakes the reconcile loop at once. Metrics have their own rule."""
 
 
 _HEALTHY_HEARTBEAT = Heartbeat()
+
+
+class WatchedCallers(Protocol):
+    """The pods of watched jobs."""
+
+    jobs: JobRegistry
+
+    def find_job(self, identity: PodIdentity) -> str | None:
+        """Return the name of the watched job of this very pod; None: it is not watched, or not known yet."""
 
 
 class RetryLater(Exception):
@@ -89,11 +106,13 @@ class RetryLater(Exception):
 
 @dataclass(frozen=True)
 class Caller:
-    """An authenticated worker."""
+    """An authenticated worker, or the pod of its job's checkpoint server."""
 
     namespace: str
     job: str
     worker: str
+    watched: bool = False  # its job is a WatchedJob
+    serves_checkpoints: bool = False  # it has no ranks, and reads only the plan
 
 
 class SidecarService:
@@ -105,9 +124,11 @@ class SidecarService:
         jobs: JobRegistry,
         runtime: OperatorRuntime,
         is_pod_alive: Callable[[PodIdentity], bool] = lambda _identity: False,
+        watched: WatchedCallers | None = None,
     ) -> None:
-        """Create the service. `is_pod_alive`: see `TokenReviewer`."""
+        """Create the service. `is_pod_alive`: see `TokenReviewer`. `watched` None: no job is watched."""
         self._jobs = jobs
+        self._watched = watched
         self._runtime = runtime
         self._token_reviewer = TokenReviewer(cluster, runtime, is_pod_alive)
         self._calls = RateLimiter[Caller](WORKER_CALLS_PER_SECOND, WORKER_CALL_BURST)
@@ -162,17 +183,29 @@ class SidecarService:
             try:
                 return self._identify_worker(identity)
             except RetryLater:
-                assert match is not None  # else it raises Forbidden
+                if match is None:  # the pod of a watched job: it is tried again
+                    raise
                 await self._jobs.wait_for_change(identity.namespace, match["job"])
 
     def _identify_worker(self, identity: PodIdentity) -> Caller:
         """Return the worker of this pod. Raises Forbidden or RetryLater."""
-        match = _WORKER_NAME.fullmatch(identity.pod)
+        match, watched_job = _WORKER_NAME.fullmatch(identity.pod), None
+        if self._watched is not None:
+            watched_job = self._watched.find_job(identity)
+            if watched_job is None and match is None:
+                raise RetryLater(f"pod {identity.namespace}/{identity.pod} is not known as watched yet")
+        if self._watched is not None and watched_job is not None:
+            watched_cache = self._watched.jobs.find(identity.namespace, watched_job)
+            if watched_cache is None or watched_cache.desired is None:
+                raise RetryLater(f"watched job {identity.namespace}/{watched_job} is not loaded yet")
+            return Caller(identity.namespace, watched_job, identity.pod, watched=True)
         if match is None:
             raise Forbidden(f"pod {identity.namespace}/{identity.pod} is not a worker")
         job = self._jobs.find(identity.namespace, match["job"])
         if job is None or job.desired is None:
             raise RetryLater(f"job {identity.namespace}/{match['job']} is not known yet")
+        if identity.pod == _find_checkpoint_server_name(job):
+            return Caller(identity.namespace, match["job"], identity.pod, serves_checkpoints=True)
         worker = job.desired.state.placement.find_worker(identity.pod)
         if worker is None:
             raise Forbidden(f"pod {identity.namespace}/{identity.pod} is not a worker of job {match['job']}")
@@ -195,25 +228,30 @@ class SidecarService:
         wait: float,
         max_wait: float = 0.0,
         get_silent_seconds: Callable[[], float | None] | None = None,
-    ) -> WorkerPlan | None:
-        """Return the caller's part of the first plan with a version > `after`; None: there is none in time.
+        received: str | None = None,
+    ) -> PollAnswer | None:
+        """Return what is new for the caller; None: there is nothing in time.
 
-        The limit is `wait` seconds, or up to `max_wait` if there are many workers. `get_silent_seconds` returns the
-        seconds since the worker's machine was last seen, now or when the connection ended; None: unknown. Without it,
-        only heartbeats show that. Raises Forbidden, InputError.
+        New is its part of the first plan with a version > `after`, or a part of the requests whose identity differs
+        from `received`. `received` None: an older sidecar, which reads no requests. The limit is `wait` seconds, or up
+        to `max_wait` if there are many workers. `get_silent_seconds` returns the seconds since the worker's machine was
+        last seen, now or when the connection ended; None: unknown. Without it, only heartbeats show that. Raises
+        Forbidden, InputError.
         """
-        _require_own_worker(caller, heartbeat.worker)
         job = self._get_job(caller)
+        if caller.serves_checkpoints:
+            return _build_answer(job, caller, after, None)
+        _require_own_worker(caller, heartbeat.worker)
         _check_counters(heartbeat, job.plan)
         contact = self._record_heartbeat(job, caller, heartbeat)
         if wait <= 0:
-            return _get_plan_part(job, caller, after)
+            return _build_answer(job, caller, after, received)
         contact.open_polls += 1
-        self._jobs.adjust_held_polls(job, 1)
+        self._get_registry(caller).adjust_held_polls(job, 1)
         try:
             async with self._replace_poll(caller):
-                await self._runtime.run_with_timeout(
-                    self._choose_hold_seconds(contact, wait, max_wait), _wait_for_plan(job, caller, after)
+                return await self._runtime.run_with_timeout(
+                    self._choose_hold_seconds(contact, wait, max_wait), _wait_for_answer(job, caller, after, received)
                 )
         except TimeoutError:
             return None
@@ -223,10 +261,9 @@ class SidecarService:
             raise
         finally:
             contact.open_polls -= 1
-            self._jobs.adjust_held_polls(job, -1)
+            self._get_registry(caller).adjust_held_polls(job, -1)
             if get_silent_seconds is not None:
                 contact.last_seen_at = max(contact.last_seen_at, self._runtime.now() - (get_silent_seconds() or 0.0))
-        return _get_plan_part(job, caller, after)
 
     def _choose_hold_seconds(self, contact: WorkerContact, wait: float, max_wait: float) -> float:
         """Return how long to hold a poll: `wait` with few workers, else until the worker's own phase.
@@ -258,7 +295,7 @@ class SidecarService:
             0 if job.desired is None else len(job.desired.state.placement.workers),
             fault.name in job.faults,
         )
-        if not is_known and sum(cache.faults.total_bytes for _, cache in self._jobs) > MAX_OPEN_FAULT_BYTES:
+        if not is_known and sum(cache.faults.total_bytes for cache in self._list_caches()) > MAX_OPEN_FAULT_BYTES:
             fault = shorten_fault(fault)
             if (
                 fault.kind is not FaultKind.STALLED
@@ -279,15 +316,18 @@ class SidecarService:
 
         Raises RetryLater if too many collectives are held.
         """
-        plan = self._get_job(caller).plan
-        if plan is None or not request or _find_member(plan, caller) is None:
+        job = self._get_job(caller)
+        requests = job.requests
+        if job.plan is None or not request or _find_member(job.plan, caller) is None:
             return False
-        if _is_probe_source(plan.probe, request, caller.worker):
+        if _is_probe_source(requests.probe, request, caller.worker):
             return True
-        if request != plan.evidence_request:
+        if request != requests.evidence_name:
             return False
         held_bytes = (
-            sum(map(_count_operation_bytes, self._jobs)) if EvidencePart.OPERATIONS in plan.evidence_parts else 0
+            sum(map(_count_operation_bytes, self._list_caches()))
+            if EvidencePart.OPERATIONS in requests.evidence_parts
+            else 0
         )
         if held_bytes > MAX_OPERATION_BYTES:
             raise RetryLater("other jobs' collectives are being analyzed")
@@ -303,21 +343,21 @@ class SidecarService:
         member = None if job.plan is None else _find_member(job.plan, caller)
         if job.plan is None or member is None:
             return
-        probe = job.plan.probe
+        probe = job.requests.probe
         if probe is not None and _is_probe_source(probe, evidence.request, caller.worker):
             job.probes[caller.worker] = replace(
                 evidence, windows=(), communicators=(), operations=(), links=(), flows=()
             )
             if len(job.probes) >= len(probe.sources):
                 job.wake.set()
-        if evidence.request != job.plan.evidence_request:
+        if evidence.request != job.requests.evidence_name:
             return
         windows = tuple(window for window in evidence.windows if window.rank in member.ranks)
         links = tuple(link for link in evidence.links if link.rank in member.ranks)
         flows = tuple(flow for flow in evidence.flows if flow.rank in member.ranks)
         operations = {entry.rank: entry for entry in evidence.operations if entry.rank in member.ranks}
         with self.charge_time(caller):
-            accepted = EvidencePart.OPERATIONS in job.plan.evidence_parts and all(
+            accepted = EvidencePart.OPERATIONS in job.requests.evidence_parts and all(
                 communicator.fits_world_size(job.plan.world_size) for communicator in evidence.communicators
             )
         job.evidence[caller.worker] = replace(
@@ -338,19 +378,20 @@ class SidecarService:
         Raises RetryLater if too many patterns are held.
         """
         job = self._get_job(caller)
-        profile = None if job.plan is None else job.plan.profile
+        profile = job.requests.profile
         if job.plan is None or profile is None or profile.name != window:
             return False
         member = _find_member(job.plan, caller)
         if member is None or rank not in member.ranks:
             return False
-        if sum(cache.profile.total_bytes for _, cache in self._jobs) > MAX_HELD_PROFILE_BYTES:
+        if sum(cache.profile.total_bytes for cache in self._list_caches()) > MAX_HELD_PROFILE_BYTES:
             raise RetryLater("other jobs' profile windows are being analyzed")
         return True
 
     def receive_profile_answer(self, caller: Caller, window: str, rank: int, data: bytes) -> None:
         job = self._get_job(caller)
-        if job.plan is None or job.plan.profile is None or job.plan.profile.name != window:
+        profile = job.requests.profile
+        if job.plan is None or profile is None or profile.name != window:
             return
         job.profile.add(rank, data, self._runtime.now())
         if len(job.profile.by_rank) >= job.plan.world_size:
@@ -375,9 +416,17 @@ class SidecarService:
                 if self._polls.get(caller) is timeout:
                     del self._polls[caller]
 
+    def _get_registry(self, caller: Caller) -> JobRegistry:
+        return self._watched.jobs if caller.watched and self._watched is not None else self._jobs
+
+    def _list_caches(self) -> list[JobCache]:
+        """Return the caches of all jobs, which share some limits."""
+        registries = (self._jobs,) if self._watched is None else (self._jobs, self._watched.jobs)
+        return [cache for registry in registries for _, cache in registry]
+
     def _get_job(self, caller: Caller) -> JobCache:
         """Return the caller's job. Raises RetryLater if it is gone since the worker authenticated."""
-        job = self._jobs.find(caller.namespace, caller.job)
+        job = self._get_registry(caller).find(caller.namespace, caller.job)
         if job is None:
             raise RetryLater(f"job {caller.namespace}/{caller.job} is no longer known")
         return job
@@ -385,7 +434,7 @@ class SidecarService:
     def _record_heartbeat(self, job: JobCache, caller: Caller, heartbeat: Heartbeat) -> WorkerContact:
         now, rank_rows = self._runtime.now(), read_rank_rows(heartbeat.rank_metrics)
         heartbeat = replace(heartbeat, rank_metrics=())
-        self._jobs.mark_reporting(job, now)
+        self._get_registry(caller).mark_reporting(job, now)
         contact = job.contacts.get(caller.worker)
         if contact is None:
             converted = _convert_heartbeat_times(heartbeat, None, now)
@@ -417,6 +466,12 @@ class SidecarService:
         return contact
 
 
+def _find_checkpoint_server_name(job: JobCache) -> str:
+    """Return the name of the pod that serves the job's checkpoints; "": there is to be none."""
+    server = None if job.plan is None else job.plan.checkpoint_server
+    return "" if server is None or job.job is None else build_checkpoint_server_name(job.job, server.secret)
+
+
 def _needs_pass(job: JobCache, heartbeat: Heartbeat) -> bool:
     """Return whether a worker's first heartbeat needs a pass.
 
@@ -427,17 +482,24 @@ def _needs_pass(job: JobCache, heartbeat: Heartbeat) -> bool:
     return complete or not healthy
 
 
-def _count_operation_bytes(entry: tuple[Key, JobCache]) -> int:
-    return sum(len(rank.operations) for evidence in entry[1].evidence.values() for rank in evidence.operations)
+def _count_operation_bytes(cache: JobCache) -> int:
+    return sum(len(rank.operations) for evidence in cache.evidence.values() for rank in evidence.operations)
 
 
-async def _wait_for_plan(job: JobCache, caller: Caller, after: int) -> None:
-    while job.plan is None or job.plan.version <= after:
-        await job.plan_waiters.wait(caller.worker)
+async def _wait_for_answer(job: JobCache, caller: Caller, after: int, received: str | None) -> PollAnswer:
+    while (answer := _build_answer(job, caller, after, received)) is None:
+        await job.poll_waiters.wait(caller.worker)
+    return answer
 
 
-def _get_plan_part(job: JobCache, caller: Caller, after: int) -> WorkerPlan | None:
-    return job.plan.build_worker_plan(caller.worker) if job.plan is not None and job.plan.version > after else None
+def _build_answer(job: JobCache, caller: Caller, after: int, received: str | None) -> PollAnswer | None:
+    """Return what the caller has not received yet; None: nothing."""
+    if job.plan is None:
+        return None
+    plan = job.plan.build_worker_plan(caller.worker) if job.plan.version > after else None
+    requests = job.requests.build_worker_requests(caller.worker, is_member=job.plan.has_member(caller.worker))
+    is_new = received is not None and requests.identity != received
+    return PollAnswer(plan, requests if is_new else None) if plan is not None or is_new else None
 
 
 def _find_member(plan: Plan, caller: Caller) -> Member | None:
@@ -459,13 +521,15 @@ def _is_settled(job: JobCache, fault: FaultReport) -> bool:
 
 
 def _require_own_worker(caller: Caller, worker: str) -> None:
-    if worker != caller.worker:
+    if worker != caller.worker or caller.serves_checkpoints:
         raise Forbidden(f"{caller.worker} may not report for {worker or 'an unnamed worker: set `worker`'}")
 
 
 def _check_counters(heartbeat: Heartbeat, plan: Plan | None) -> None:
-    """Raise InputError for implausible counters: the plan's next membership and round must exceed all reported ones."""
-    for name, planned in (("membership", plan.membership), ("round", plan.round)) if plan is not None else ():
+    """Raise InputError for implausible counters: the plan's next ones must exceed all reported ones."""
+    if plan is None:
+        return
+    for name, planned in (("membership", plan.membership), ("round", plan.round), ("plan_version", plan.version)):
         if (reported := getattr(heartbeat, name)) > planned + MAX_COUNTER_JUMP:
             raise InputError(
                 f"{name}: {reported} is far above the plan's, {planned}: delete the pod, and it is replaced"
@@ -497,7 +561,10 @@ def _filter_own_ranks(fault: FaultReport, plan: Plan | None, caller: Caller) -> 
 
 
 def _convert_heartbeat_times(heartbeat: Heartbeat, previous: WorkerContact | None, received_at: float) -> Heartbeat:
-    """Convert the times to the operator's clock. An unchanged time keeps its conversion in later heartbeats."""
+    """Convert the times to the operator's clock. An unchanged time keeps its conversion in later heartbeats.
+
+    `sent_at` becomes the time of the receipt.
+    """
 
     def ours(name: str) -> float | None:
         at: float | None = getattr(heartbeat.start, name)
@@ -507,7 +574,11 @@ def _convert_heartbeat_times(heartbeat: Heartbeat, previous: WorkerContact | Non
         return None if at is None else _convert_time(at, heartbeat.sent_at, received_at, MAX_ROUND_AGE_SECONDS)
 
     start = replace(heartbeat.start, started_at=ours("started_at"), first_step_at=ours("first_step_at"))
-    return replace(heartbeat, start=start)
+    ended_at, sent_at = heartbeat.progress.step_ended_at, heartbeat.sent_at
+    if ended_at is not None:
+        ended_at = _convert_time(ended_at, sent_at, received_at, MAX_ROUND_AGE_SECONDS)
+    progress = replace(heartbeat.progress, step_ended_at=ended_at)
+    return replace(heartbeat, start=start, progress=progress, sent_at=None if sent_at is None else received_at)
 
 
 def _convert_fault_time(fault: FaultReport, received_at: float) -> FaultReport:

@@ -133,6 +133,7 @@ async def _clean_up_until_gone(operator: Operator, job: TrainingJob, body: kopf.
 async def on_job_changed(memo: kopf.Memo, body: kopf.Body, namespace: str | None, name: str, **_: Any) -> None:
     """Wake the job's loop if the user changed it. The operator's own status writes wake no loop."""
     operator: Operator = memo.operator
+    operator.jobsets.wake_for_job((namespace or "", name), dict(body))
     cache = operator.jobs.find(namespace or "", name)
     if cache is not None and _needs_pass(cache.job, dict(body)):
         cache.wake.set()

@@ -25,6 +25,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.decoding import parse_json
 
 from ..api import names
+from ..api.jobset import JOBSET_API_VERSION
 from . import response_limits
 
 Object = names.Object
@@ -107,7 +108,17 @@ class WatchEvent:
 
 
 PODS = ResourceKind("/api/v1", "pods")
+NAMESPACES = ResourceKind("/api/v1", "namespaces", namespaced=False)
+JOBS = ResourceKind("/apis/batch/v1", "jobs")
+JOBSETS = ResourceKind(f"/apis/{JOBSET_API_VERSION}", "jobsets")
+MUTATING_WEBHOOKS = ResourceKind(
+    "/apis/admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations", namespaced=False
+)
+MUTATING_POLICY_BINDINGS = ResourceKind(
+    "/apis/admissionregistration.k8s.io/v1", "mutatingadmissionpolicybindings", namespaced=False
+)
 NODE_OBJECTS = ResourceKind("/api/v1", "nodes", namespaced=False)
+DAEMON_SETS = ResourceKind("/apis/apps/v1", "daemonsets")
 CONFIG_MAPS = ResourceKind("/api/v1", "configmaps")
 SECRETS = ResourceKind("/api/v1", "secrets")
 EVENTS = ResourceKind("/apis/events.k8s.io/v1", "events")
@@ -116,6 +127,7 @@ TOKEN_REVIEWS = ResourceKind("/apis/authentication.k8s.io/v1", "tokenreviews", n
 NETWORK_POLICIES = ResourceKind("/apis/networking.k8s.io/v1", "networkpolicies")
 TRAINING_JOBS = ResourceKind(f"/apis/{names.API_VERSION}", "trainingjobs")
 TRAINING_JOB_STATES = ResourceKind(f"/apis/{names.API_VERSION}", "trainingjobstates")
+WATCHED_JOBS = ResourceKind(f"/apis/{names.API_VERSION}", "watchedjobs")
 PROFILE_WINDOWS = ResourceKind(f"/apis/{names.API_VERSION}", "profilewindows")
 INCIDENT_OBJECTS = ResourceKind(f"/apis/{names.API_VERSION}", "incidents")
 FABRICS = ResourceKind(f"/apis/{names.API_VERSION}", "fabrics", namespaced=False)
@@ -129,6 +141,8 @@ _PATHS_WITHOUT_LEADERSHIP = (LEASES.path, TOKEN_REVIEWS.path)
 JSON_CONTENT_TYPE = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
+METADATA_CONTENT_TYPE = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+"""Media type of an answer with an object's metadata only."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +161,7 @@ class ApiConnection(Protocol):
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
     ) -> ApiResponse:
-        """Send a request. `style` is the body's media type.
+        """Send a request. `style` is the body's media type, or for a GET that of the answer.
 
         Raises aiohttp.ClientError, TimeoutError, or OSError if there is no answer within REQUEST_SECONDS.
         """
@@ -179,6 +193,15 @@ class Cluster:
             return await self.get(kind, name, namespace)
         except NotFound:
             return None
+
+    async def find_metadata(self, kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
+        """Return the metadata of an object, or None if it does not exist. Nothing else of it is read."""
+        try:
+            answer = await self._call("GET", _build_path(kind, namespace, name), style=METADATA_CONTENT_TYPE)
+        except NotFound:
+            return None
+        metadata: Object = answer["metadata"]
+        return metadata
 
     async def find_served_version(self, group: str, versions: Sequence[str]) -> str:
         """Return the first of `versions` in which the API group is served; "" if it is served in none of them."""
@@ -298,15 +321,24 @@ class Cluster:
         return await self._call("PATCH", path, {"fieldManager": manager, "force": "true"}, body, APPLY_PATCH)
 
     async def delete(
-        self, kind: ResourceKind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None
+        self,
+        kind: ResourceKind,
+        name: str,
+        namespace: str = "",
+        *,
+        uid: str = "",
+        version: str = "",
+        grace: int | None = None,
     ) -> None:
         """Delete an object. It is no error if it does not exist.
 
-        `uid` protects a successor of the same name. With `grace` 0 the API server does not wait for the kubelet.
+        `uid` protects a successor of the same name, and `version` an object that has changed since it was read. With
+        `grace` 0 the API server does not wait for the kubelet.
         """
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
-        if uid:
-            body["preconditions"] = {"uid": uid}
+        preconditions = {"uid": uid, "resourceVersion": version}
+        if uid or version:
+            body["preconditions"] = {name: value for name, value in preconditions.items() if value}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
@@ -378,7 +410,8 @@ class HttpConnection:
         style: str,
         request_timeout: float | aiohttp.ClientTimeout,
     ) -> Any:
-        headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
+        accept = style if method == "GET" else JSON_CONTENT_TYPE
+        headers = {"Accept": accept, "Content-Type": style, "User-Agent": "pacekeeper-operator"}
         await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._connection.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         return await self._connection.rest_client.request(  # type: ignore[no-untyped-call]

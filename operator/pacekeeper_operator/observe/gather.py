@@ -11,6 +11,7 @@ from ..api.names import LABEL_JOB
 from ..api.training_job import TrainingJob
 from ..kube.client import PODS, Cluster
 from ..kube.store import ResourceStore
+from ..pods.checkpoint_server import build_checkpoint_server_name
 from ..pods.manifests import compute_metrics_port
 from ..state.cluster_view import FRESH_WORKER_SECONDS, RECENT_POLL_SECONDS, ClusterView, PodView, WorkerView
 from ..state.desired_state import DesiredState, WorkerRecord
@@ -47,6 +48,7 @@ def collect_metrics(cache: JobCache, prometheus: JobMetrics, now: float) -> JobM
         if contact.is_reporting(now, FRESH_WORKER_SECONDS)
     }
     plan_rows = rank_metrics.select_plan_rows(reported_rows, plan)
+    cache.means = rank_metrics.build_means(plan_rows, plan)
     if not plan_rows.missing_workers:
         threshold = cache.job.spec.detection.straggler_slowdown
         cache.relative_times = persistent_slowness.add_window(
@@ -78,6 +80,9 @@ def build_observation(
     assert cache.desired is not None
     desired = cache.desired
     by_name = {pod.name: pod for pod in pods}
+    server = desired.plan.checkpoint_server
+    server_name = build_checkpoint_server_name(cache.job, server.secret) if server is not None else ""
+    checkpoint_server = by_name.pop(server_name, None)
     faults = tuple(cache.faults.values())
     if faults:
         faults = tuple(fault for fault in faults if fault.name not in desired.state.incidents.settled_names)
@@ -91,8 +96,10 @@ def build_observation(
             for record in desired.state.placement.workers
         ),
         faults=faults,
-        evidence=tuple(e for e in cache.evidence.values() if e.request == desired.plan.evidence_request),
-        probes=tuple(e for e in cache.probes.values() if desired.plan.probe and e.request == desired.plan.probe.name),
+        evidence=tuple(e for e in cache.evidence.values() if e.request == desired.requests.evidence_name),
+        probes=tuple(
+            e for e in cache.probes.values() if desired.requests.probe and e.request == desired.requests.probe.name
+        ),
         metrics=cache.metrics,
         cluster_view=cluster_view,
         template=cache.results.template,
@@ -101,6 +108,8 @@ def build_observation(
         last_profile_answer_at=cache.profile.newest_at,
         localized_profile=cache.profile.localized,
         node_checks=cache.results.node_checks,
+        pod_restart_refusal=cache.results.pod_restart_refusal,
+        checkpoint_server=checkpoint_server,
         stray_pods=tuple(pod for pod in by_name.values() if not pod.deleting),
         clock_agrees=clock_agrees,
         nonce=nonce,

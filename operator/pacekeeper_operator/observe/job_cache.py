@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+from pacekeeper_analysis.estimator.observations import MetricsWindow
 from pacekeeper_analysis.protocol.plan import Plan
 from pacekeeper_analysis.protocol.reports import Evidence, Heartbeat
 
@@ -23,13 +24,17 @@ from ..pods.gangs import Gang
 from ..pods.queues import QueueDecision
 from ..state.cluster_view import ClusterView
 from ..state.desired_state import DesiredState, NodeKey
-from ..state.effect_results import LocalizedProfile, NodeCheck, QuarantineDecision, TemplateVerdict
+from ..state.effect_results import LocalizedProfile, NodeCheck, PodRestartRefusal, QuarantineDecision, TemplateVerdict
 from ..state.job_metrics import JobMetrics
+from ..state.job_requests import JobRequests
+from ..state.straggler_estimate import EstimatorMemory
 from .faults import OpenFaults
 from .peer_jobs import JobSummary, PeerJobs
 from .persistent_slowness import RelativeTimeHistory
 from .rank_metrics import NO_RANK_ROWS, RankRows
 from .waiters import Waiters
+
+NO_REQUESTS = JobRequests()
 
 
 @dataclass
@@ -85,13 +90,15 @@ class EffectResults:
     pod_group_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one PodGroup for all pods of a gang
     quarantine_decisions: dict[NodeKey, QuarantineDecision] = field(default_factory=dict)
     """Decisions about the nodes that Incidents blame."""
+    pod_restart_refusal: PodRestartRefusal | None = None  # of a watched job
     node_checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked to check
 
 
 class JobCache:
     """A job as this operator knows it. `desired` is what is written in the API server, at `resource_version`.
 
-    Other jobs see `job`, `desired`, and `phase`. Only `update` changes these, and it calls `on_change`.
+    Other jobs see `job`, `desired` without its requests, and `phase`. Only `update` changes these, and it calls
+    `on_change`.
     """
 
     def __init__(
@@ -111,9 +118,11 @@ class JobCache:
         self.results = EffectResults()
         self.metrics = JobMetrics()  # as of the last pass
         self.relative_times = RelativeTimeHistory()  # of its ranks, in the last windows
+        self.means: MetricsWindow | None = None  # of the plan's ranks, as of the last pass; None: some are missing
+        self.estimator: EstimatorMemory | None = None  # of the estimator in shadow mode; None: nothing is known
         self.reconcile_lock = asyncio.Lock()  # held while the job is reconciled or deleted
         self.wake = asyncio.Event()  # set when there is news for the reconcile loop
-        self.plan_waiters = Waiters()  # polls that wait for the next version of the plan
+        self.poll_waiters = Waiters()  # polls that wait for the next version of the plan, or for other requests
         self.fault_waiters = Waiters()  # faults that wait for the next desired state
 
     @property
@@ -147,6 +156,10 @@ class JobCache:
     def plan(self) -> Plan | None:
         return None if self.desired is None else self.desired.plan
 
+    @property
+    def requests(self) -> JobRequests:
+        return NO_REQUESTS if self.desired is None else self.desired.requests
+
     def publish(self, desired: DesiredState, resource_version: str) -> None:
         """Record the state that is written now, and answer the held polls and faults that wait for it.
 
@@ -154,24 +167,46 @@ class JobCache:
         """
         worker_names = {worker.name for worker in desired.state.placement.workers}
         node_keys = {quarantine.node_key for quarantine in desired.state.incidents.quarantine_requests}
-        before, plan = self.plan, desired.plan
-        if before is None or before.profile != plan.profile:
-            self.profile.clear()
+        before, plan, requests_before = self.plan, desired.plan, self.requests
         self.update(desired=desired)
         self.resource_version = resource_version
         if self.faults:
             settled = desired.state.incidents.settled_names
             self.faults.retain(lambda fault: fault.name not in settled and fault.worker in worker_names)
         self.contacts = {name: contact for name, contact in self.contacts.items() if name in worker_names}
-        self.evidence = {n: e for n, e in self.evidence.items() if e.request == plan.evidence_request}
-        probe = "" if plan.probe is None else plan.probe.name
-        self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
+        self._drop_old_answers(requests_before)
         self.results.quarantine_decisions = {
             key: decision for key, decision in self.results.quarantine_decisions.items() if key in node_keys
         }
         self.fault_waiters.notify()
         if before is None or before.version != plan.version:
-            self.plan_waiters.notify(first=_list_members(before) ^ _list_members(plan))
+            self.poll_waiters.notify(first=_list_members(before) ^ _list_members(plan))
+        else:
+            self._notify_concerned(requests_before)
+
+    def publish_requests(self, requests: JobRequests) -> None:
+        """Record the open requests, which are not written, and answer the held polls of the workers concerned.
+
+        Other jobs do not see requests, so that nothing of theirs depends on it.
+        """
+        assert self._desired is not None
+        before, self._desired = self.requests, replace(self._desired, requests=requests)
+        self._drop_old_answers(before)
+        self._notify_concerned(before)
+
+    def _drop_old_answers(self, before: JobRequests) -> None:
+        """Drop answers to requests that are not open any more. `before`: the requests until now."""
+        requests = self.requests
+        if before.profile != requests.profile:
+            self.profile.clear()
+        self.evidence = {n: e for n, e in self.evidence.items() if e.request == requests.evidence_name}
+        probe = "" if requests.probe is None else requests.probe.name
+        self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
+
+    def _notify_concerned(self, before: JobRequests) -> None:
+        plan = self.plan
+        assert plan is not None
+        self.poll_waiters.notify_workers(self.requests.list_concerned_workers(before, plan.members))
 
 
 class JobRegistry:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -322,11 +322,15 @@ def build_gpu_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
 def build_gpu_errors_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
     """Return the query for GPU errors, with the values of the same GPUs' series a while ago, zero or not.
 
+    It also returns the series that are zero now and were not then: an error after that is a new one, even if it is the
+    same again. A series of another exporter, which may never have seen the error, does not count as zero.
     It returns few rows, as most GPUs have no errors.
     """
     series = _build_selector(*_build_gpu_matchers(dcgm_namespace, matchers))
-    baseline = f"({series} offset {GPU_ERROR_BASELINE_MINUTES}m and {_SAME_GPU} ({series} > 0))"
-    return _combine_queries({"gpu": f"{series} > 0", "gpu_baseline": baseline})
+    before = f"{series} offset {GPU_ERROR_BASELINE_MINUTES}m"
+    baseline = f"({before} and {_SAME_GPU} ({series} > 0))"
+    cleared = f"({series} == 0 and ({before} > 0))"
+    return _combine_queries({"gpu": f"({series} > 0 or {cleared})", "gpu_baseline": baseline})
 
 
 def _build_gpu_matchers(dcgm_namespace: str, matchers: Matchers) -> Matchers:
@@ -423,15 +427,16 @@ class _QueryResult:
                 self.job_values[query][_parse_job_name(series)] = value
 
     def collect_errors(self) -> tuple[GpuValue, ...]:
-        """Return one error value for each key.
+        """Return one error value for each key: the largest.
 
         Two exporters of the same GPU would otherwise appear as alternating changes.
         """
         values: dict[str, GpuValue] = {}
         for value in self.gpu:
-            best = values.get(value.key)
-            if best is None or (value.value, value.trusted) > (best.value, best.trusted):
-                values[value.key] = value
+            best = values.get(value.key, value)
+            pods = value.pods | best.pods  # a GPU that pods share has a series for each
+            largest = max(best, value, key=lambda item: (item.value, item.trusted))
+            values[value.key] = replace(largest, pods=pods)
         return tuple(replace(value, previous_value=self._before.get(key)) for key, value in values.items())
 
     def add_sign_row(self, row: Mapping[str, Any]) -> None:
@@ -450,7 +455,15 @@ class _QueryResult:
             raise ValueError("invalid name of a GPU or a metric")  # a job's bookkeeping would grow too large
         if value >= MIN_BLANK_VALUE:
             raise ValueError(f"{value:g} is a blank value")
-        return GpuValue(node_name, gpu, metric, value, trusted=bool(node), uuid=uuid, instance=instance)
+        pods = frozenset(_find_gpu_user(series))
+        return GpuValue(node_name, gpu, metric, value, trusted=bool(node), uuid=uuid, instance=instance, pods=pods)
+
+
+def _find_gpu_user(series: Mapping[str, str]) -> Iterator[str]:
+    """Yield the pod that uses the GPU of a series. The labels without a prefix are those of the exporter itself."""
+    names = series.get("exported_namespace"), series.get("exported_pod")
+    if all(isinstance(name, str) and 0 < len(name) <= MAX_OBJECT_NAME_CHARACTERS for name in names):
+        yield "/".join(map(str, names))
 
 
 def _parse_measurement(row: Mapping[str, Any]) -> tuple[Mapping[str, str], float]:

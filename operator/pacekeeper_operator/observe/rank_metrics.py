@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.estimator.observations import MetricsWindow
+from pacekeeper_analysis.protocol.plan import Plan, SyncMode
 from pacekeeper_analysis.protocol.reports import RankMetrics
 
 from ..state.job_metrics import MIN_WAITING_SHARE, JobMetrics
@@ -28,9 +29,13 @@ RANK_ROW = np.dtype(
         ("wait_seconds", np.float64),
         ("share", np.float64),
         ("first_steps_seconds", np.float64),
+        ("last_step", np.int64),
     ]
 )
-"""The fields of `reports.RankMetrics` that decisions need. 0 stands for a value that is not known."""
+"""The fields of `reports.RankMetrics` that decisions need.
+
+0 stands for a value that is not known, and -1 for such a `last_step`: the first step may have number 0.
+"""
 
 RankRows = npt.NDArray[np.void]
 """One row per rank, of dtype RANK_ROW."""
@@ -44,7 +49,9 @@ def read_rank_rows(metrics: Sequence[RankMetrics]) -> RankRows:
     """Return the rows of a worker's report. The last entry of each rank counts."""
     by_rank = {entry.rank: entry for entry in metrics}
     rows = (_extract_row(entry) for entry in by_rank.values())
-    return np.array([tuple(value or 0 for value in row) for row in rows], RANK_ROW)
+    return np.array(
+        [(*(value or 0 for value in row[:-1]), -1 if row[-1] is None else row[-1]) for row in rows], RANK_ROW
+    )
 
 
 def summarize_ranks(plan_rows: PlanRankRows, plan: Plan, metrics: JobMetrics) -> JobMetrics:
@@ -86,6 +93,30 @@ def _join_rows(parts: Sequence[RankRows]) -> RankRows:
     For thousands of short arrays numpy takes ten times as long, as it compares all fields.
     """
     return np.frombuffer(b"".join(part.tobytes() for part in parts), RANK_ROW)
+
+
+def build_means(plan_rows: PlanRankRows, plan: Plan) -> MetricsWindow | None:
+    """Return the means of the plan's ranks for the estimator, in the order of ranks.
+
+    None: some are missing, of other shares than the plan's, or without the number of their last step.
+    """
+    rows = plan_rows.rows
+    if (np.diff(rows["rank"]) < 0).any():
+        rows = np.sort(rows, order="rank")
+    if plan_rows.missing_workers or not _count_common_steps(rows, plan) or rows["last_step"].min() < 0:
+        return None
+    if rows["compute_seconds"].min() < MIN_KNOWN_VALUE or rows["step_seconds"].min() < MIN_KNOWN_VALUE:
+        return None
+    return MetricsWindow(
+        last_step=int(rows["last_step"].min()),
+        steps=int(rows["steps"].min()),
+        compute_seconds=rows["compute_seconds"],
+        step_seconds=rows["step_seconds"],
+        wait_seconds=rows["wait_seconds"],
+        samples=rows["share"],
+        baseline_seconds=_compute_median(_drop_unknown(rows["first_steps_seconds"])),
+        synchronous=plan.sync_mode is SyncMode.SYNC,
+    )
 
 
 def needs_immediate_pass(before: RankRows, now: RankRows, last: JobMetrics, slow: float) -> bool:
@@ -155,7 +186,11 @@ def _drop_unknown(values: ColumnValues) -> ColumnValues:
 
 
 def _compute_median(values: ColumnValues) -> float | None:
-    return float(np.median(values)) if len(values) else None
+    """Return the median; None: there are no values. For few of them, `np.median` takes several times as long."""
+    if not len(values):
+        return None
+    ordered, middle = np.sort(values), len(values) // 2
+    return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
 
 
 def _select_stepping(rows: RankRows) -> RankRows:

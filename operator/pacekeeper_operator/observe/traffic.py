@@ -84,7 +84,7 @@ def _estimate_round_seconds(job: TrainingJob, state: State, now: float, *, train
     ]
     if times and now - max(times) < REROUTE_HOLD_SECONDS * 2.0 ** (len(times) - 1):
         return math.inf
-    measured = state.budget.round_seconds
+    measured = state.budget.measurements.round_seconds
     return DEFAULT_ROUND_SECONDS if measured is None else measured
 
 
@@ -100,7 +100,7 @@ def collect_link_answers(registry: JobRegistry) -> dict[JobName, EvidenceAnswers
     """Return the workers' answers to an open request for their connections, by job."""
     answers: dict[JobName, EvidenceAnswers] = {}
     for name, cache in registry:
-        request = "" if cache.plan is None else cache.plan.evidence_request
+        request = cache.requests.evidence_name
         evidence = tuple(
             answer for answer in cache.evidence.values() if answer.request == request and (answer.links or answer.flows)
         )

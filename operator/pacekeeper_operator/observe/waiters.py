@@ -1,4 +1,4 @@
-"""The requests that wait for a job's next plan, and the order in which they are answered."""
+"""The polls that wait for a job's next plan or requests, and the order in which they are answered."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ class Waiters:
         self._due = {waiter: worker for waiter, worker in due.items() if worker in first} | due
         self._waiting = {}
         if not under_way:
+            self._notify_batch()
+
+    def notify_workers(self, workers: Collection[str]) -> None:
+        """Notify the present waiters of these workers only."""
+        under_way = bool(self._due)
+        concerned = {waiter: worker for waiter, worker in self._waiting.items() if worker in workers}
+        self._due |= concerned
+        self._waiting = {waiter: worker for waiter, worker in self._waiting.items() if waiter not in concerned}
+        if concerned and not under_way:
             self._notify_batch()
 
     def _notify_batch(self) -> None:

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.protocol.plan import CLAIM_SCHEME
 
 from ..api.names import (
     ANNOTATION_AVOIDED_NODES,
+    ANNOTATION_TRAINER,
     API_VERSION,
     DROPPED_TEMPLATE_KEY,
     LABEL_JOB,
@@ -28,13 +30,15 @@ from ..api.names import (
     SIDECAR_CONTAINER,
     TAINT_QUARANTINE,
     TOKEN_AUDIENCE,
-    TRAINER_CONTAINER,
     Object,
 )
 from ..api.training_job import TrainingJob
 from ..node_probe import PROBE_SECRET_VARIABLE
+from .injection import INJECTED_CONTAINERS
 from .resources import SIDECAR_RESOURCES, Resources
 from .tolerations import Toleration
+from .trainer_container import find_command_refusal, find_trainer_container, has_own_launcher
+from .worker_payload import add_payload
 
 GPU_RESOURCE = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
@@ -49,13 +53,13 @@ TOO_DEEP_MESSAGE = f"is nested in more than {MAX_TEMPLATE_LEVELS} levels; compar
 
 _VOLUME_PREFIX = "pacekeeper-"
 """Prefix of the names of our volumes. The template may not define volumes with this prefix, nor mount them."""
-_RUNTIME_VOLUME = f"{_VOLUME_PREFIX}runtime"
-_TOKEN_VOLUME = f"{_VOLUME_PREFIX}token"
+TOKEN_VOLUME = f"{_VOLUME_PREFIX}token"
+RUNTIME_VOLUME = f"{_VOLUME_PREFIX}runtime"
 _CHECKPOINT_VOLUME = f"{_VOLUME_PREFIX}checkpoints"
 _HOST_NETWORK_METRICS_PORTS = range(20_000, 29_000)
 """Metrics ports of workers in their node's network. They lie below the ranges of ephemeral ports and of NodePorts."""
 _HOSTNAME_LABEL = "kubernetes.io/hostname"
-_RESTRICTED_SECURITY_CONTEXT: Mapping[str, Any] = {
+RESTRICTED_SECURITY_CONTEXT: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
@@ -133,29 +137,34 @@ def build_worker_pod(
         raise InputError(f"spec.template: {job.spec.template[DROPPED_TEMPLATE_KEY]}")
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
-    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER_CONTAINER)
+    trainer_name = find_trainer_container(job)["name"]
+    trainer = next(container for container in spec["containers"] if container["name"] == trainer_name)
     spec.setdefault("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     spec.setdefault("automountServiceAccountToken", False)
     # Variables of Services: one named pacekeeper-metrics would set PACEKEEPER_METRICS_PORT.
     spec.setdefault("enableServiceLinks", False)
     spec["restartPolicy"] = "Never"  # workers are never reused: the launcher restarts ranks, the operator pods
-    if _uses_host_network(job):
+    if uses_host_network(job):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")  # else the sidecar cannot resolve the operator's name
     message_path = trainer.get("terminationMessagePath", DEFAULT_MESSAGE_PATH)
     environment = _build_environment(job, spec["terminationGracePeriodSeconds"], message_path)
     storage = _build_storage(job, trainer)
     name = build_worker_name(job, ordinal, incarnation)
-    sidecar = _build_sidecar(trainer, environment, installation, compute_metrics_port(job, name))
+    init_containers = [_build_sidecar(trainer, environment, installation, compute_metrics_port(job, name))]
     trainer["env"] = [*environment, *trainer.get("env", [])]  # first, so that the user's variables may refer to ours
     mounts: list[Object] = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
     for mount in mounts:
         if mount["name"] == _CHECKPOINT_VOLUME:
-            mount |= _build_checkpoint_mount(job)
+            mount |= build_checkpoint_mount(job)
     trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *mounts]
     # If a script fails before a launcher can give the reason, its last lines are the pod's message.
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), _build_token_volume()]
-    spec["initContainers"] = [sidecar, *spec.get("initContainers", [])]
+    spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), build_token_volume()]
+    if installation.sidecar_image and not has_own_launcher(trainer):
+        runtime = {"name": RUNTIME_VOLUME, "mountPath": RUNTIME_PATH}
+        image, policy = installation.sidecar_image, installation.sidecar_pull_policy
+        init_containers = [*add_payload(spec, trainer, image, policy, runtime), *init_containers]
+    spec["initContainers"] = [*init_containers, *spec.get("initContainers", [])]
     if scheduling.node_labels:
         spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **scheduling.node_labels}
     if scheduling.tolerations:
@@ -175,6 +184,7 @@ def build_worker_pod(
             "labels": {**metadata.get("labels", {}), LABEL_JOB: job.name, LABEL_WORKER: str(ordinal)},
             "annotations": {
                 **metadata.get("annotations", {}),
+                ANNOTATION_TRAINER: trainer_name,
                 **({ANNOTATION_AVOIDED_NODES: avoided} if avoided else {}),
             },
             "ownerReferences": [build_owner_reference(job)],
@@ -189,7 +199,7 @@ def build_worker_name(job: TrainingJob, ordinal: int, incarnation: int) -> str:
 
 
 def choose_checkpoint_sub_path(job: TrainingJob) -> str:
-    """Return the folder of the claim that is mounted at `spec.checkpoint.path`; "": the claim itself.
+    """Return the folder of the claim that is mounted at `spec.checkpoint.path`, or below the URI; "": the root.
 
     Each job has its own folder, or that of the job whose checkpoints it adopts.
     """
@@ -201,6 +211,15 @@ def choose_checkpoint_sub_path(job: TrainingJob) -> str:
     return job.name
 
 
+def build_checkpoint_uri(job: TrainingJob) -> str:
+    """Return the URI below which the job's checkpoints are stored; "": they are in a folder."""
+    if job.spec.checkpoint.uses_server:
+        return f"{CLAIM_SCHEME}{job.spec.checkpoint.volume_claim_name}/{choose_checkpoint_sub_path(job)}".rstrip("/")
+    if not job.spec.checkpoint.uri:
+        return ""
+    return f"{job.spec.checkpoint.uri}/{choose_checkpoint_sub_path(job)}".rstrip("/")
+
+
 def identify_checkpoint_folder(job: TrainingJob) -> str:
     """Return a key of the job's checkpoint folder, the same for all jobs of its namespace that use the folder.
 
@@ -209,17 +228,23 @@ def identify_checkpoint_folder(job: TrainingJob) -> str:
     checkpoint = job.spec.checkpoint
     if checkpoint.read_only:
         return ""
-    if checkpoint.volume_claim_name:
+    path = checkpoint.path
+    if checkpoint.uri:
+        uri = build_checkpoint_uri(job)
+        if not uri.startswith("file://"):
+            return uri
+        path = uri.removeprefix("file://")
+    elif checkpoint.volume_claim_name:
         return _join_folder(f"claim {checkpoint.volume_claim_name}", choose_checkpoint_sub_path(job))
     try:
-        return _identify_mounted_folder(job.spec.template["spec"], checkpoint.path)
-    except (AttributeError, KeyError, StopIteration, TypeError):  # no pod template: `find_template_refusal` reports it
+        return _identify_mounted_folder(job.spec.template["spec"], find_trainer_container(job), path)
+    except (InputError, AttributeError, KeyError, StopIteration, TypeError):
+        # No pod template: `find_template_refusal` reports it.
         return ""
 
 
-def _identify_mounted_folder(spec: Object, path: str) -> str:
+def _identify_mounted_folder(spec: Object, trainer: Object, path: str) -> str:
     """Return the key of a folder on a volume of the template, as `identify_checkpoint_folder` does."""
-    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER_CONTAINER)
     mounts = [mount for mount in trainer.get("volumeMounts") or () if _is_below(path, mount["mountPath"])]
     mount = max(mounts, key=lambda candidate: len(candidate["mountPath"]), default=None)
     if mount is None or mount.get("subPathExpr"):
@@ -241,7 +266,13 @@ def _join_folder(volume: str, sub_path: str) -> str:
     return posixpath.normpath(f"{volume}/{sub_path}")
 
 
-def _build_checkpoint_mount(job: TrainingJob) -> Object:
+def build_checkpoint_volume(job: TrainingJob) -> Object:
+    """Build the volume of `spec.checkpoint.volumeClaimName`."""
+    claim = {"claimName": job.spec.checkpoint.volume_claim_name}
+    return {"name": _CHECKPOINT_VOLUME, "persistentVolumeClaim": claim}
+
+
+def build_checkpoint_mount(job: TrainingJob) -> Object:
     """Return the fields of the claim's mount in addition to name and path."""
     folder, read_only = choose_checkpoint_sub_path(job), job.spec.checkpoint.read_only
     return {**({"subPath": folder} if folder else {}), **({"readOnly": True} if read_only else {})}
@@ -253,7 +284,7 @@ def compute_metrics_port(job: TrainingJob, worker: str) -> int:
     In the node's network (`hostNetwork`) each worker has a port of its own. It is declared, so that the scheduler keeps
     two workers with the same port on different nodes. A replacement, which has another name, gets another port.
     """
-    if not _uses_host_network(job):
+    if not uses_host_network(job):
         return METRICS_PORT
     return _HOST_NETWORK_METRICS_PORTS[
         zlib.crc32(f"{job.namespace}/{worker}".encode()) % len(_HOST_NETWORK_METRICS_PORTS)
@@ -270,7 +301,12 @@ def find_template_refusal(job: TrainingJob) -> str:
     if _is_deeper(job.spec.template, MAX_TEMPLATE_LEVELS):
         return f"spec.template: {TOO_DEEP_MESSAGE}"
     try:
-        return next((f"spec.template.spec.{refusal}" for refusal in _iterate_refusals(job.spec.template["spec"])), "")
+        for refusal in _iterate_refusals(job.spec.template["spec"]):
+            return f"spec.template.spec.{refusal}"
+        refusal = find_command_refusal(find_trainer_container(job))
+        return refusal and f"spec.template.spec.containers: {refusal}"
+    except InputError as error:
+        return str(error)
     except (AttributeError, KeyError, TypeError) as error:
         return f"spec.template: is not a pod template ({error!r}); compare it with `kubectl explain pod.spec`"
 
@@ -292,10 +328,9 @@ def _is_deeper(template: Mapping[str, Any], levels: int) -> bool:
 def uses_gpus(job: TrainingJob) -> bool:
     """Return whether the job's ranks have GPUs, and so communicate by NCCL."""
     try:
-        containers: list[Mapping[str, Any]] = job.spec.template["spec"]["containers"]
-        trainer = next(container for container in containers if container["name"] == TRAINER_CONTAINER)
+        trainer = find_trainer_container(job)
         return str(trainer["resources"]["limits"][GPU_RESOURCE]) != "0"
-    except (AttributeError, KeyError, StopIteration, TypeError):
+    except (InputError, AttributeError, KeyError, TypeError):
         return False
 
 
@@ -333,9 +368,9 @@ def build_probe_pod(
             *("python", "-m", "pacekeeper_operator.node_probe"),
             *(*peers, f"--inbound-peers={task.inbound_peers}", f"--gpus={task.gpus}"),
         ],
-        "env": [_build_variable(PROBE_SECRET_VARIABLE, task.secret)],
+        "env": [build_variable(PROBE_SECRET_VARIABLE, task.secret)],
         "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": limits},
-        "securityContext": dict(_RESTRICTED_SECURITY_CONTEXT),
+        "securityContext": dict(RESTRICTED_SECURITY_CONTEXT),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     return {
@@ -398,15 +433,16 @@ def _iterate_volume_refusals(volumes: Sequence[Object]) -> Iterator[str]:
 
 
 def _iterate_container_refusals(container: Object) -> Iterator[str]:
-    if container.get("name") == SIDECAR_CONTAINER:
-        yield f"name: {SIDECAR_CONTAINER} is the sidecar that Pacekeeper adds; remove the container, or rename it"
+    if container.get("name") in (SIDECAR_CONTAINER, *INJECTED_CONTAINERS):
+        yield f"name: {container['name']} is a container that Pacekeeper adds; remove the container, or rename it"
     for name in ("volumeMounts", "volumeDevices"):
         for i, mount in enumerate(container.get(name) or ()):
             if str(mount.get("name")).startswith(_VOLUME_PREFIX):
                 yield f"{name}[{i}]: {mount['name']} is mounted by Pacekeeper where it is needed; remove the mount"
 
 
-def _uses_host_network(job: TrainingJob) -> bool:
+def uses_host_network(job: TrainingJob) -> bool:
+    """Return whether the workers have their nodes' addresses."""
     return bool((job.spec.template.get("spec") or {}).get("hostNetwork"))
 
 
@@ -421,22 +457,22 @@ def _build_sidecar(trainer: Object, environment: list[Object], installation: Ins
         "restartPolicy": "Always",
         "env": [
             *environment,
-            _build_variable("PACEKEEPER_OPERATOR", installation.operator_url),
-            _build_variable("PACEKEEPER_CA", installation.authority),
-            _build_variable("PACEKEEPER_TOKEN_FILE", f"{TOKEN_PATH}/token"),
-            _build_variable("PACEKEEPER_METRICS_PORT", port),
+            build_variable("PACEKEEPER_OPERATOR", installation.operator_url),
+            build_variable("PACEKEEPER_CA", installation.authority),
+            build_variable("PACEKEEPER_TOKEN_FILE", f"{TOKEN_PATH}/token"),
+            build_variable("PACEKEEPER_METRICS_PORT", port),
         ],
         "ports": [{"name": METRICS_PORT_NAME, "containerPort": port}],
         "resources": {kind: dict(quantities) for kind, quantities in installation.sidecar_resources.items()},
         "securityContext": {
-            **_RESTRICTED_SECURITY_CONTEXT,
+            **RESTRICTED_SECURITY_CONTEXT,
             **{key: context[key] for key in identity if key in context},
         },
-        "startupProbe": _build_health_probe(period=1, failures=60),
-        "livenessProbe": _build_health_probe(period=10, failures=3),
+        "startupProbe": build_health_probe(METRICS_PORT_NAME, period=1, failures=60),
+        "livenessProbe": build_health_probe(METRICS_PORT_NAME, period=10, failures=3),
         "volumeMounts": [
-            {"name": _RUNTIME_VOLUME, "mountPath": RUNTIME_PATH},
-            {"name": _TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
+            {"name": RUNTIME_VOLUME, "mountPath": RUNTIME_PATH},
+            {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
         ],
     }
     policy = installation.sidecar_pull_policy if installation.sidecar_image else trainer.get("imagePullPolicy")
@@ -445,10 +481,10 @@ def _build_sidecar(trainer: Object, environment: list[Object], installation: Ins
     return sidecar
 
 
-def _build_health_probe(period: int, failures: int) -> Object:
-    """Build a probe of the sidecar. `period` is in seconds."""
+def build_health_probe(port: str, period: int, failures: int) -> Object:
+    """Build a probe of the container that serves the port of this name. `period` is in seconds."""
     return {
-        "httpGet": {"path": "/healthz", "port": METRICS_PORT_NAME},
+        "httpGet": {"path": "/healthz", "port": port},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
@@ -459,29 +495,32 @@ def _build_environment(job: TrainingJob, grace_seconds: int, message_path: str) 
     """Return the variables of trainer and sidecar. docs/architecture/environment.md lists them."""
     spec = job.spec
     hang_seconds, adopt = spec.detection.hang_seconds, spec.checkpoint.adopt
+    checkpoint_uri = build_checkpoint_uri(job)
     adopted = adopt if "/" in adopt or not adopt else f"{job.namespace}/{adopt}"
     return [
-        _build_variable("PACEKEEPER_RUNTIME", RUNTIME_PATH),
-        _build_variable("PACEKEEPER_JOB", job.name),
-        _build_variable("PACEKEEPER_JOB_UID", job.uid),
-        _build_variable("PACEKEEPER_NAMESPACE", job.namespace),
+        build_variable("PACEKEEPER_RUNTIME", RUNTIME_PATH),
+        build_variable("PACEKEEPER_JOB", job.name),
+        build_variable("PACEKEEPER_JOB_UID", job.uid),
+        build_variable("PACEKEEPER_NAMESPACE", job.namespace),
         _build_pod_field_variable("PACEKEEPER_WORKER", "metadata.name"),
         _build_pod_field_variable("PACEKEEPER_NODE", "spec.nodeName"),
         _build_pod_field_variable("PACEKEEPER_POD_IP", "status.podIP"),
-        _build_variable("PACEKEEPER_NPROC", spec.nproc_per_node),
-        _build_variable("PACEKEEPER_CHECKPOINT_PATH", spec.checkpoint.path),
-        _build_variable("PACEKEEPER_CHECKPOINT_EVERY", spec.checkpoint.every_steps),
-        _build_variable("PACEKEEPER_CHECKPOINT_KEEP", spec.checkpoint.keep),
-        _build_variable("PACEKEEPER_CHECKPOINT_ADOPT", adopted),
-        _build_variable("PACEKEEPER_CHECKPOINT_READ_ONLY", int(spec.checkpoint.read_only)),
-        _build_variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
-        _build_variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
-        _build_variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
-        _build_variable("PACEKEEPER_TERMINATION_LOG", message_path),
+        build_variable("PACEKEEPER_NPROC", spec.nproc_per_node),
+        build_variable("PACEKEEPER_CHECKPOINT_PATH", "" if checkpoint_uri else spec.checkpoint.path),
+        build_variable("PACEKEEPER_CHECKPOINT_URI", checkpoint_uri),
+        build_variable("PACEKEEPER_CHECKPOINT_EVERY", spec.checkpoint.every_steps),
+        build_variable("PACEKEEPER_CHECKPOINT_KEEP", spec.checkpoint.keep),
+        build_variable("PACEKEEPER_CHECKPOINT_ADOPT", adopted),
+        build_variable("PACEKEEPER_CHECKPOINT_READ_ONLY", int(spec.checkpoint.read_only)),
+        build_variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
+        build_variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
+        build_variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
+        build_variable("PACEKEEPER_TERMINATION_LOG", message_path),
     ]
 
 
-def _build_variable(name: str, value: str | int) -> Object:
+def build_variable(name: str, value: str | int) -> Object:
+    """Build an environment variable of a container."""
     return {"name": name, "value": str(value)}
 
 
@@ -492,19 +531,18 @@ def _build_pod_field_variable(name: str, path: str) -> Object:
 def _build_storage(job: TrainingJob, trainer: Object) -> list[tuple[str, Object]]:
     """Return (mount path, volume) of the volumes that the trainer gets in addition to its own mounts."""
     # Memory volumes need no size limit: their content counts against the containers' memory limits.
-    storage: list[tuple[str, Object]] = [(RUNTIME_PATH, {"name": _RUNTIME_VOLUME, "emptyDir": {"medium": "Memory"}})]
+    storage: list[tuple[str, Object]] = [(RUNTIME_PATH, {"name": RUNTIME_VOLUME, "emptyDir": {"medium": "Memory"}})]
     if all(mount["mountPath"].rstrip("/") != "/dev/shm" for mount in trainer.get("volumeMounts", [])):
         storage.append(("/dev/shm", {"name": f"{_VOLUME_PREFIX}shm", "emptyDir": {"medium": "Memory"}}))
-    if claim := job.spec.checkpoint.volume_claim_name:
-        volume = {"name": _CHECKPOINT_VOLUME, "persistentVolumeClaim": {"claimName": claim}}
-        storage.append((job.spec.checkpoint.path, volume))
+    if job.spec.checkpoint.volume_claim_name and not job.spec.checkpoint.uses_server:
+        storage.append((job.spec.checkpoint.path, build_checkpoint_volume(job)))
     return storage
 
 
-def _build_token_volume() -> Object:
+def build_token_volume() -> Object:
     """Build the volume of the sidecar's identity token. The kubelet renews it before it expires."""
     token = {"audience": TOKEN_AUDIENCE, "expirationSeconds": 3600, "path": "token"}
-    return {"name": _TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
+    return {"name": TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
 def _add_affinity(job: TrainingJob, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> None:
@@ -514,7 +552,10 @@ def _add_affinity(job: TrainingJob, spec: Object, spare: bool, avoid_nodes: Sequ
     template has a preference (the user may want them close together).
     """
     affinity = spec.get("affinity") or {}
-    worker_term = {"labelSelector": {"matchLabels": {LABEL_JOB: job.name}}, "topologyKey": _HOSTNAME_LABEL}
+    workers: Object = {"matchLabels": {LABEL_JOB: job.name}}
+    if job.spec.checkpoint.uses_server:  # its pod has the job's label too, and keeps no worker off its node
+        workers["matchExpressions"] = [{"key": LABEL_WORKER, "operator": "Exists"}]
+    worker_term = {"labelSelector": workers, "topologyKey": _HOSTNAME_LABEL}
     users_choice = affinity.keys() & {"podAffinity", "podAntiAffinity"} or spec.get("topologySpreadConstraints")
     if spare:
         anti_affinity = affinity.setdefault("podAntiAffinity", {})
@@ -549,7 +590,7 @@ def _add_node_preference(spec: Object, nodes: Sequence[str]) -> None:
 
 
 def build_owner_reference(job: TrainingJob) -> Object:
-    return _build_reference({"name": job.name, "uid": job.uid}, "TrainingJob")
+    return _build_reference({"name": job.name, "uid": job.uid}, job.kind)
 
 
 def _build_reference(metadata: Mapping[str, Any], kind: str) -> Object:

@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.decoding import abbreviate_value, parse_json
+from pacekeeper_analysis.protocol.plan import CHECKPOINT_SERVER_PORT
 
 from ..api.names import LABEL_JOB, METRICS_PORT, Object
 from ..api.training_job import TrainingJob
-from .manifests import build_owner_reference
+from .manifests import build_owner_reference, uses_host_network
 
 LABEL_NAMESPACE = "kubernetes.io/metadata.name"
 """Label of each namespace with the namespace's name. Only the API server can set it."""
@@ -44,6 +45,9 @@ def build_network_policy(job: TrainingJob, operator_namespace: str, scrapers: Se
     workers = {"matchLabels": {LABEL_JOB: job.name}}
     # A number, not the port's name: plug-ins differ in whether they resolve names of ports of init containers.
     metrics = {"protocol": "TCP", "port": METRICS_PORT}
+    # Workers with their nodes' addresses are matched by no selector. The checkpoint server authenticates its callers.
+    serves_nodes = job.spec.checkpoint.uses_server and uses_host_network(job)
+    server = {"ports": [{"protocol": "TCP", "port": CHECKPOINT_SERVER_PORT}]}
     readers = [_build_namespace_peer(operator_namespace), *map(_as_stored, scrapers)]
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -57,7 +61,8 @@ def build_network_policy(job: TrainingJob, operator_namespace: str, scrapers: Se
         "spec": {
             "podSelector": workers,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": workers}]}, {"from": readers, "ports": [metrics]}],
+            "ingress": [{"from": [{"podSelector": workers}]}, {"from": readers, "ports": [metrics]}]
+            + ([server] if serves_nodes else []),
         },
     }
 

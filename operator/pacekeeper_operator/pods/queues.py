@@ -4,6 +4,9 @@ A job with the label `kueue.x-k8s.io/queue-name` has a Workload, which lists its
 (condition Admitted) or takes it away (Evicted). With the quota come the number of pods and the flavors of nodes of each
 pod set. Until then, and after an eviction, the job is held as if it were suspended. Its quota is returned when none of
 its pods is left.
+
+If a flavor has a topology, the admission also assigns each pod to a part of it. The pods are created with a scheduling
+gate. Kueue adds the node labels of its place to each pod, and removes the gate.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 from pacekeeper_analysis.protocol.plan import Stop
 
 from ..api.formats import format_time
-from ..api.names import GROUP, Object
+from ..api.names import GROUP, LABEL_POD_SET, Object
 from ..api.training_job import JobPhase, JobStatus, TrainingJob
 from ..state.desired_state import DesiredState
 from .manifests import build_owner_reference
@@ -26,6 +29,18 @@ KUEUE = "kueue.x-k8s.io"
 KUEUE_VERSIONS = ("v1beta2", "v1beta1")
 """Newest first. The fields used here are the same in both, except for priorities."""
 LABEL_JOB_UID = f"{KUEUE}/job-uid"
+ANNOTATION_WORKLOAD = f"{KUEUE}/workload"
+"""Name of the Workload of a pod whose place in a topology Kueue chooses."""
+TOPOLOGY_GATE = f"{KUEUE}/topology"
+ANNOTATION_UNCONSTRAINED = f"{KUEUE}/podset-unconstrained-topology"
+_TOPOLOGY_LEVEL_ANNOTATIONS = {
+    "required": f"{KUEUE}/podset-required-topology",
+    "preferred": f"{KUEUE}/podset-preferred-topology",
+}
+_HOSTNAME_LEVEL = "kubernetes.io/hostname"
+_REQUEUED_REASONS = frozenset({"Preempted", "NodeFailures"})
+"""Evictions after which the job's controller queues the Workload again. After any other, Kueue does so itself."""
+_WAIT_FOR_START = ("False", "WaitForStart", "Not all workers run yet")
 ANNOTATION_DIGEST = f"{GROUP}/digest"
 """Digest of what was requested.
 
@@ -65,10 +80,15 @@ class QueueDecision:
     counts: Mapping[str, int] = field(default_factory=dict)  # number of pods, by pod set
     flavors: Mapping[str, frozenset[str]] = field(default_factory=dict)  # names of flavors, by pod set
     placements: Mapping[str, NodePlacement] = field(default_factory=dict)  # by flavor
+    topology_levels: Mapping[str, frozenset[str]] = field(default_factory=dict)  # node labels, by pod set with topology
 
-    def find_placement(self, *, spare: bool) -> NodePlacement:
-        """Return the placement of a worker's pod, or of a spare's."""
-        flavors = sorted(self.flavors.get(SPARES_POD_SET if spare else WORKERS_POD_SET, ()))
+    def assigns_nodes(self, pod_set: str) -> bool:
+        """Return whether the topology of the pod set has single nodes as its lowest level."""
+        return _HOSTNAME_LEVEL in self.topology_levels.get(pod_set, ())
+
+    def find_placement(self, pod_set: str) -> NodePlacement:
+        """Return the placement of the pods of a set."""
+        flavors = sorted(self.flavors.get(pod_set, ()))
         labels = {name: value for flavor in flavors for name, value in self.placements[flavor].labels.items()}
         return NodePlacement(
             labels, tuple(toleration for flavor in flavors for toleration in self.placements[flavor].tolerations)
@@ -80,7 +100,7 @@ class WorkloadProgress:
     """The progress of a job, as its queue has to see it."""
 
     pods_left: bool  # pods that have not ended
-    ready: bool = False  # all of its ranks train
+    ready: bool = False  # all of its workers run
     finished: str = ""  # how it has ended, as a message
     failed: bool = False
 
@@ -99,7 +119,7 @@ def apply_queue_decision(job: TrainingJob, decision: QueueDecision | None) -> Tr
 def restore_queue_decision(desired: DesiredState) -> QueueDecision:
     """Return the decision from the job's state, if the queue cannot be read: a job that trains was admitted."""
     slots = len(desired.plan.members)
-    if not slots or desired.plan.stop is not Stop.NO:
+    if not slots or desired.plan.stop is Stop.SUSPEND:
         return QueueDecision(admitted=False, message=NOT_SERVED)
     staying = sum(not worker.leaving for worker in desired.state.placement.workers)
     return QueueDecision(admitted=True, counts={WORKERS_POD_SET: slots, SPARES_POD_SET: max(0, staying - slots)})
@@ -135,13 +155,39 @@ def build_workload(job: TrainingJob, version: str, templates: Mapping[str, Objec
 
 
 def _build_pod_sets(job: TrainingJob, templates: Mapping[str, Object]) -> Sequence[Object]:
-    spec = job.spec
+    spec, topology = job.spec, _build_topology_request(job)
     workers: Object = {"name": WORKERS_POD_SET, "count": spec.replicas, "template": templates[WORKERS_POD_SET]}
     if spec.effective_min_replicas < spec.replicas:
         workers["minCount"] = max(1, spec.effective_min_replicas)
-    return [workers, {"name": SPARES_POD_SET, "count": spec.spares, "template": templates[SPARES_POD_SET]}][
-        : 1 + bool(spec.spares)
-    ]
+    spares: Object = {"name": SPARES_POD_SET, "count": spec.spares, "template": templates[SPARES_POD_SET]}
+    return [pod_set | topology for pod_set in ([workers, spares] if spec.spares else [workers])]
+
+
+def _build_topology_request(job: TrainingJob) -> Object:
+    """Return the field `topologyRequest` from the annotations of the job's template; {}: they request none."""
+    annotations = _read_template_annotations(job)
+    for name, annotation in _TOPOLOGY_LEVEL_ANNOTATIONS.items():
+        if level := annotations.get(annotation):
+            return {"topologyRequest": {name: str(level)}}
+    if annotations.get(ANNOTATION_UNCONSTRAINED) == "true":
+        return {"topologyRequest": {"unconstrained": True}}
+    return {}
+
+
+def _read_template_annotations(job: TrainingJob) -> Mapping[str, Any]:
+    return (job.spec.template.get("metadata") or {}).get("annotations") or {}
+
+
+def add_pod_set(pod: Object, job: TrainingJob, decision: QueueDecision, pod_set: str) -> None:
+    """Assign the pod to a pod set of its job's Workload. With a topology, Kueue chooses its place before it starts."""
+    metadata, spec = pod["metadata"], pod["spec"]
+    metadata["labels"][LABEL_POD_SET] = pod_set
+    if pod_set not in decision.topology_levels:
+        return
+    metadata["annotations"][ANNOTATION_WORKLOAD] = workload_name(job)
+    if not _build_topology_request(job):  # Kueue counts a pod without such an annotation as one outside its quotas
+        metadata["annotations"][ANNOTATION_UNCONSTRAINED] = "true"
+    spec["schedulingGates"] = [*(spec.get("schedulingGates") or ()), {"name": TOPOLOGY_GATE}]
 
 
 def find_priority_class(job: TrainingJob) -> PriorityClass | None:
@@ -238,7 +284,18 @@ def read_queue_decision(workload: Object, placements: Mapping[str, NodePlacement
         for assignment in _read_assignments(workload)
         if "count" in assignment
     }
-    return QueueDecision(admitted=True, counts=counts, flavors=_read_flavors_by_set(workload), placements=placements)
+    levels = {
+        assignment["name"]: frozenset(topology.get("levels", ()))
+        for assignment in _read_assignments(workload)
+        if (topology := assignment.get("topologyAssignment"))
+    }
+    return QueueDecision(
+        admitted=True,
+        counts=counts,
+        flavors=_read_flavors_by_set(workload),
+        placements=placements,
+        topology_levels=levels,
+    )
 
 
 def read_flavors(workload: Object) -> frozenset[str]:
@@ -274,14 +331,17 @@ def _find_hold_reason(workload: Object) -> str:
     evicted, finished = _find_condition(workload, "Evicted"), _find_condition(workload, "Finished")
     if finished.get("status") == "True":
         return f"its Workload is finished: {finished.get('message', '')}"
-    if evicted.get("status") == "True":
+    is_evicted = evicted.get("status") == "True"
+    is_admitted = _is_condition_true(workload, "Admitted")
+    if is_evicted and (is_admitted or has_quota(workload) or not workload["spec"].get("active", True)):
         return f"evicted ({evicted.get('reason', '')}): {evicted.get('message', '')}"
-    if _is_condition_true(workload, "Admitted"):
+    if is_admitted:
         return ""
     reserved = _find_condition(workload, "QuotaReserved")
     queue = workload["spec"]["queueName"]
     detail = f": {reserved['message']}" if reserved.get("message") else ""
-    return f"waits in queue {queue}{detail}"
+    eviction = f" after an eviction ({evicted.get('reason', '')})" if is_evicted else ""  # True until it is admitted
+    return f"waits in queue {queue}{eviction}{detail}"
 
 
 def build_status_update(workload: Object, progress: WorkloadProgress, now: float) -> Object | None:
@@ -293,13 +353,15 @@ def build_status_update(workload: Object, progress: WorkloadProgress, now: float
             changes["Finished"] = ("True", "Failed" if progress.failed else "Succeeded", progress.finished)
     elif _is_condition_true(workload, "Evicted") and has_quota(workload) and not progress.pods_left:
         evicted, quota_released = _find_condition(workload, "Evicted"), True
-        eviction_message, requeue = evicted.get("message", ""), evicted.get("reason") in ("Preempted", "AdmissionCheck")
+        eviction_message, requeue = evicted.get("message", ""), evicted.get("reason") in _REQUEUED_REASONS
         changes["Requeued"] = ("True" if requeue else "False", evicted.get("reason", "Evicted"), eviction_message)
         changes["QuotaReserved"] = ("False", "Pending", eviction_message)
         changes["Admitted"] = ("False", "NoReservation", "The workload has no reservation")
+        changes["PodsReady"] = _WAIT_FOR_START
     elif _is_condition_true(workload, "Admitted") and not _is_condition_true(workload, "Evicted"):
-        ready = progress.ready
-        changes["PodsReady"] = (str(ready), "Started" if ready else "WaitForStart", "All ranks train" if ready else "")
+        changes["PodsReady"] = _choose_ready_condition(workload, ready=progress.ready)
+    elif not _is_condition_true(workload, "Admitted") and _find_condition(workload, "PodsReady"):
+        changes["PodsReady"] = _WAIT_FOR_START  # otherwise Kueue takes it as ready at its next admission
     changed = {kind: change for kind, change in changes.items() if _read_condition_state(workload, kind) != change[:2]}
     if not changed and not quota_released:
         return None
@@ -317,6 +379,20 @@ def build_status_update(workload: Object, progress: WorkloadProgress, now: float
         }
     status: Object = {"conditions": list(conditions.values())}
     return status | {"admission": None} if quota_released else status
+
+
+def _choose_ready_condition(workload: Object, *, ready: bool) -> tuple[str, str, str]:
+    """Return the condition PodsReady of an admitted job.
+
+    Kueue's `waitForPodsReady` evicts a job with the reason WaitForStart by the time since its admission. A job that has
+    trained for longer than this timeout must never have that reason: a rank's restart would evict it at once.
+    """
+    status, reason = _read_condition_state(workload, "PodsReady")
+    if ready:
+        return "True", "Recovered" if reason in ("WaitForRecovery", "Recovered") else "Started", "All workers run"
+    if status == "True" or reason == "WaitForRecovery":
+        return "False", "WaitForRecovery", "A worker is missing"
+    return _WAIT_FOR_START
 
 
 def _read_condition_state(workload: Object, kind: str) -> tuple[str, str]:

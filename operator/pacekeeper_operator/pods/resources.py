@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -40,13 +41,25 @@ def parse_resources(text: str) -> Resources:
     return parsed
 
 
+def is_same_quantity(one: str, other: str) -> bool:
+    """Return whether two quantities of Kubernetes are equal, like `1` and `1000m`. Raises InputError."""
+    return one == other or math.isclose(parse_quantity(one), parse_quantity(other))
+
+
+def parse_quantity(quantity: str) -> float:
+    """Return the amount of a quantity of Kubernetes. Raises InputError."""
+    if not _QUANTITY_PATTERN.fullmatch(quantity):
+        raise InputError(f"{abbreviate_value(quantity)} is no quantity: write one like 20m or 256Mi")
+    return _parse_amount(quantity)
+
+
 def explain_denial(denial: str, resources: Resources, container: str) -> str:
     """Return an explanation to append to the API server's denial of a pod; "": `container` has no part in it.
 
     `container` is one that the user did not write, and `resources` are its own. A LimitRange does not name containers,
     but it names the refused value.
     """
-    if _is_refused(denial, resources, container):
+    if is_denied_for(denial, resources, container):
         cause = f"this is about container {container}, which Pacekeeper adds to each worker"
     elif _counts_resources(denial, resources):
         cause = f"container {container}, which Pacekeeper adds to each worker, counts in"
@@ -70,7 +83,7 @@ _LIMIT = re.compile(
 """The parts of a LimitRange's message: resource, scope, whether the value is missing, which value, and the value."""
 
 
-def _is_refused(denial: str, resources: Resources, container: str) -> bool:
+def is_denied_for(denial: str, resources: Resources, container: str) -> bool:
     """Return whether the denial is about this container.
 
     A quota requires a value that it lacks, or a LimitRange refuses a value that it has.

@@ -10,12 +10,15 @@ import kopf
 from .. import metrics
 from ..api.incident import IncidentOutcome, ObjectRef
 from ..api.names import SIDECAR_CONTAINER
+from ..api.training_job import JobKind
 from ..decide.effects import (
     ApplyNetworkPolicy,
     CheckNodes,
+    CreateCheckpointServer,
     CreatePod,
     DeleteJob,
     DeletePod,
+    DeleteWatchedPod,
     Effect,
     LocalizeProfile,
     RequestQuarantine,
@@ -27,16 +30,17 @@ from ..decide.effects import (
 from ..kube.client import NETWORK_POLICIES, PODS, TRAINING_JOBS, Conflict, Denied, Object, ObjectRejected
 from ..observe.views import view_pod
 from ..pods import network_policies
+from ..pods.checkpoint_server import build_checkpoint_server_pod
 from ..pods.gangs import Gang
 from ..pods.manifests import SchedulingConstraints, build_worker_pod, find_template_refusal, uses_gpus
-from ..pods.queues import QueueDecision, WorkloadProgress
+from ..pods.queues import QueueDecision, WorkloadProgress, add_pod_set
 from ..pods.resources import explain_denial
 from ..services import events, gangs, incidents, preflight, quarantine, queues
 from ..services.operator import Operator
 from ..state import state_codec
 from ..state.desired_state import Incident
 from ..state.effect_results import TemplateVerdict
-from . import profiling
+from . import pod_restarts, profiling
 from .job_context import JobContext
 
 WATCH_SETTLE_SECONDS = 2.0
@@ -58,8 +62,13 @@ async def handle_effect(operator: Operator, context: JobContext, effect: Effect)
             return await _validate_template(operator, context, generation)
         case CreatePod():
             return await _create_worker_pod(operator, context, effect)
+        case CreateCheckpointServer(name):
+            return await _create_checkpoint_server(operator, context, name)
         case DeletePod(name, uid, force):
             await operator.cluster.delete(PODS, name, context.job.namespace, uid=uid, grace=0 if force else None)
+            return WATCH_SETTLE_SECONDS
+        case DeleteWatchedPod():
+            await pod_restarts.delete_watched_pod(operator, context, effect)
             return WATCH_SETTLE_SECONDS
         case RequestQuarantine():
             return await _request_quarantine(operator, context, effect)
@@ -113,31 +122,46 @@ async def _validate_template(operator: Operator, context: JobContext, generation
 async def _create_worker_pod(operator: Operator, context: JobContext, effect: CreatePod) -> float:
     worker = effect.worker
     pod_group = await _ensure_pod_group(operator, context, effect.gang) if effect.gang else ""
-    placement = (context.cache.results.queue_decision or QueueDecision(admitted=False)).find_placement(
-        spare=effect.spare
-    )
+    decision = context.cache.results.queue_decision or QueueDecision(admitted=False)
+    placement = decision.find_placement(effect.pod_set)
+    has_assigned_node = decision.assigns_nodes(effect.pod_set)  # no other constraint may exclude it
     body = build_worker_pod(
         context.job,
         worker.ordinal,
         worker.incarnation,
         operator.installation,
-        spare=effect.spare,
+        spare=effect.spare and not has_assigned_node,
         scheduling=SchedulingConstraints(
-            avoid_nodes=effect.avoid,
+            avoid_nodes=() if has_assigned_node else effect.avoid,
             unreliable_nodes=effect.unreliable,
             node_labels=placement.labels,
             tolerations=placement.tolerations,
             pod_group=pod_group,
         ),
     )
+    if effect.pod_set:
+        add_pod_set(body, context.job, decision, effect.pod_set)
     try:
         async with operator.passes.creation_slots:
             await _create_pod(operator, body)
     except Conflict:  # an earlier operator created it, and the watch will show it
-        existing = view_pod(await operator.cluster.get(PODS, worker.name, context.job.namespace))
-        if existing.owner != context.job.uid:
-            raise kopf.TemporaryError(f"the name {worker.name} is taken by a pod that is not this job's") from None
+        await _require_own_pod(operator, context, worker.name)
     return WATCH_SETTLE_SECONDS
+
+
+async def _create_checkpoint_server(operator: Operator, context: JobContext, name: str) -> float:
+    try:
+        await _create_pod(operator, build_checkpoint_server_pod(context.job, operator.installation, name))
+    except Conflict:
+        await _require_own_pod(operator, context, name)
+    return WATCH_SETTLE_SECONDS
+
+
+async def _require_own_pod(operator: Operator, context: JobContext, name: str) -> None:
+    """Raise kopf.TemporaryError if the pod of this name is not the job's."""
+    existing = view_pod(await operator.cluster.get(PODS, name, context.job.namespace))
+    if existing.owner != context.job.uid:
+        raise kopf.TemporaryError(f"the name {name} is taken by a pod that is not this job's")
 
 
 async def _create_pod(operator: Operator, body: Object, *, dry_run: bool = False) -> None:
@@ -236,7 +260,7 @@ async def _write_incident(operator: Operator, context: JobContext, incident: Inc
         operator.webhook.enqueue(context.job, incident)
     if created:
         await _announce_beginning(operator, context, incident)
-    if ended:
+    if ended and context.job.kind is JobKind.TRAINING_JOB:  # watched jobs blame no node
         await operator.node_histories.record_incident(context.job, incident)
     context.written_incidents[incident.name] = incident  # last: what fails before is retried, also by the next operator
     if ended:
@@ -249,7 +273,8 @@ async def _announce_beginning(operator: Operator, context: JobContext, incident:
     if incident.applied is not None and incident.remedy is not None:
         metrics.REMEDIES_APPLIED.labels(incident.remedy).inc()
     if incident.outcome is None:
-        verb = "applied" if incident.applied else "recommended"
+        watched = context.job.kind is JobKind.WATCHED_JOB
+        verb = "applied" if incident.applied else "only watched; worth it" if watched else "recommended"
         note = f"{incident.message}; {verb}: {remedy} ({incident.name})"
         await events.emit_job_event(operator, context.job, "IncidentOpened", note, remedy, warning=True)
 

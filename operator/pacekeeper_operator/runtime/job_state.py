@@ -10,8 +10,8 @@ import kopf
 
 from pacekeeper_analysis.protocol.plan import Plan
 
-from ..api.training_job import TrainingJob
-from ..kube.client import TRAINING_JOB_STATES, TRAINING_JOBS, Cluster, Object
+from ..api.training_job import JobKind, TrainingJob
+from ..kube.client import TRAINING_JOB_STATES, TRAINING_JOBS, WATCHED_JOBS, Cluster, Object
 from ..observe.job_cache import JobCache
 from ..pods.manifests import build_state_object
 from ..services import incidents
@@ -19,12 +19,15 @@ from ..state import state_codec
 from ..state.cluster_view import PodView
 from ..state.desired_state import DesiredState, Placement, State, WorkerRecord
 
+JOB_OBJECTS = {JobKind.TRAINING_JOB: TRAINING_JOBS, JobKind.WATCHED_JOB: WATCHED_JOBS}
+
 
 async def load_state(
     cluster: Cluster, job: TrainingJob, cache: JobCache, listed: Object | None = None
 ) -> DesiredState | None:
     """Load the stored desired state into `cache` and return it; None: none is stored.
 
+    It has no open requests: those in the cache may not fit what another writer has changed.
     `listed`: the object as a list has just returned it. Raises InputError if the object cannot be read.
     """
     cache.needs_reload = False  # first: a list that arrives during the read must be able to set it
@@ -115,7 +118,7 @@ def build_initial_state(job: TrainingJob, pods: Sequence[PodView], now: float, r
 
 async def _require_same_job(cluster: Cluster, job: TrainingJob) -> None:
     """Raise kopf.TemporaryError if the job is gone, or was recreated: the stored state may belong to the new job."""
-    existing = await cluster.find(TRAINING_JOBS, job.name, job.namespace)
+    existing = await cluster.find(JOB_OBJECTS[job.kind], job.name, job.namespace)
     if existing is None:
         raise kopf.TemporaryError(f"job {job.namespace}/{job.name} is gone")
     if existing["metadata"]["uid"] != job.uid:

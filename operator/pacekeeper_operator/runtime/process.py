@@ -27,8 +27,9 @@ from ..pods.manifests import Installation
 from ..services import probe_check
 from ..services.operator import Operator
 from ..services.periodic_tasks import run_periodic_tasks
+from ..services.watch_injection import WatchInjection
 from ..services.webhook import Webhook
-from ..settings import Settings
+from ..settings import Settings, WatchMode
 
 OPERATOR_SHUTDOWN_SECONDS = 8.0
 """Maximum duration of an orderly shutdown once a background task has failed."""
@@ -78,6 +79,11 @@ class ProcessEnvironment(Protocol):
         lease: LeaderElector,
     ) -> AbstractAsyncContextManager[object]:
         """Serve the operator's metrics, and serve sidecars or redirect them to the leader, within the context."""
+
+    def serve_injection(
+        self, injection: WatchInjection, settings: Settings, runtime: OperatorRuntime, context: ssl.SSLContext
+    ) -> AbstractAsyncContextManager[object]:
+        """Serve the webhook that injects the watch within the context."""
 
     async def run_handlers(self, operator: Operator, stopped: asyncio.Event) -> None:
         """Run the handlers (kopf) until `stopped`."""
@@ -136,13 +142,20 @@ async def _stand_by_and_lead(
     certificate_provider.on_trust_changed = partial(_update_trusted_authority, operator)
     await stack.enter_async_context(environment.serve_liveness(operator, lease))
     await runtime.run_unless(_wait_for_end(runtime, environment), certificate_provider.start())
-    sidecars = SidecarService(token_cluster, operator.jobs, runtime, operator.stores.is_pod_alive)
+    watched = operator.watched if settings.watch_enabled else None
+    sidecars = SidecarService(token_cluster, operator.jobs, runtime, operator.is_pod_alive, watched)
     lease.on_serving_changed = partial(_apply_leadership, operator, sidecars)
     endpoint = await stack.enter_async_context(AsyncExitStack())
     await endpoint.enter_async_context(
         environment.serve_sidecars(sidecars, runtime, settings, certificate_provider.context, lease)
     )
     logging.info("%s stands by at %s", settings.identity, settings.endpoint)
+    injection = WatchInjection(cluster, settings, runtime, lambda: operator.installation.authority, operator.watched)
+    if settings.watch_mode is WatchMode.WEBHOOK:
+        context = certificate_provider.context
+        await stack.enter_async_context(environment.serve_injection(injection, settings, runtime, context))
+        follow_task = runtime.start_task(injection.follow(), "state of the injection")
+        stack.push_async_callback(_cancel_tasks, (follow_task,))
     renewal_task = runtime.start_task(certificate_provider.renew_periodically(), "certificate renewal")
     watch_task = runtime.start_task(operator.stores.run_reflectors(), "watches")
     resync_task = runtime.start_task(operator.stores.resync(), "resync of a standby")
@@ -157,6 +170,8 @@ async def _stand_by_and_lead(
         "resync": operator.stores.resync(),
     }
     tasks["probe check"] = probe_check.watch_over(operator)
+    if settings.watch_mode is not WatchMode.OFF:
+        tasks["injection of the watch"] = injection.supervise()
     if operator.webhook is not None:
         tasks["webhook"] = operator.webhook.deliver()
     stack.push_async_callback(_cancel_tasks, [runtime.start_task(task, name) for name, task in tasks.items()])

@@ -11,6 +11,7 @@ from pacekeeper_analysis.profiling.page import write_profile_page
 from pacekeeper_analysis.profiling.table import read_table
 
 from ..api.names import API_VERSION, LABEL_JOB
+from ..api.training_job import JobKind
 from ..async_runtime import OperatorRuntime
 from ..decide.effects import LocalizeProfile, SaveProfile
 from ..kube.client import INCIDENT_OBJECTS, PROFILE_WINDOWS, Conflict, NotFound, Object
@@ -28,6 +29,8 @@ async def localize_profile(operator: Operator, context: JobContext, effect: Loca
     context.cache.profile.localized = await operator.runtime.compute_in_thread(
         lambda: compute_localized_profile(effect, yield_between_ranks(operator.runtime, answers), answers)
     )
+    if context.job.kind is JobKind.WATCHED_JOB:
+        return  # its Incident reports the result
     localization = context.cache.profile.localized.localization
     note = "; ".join(describe_localization(localization)[:2])
     await events.emit_job_event(operator, context.job, "ProfileWindow", note, "ProfileRanks")

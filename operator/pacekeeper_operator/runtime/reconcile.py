@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import Plan
@@ -24,18 +25,20 @@ from ..decide.failures import node_lost
 from ..decide.lifecycle import status as statuses
 from ..decide.network import slow_communication
 from ..decide.placement import workforce
-from ..decide.stragglers import collective_waits, verify
+from ..decide.stragglers import collective_waits, shadow, verify
 from ..decide.stragglers.straggler import get_window_steps
 from ..kube.client import PODS, TRAINING_JOBS, Conflict, NotFound, Object
 from ..observe import gather
+from ..pods.checkpoint_server import is_checkpoint_server_name
 from ..pods.queues import apply_queue_decision, read_remote_progress
 from ..services import events, incidents, queues
 from ..services.fabrics import update_traffic
 from ..services.operator import Operator
 from ..services.shared.prometheus_poller import MONITORED_PHASES
 from ..state.cluster_view import FRESH_WORKER_SECONDS
-from ..state.desired_state import DesiredState, LinkCheck
+from ..state.desired_state import DesiredState
 from ..state.effect_results import BlockedAction
+from ..state.job_requests import LinkCheck
 from ..state.observation import Observation
 from ..state.policy import Policy
 from . import job_state
@@ -66,6 +69,8 @@ STATUS_INTERVAL_JITTER = 0.5
 Without it, all jobs would write at once after a restart, indefinitely.
 """
 IDLE_PASS_INTERVAL_SECONDS = 30.0
+MAX_ESTIMATED_INLINE_RANKS = 64
+"""Ranks up to which means are weighed without a thread: it takes less than a thread's start would."""
 INVESTIGATION_POLL_SECONDS = 0.5
 """Seconds between two passes over a job with an open investigation."""
 log = logging.getLogger(__name__)
@@ -90,9 +95,11 @@ async def reconcile_job(operator: Operator, context: JobContext) -> float:
         raise
     observation = await _observe_job(operator, context)
     policy = build_policy(operator, context.job)
+    observation = await estimate_stragglers(operator, context, observation, policy)
     with operator.passes.measure_compute():
         result = evaluate_job(observation, policy)
-    blocked = _collect_step_failures(result)
+    blocked = count_step_failures(result)
+    metrics.count_disagreements(shadow.list_disagreements(observation, result.desired))
     failure: Exception | None = None
     try:
         await _write_state(operator, context, result.desired)
@@ -162,7 +169,8 @@ async def clean_up(operator: Operator, context: JobContext) -> bool:
     A pod whose node does not confirm its end is deleted by force. The job's Incidents stay.
     """
     now, remaining = operator.runtime.now(), await gather.list_job_pods(operator.cluster, context.job)
-    for pod in remaining:
+    # Workers save a last checkpoint through the server.
+    for pod in [pod for pod in remaining if not is_checkpoint_server_name(context.job, pod.name)] or remaining:
         node = operator.stores.nodes.get(("", pod.node))
         record = (
             context.cache.desired.state.placement.find_worker(pod.name) if context.cache.desired is not None else None
@@ -237,11 +245,27 @@ async def _observe_job(operator: Operator, context: JobContext) -> Observation:
     if node_lost.needs_reachability_probe(observation):
         observation = await gather.probe_suspected_workers(observation)
     if observation.evidence:
-        await operator.runtime.compute_in_thread(lambda: _prefetch_analysis(observation))
-    return observation.with_desired(_drop_closed_incidents(context, observation.desired))
+        await operator.runtime.compute_in_thread(lambda: prefetch_analysis(observation))
+    return observation.with_desired(drop_closed_incidents(context, observation.desired))
 
 
-def _prefetch_analysis(observation: Observation) -> None:
+async def estimate_stragglers(
+    operator: Operator, context: JobContext, observation: Observation, policy: Policy
+) -> Observation:
+    """Return the Observation with what the estimator knows. It decides nothing, so an error costs only its state."""
+    cache = context.cache
+    advance = partial(shadow.advance_estimate, cache.estimator, observation, policy, cache.means)
+    try:
+        large = observation.plan.world_size > MAX_ESTIMATED_INLINE_RANKS or bool(observation.evidence)
+        cache.estimator = await operator.runtime.compute_in_thread(advance) if large else advance()
+    except Exception:
+        log.exception("job %s/%s: the estimator failed, and begins again", context.job.namespace, context.job.name)
+        metrics.STEP_FAILURES.inc()
+        cache.estimator = None
+    return replace(observation, estimate=None if cache.estimator is None else cache.estimator.estimate)
+
+
+def prefetch_analysis(observation: Observation) -> None:
     """Compute the expensive analyses in a thread, so that polls are answered and the Lease is renewed.
 
     An error here is raised again in the step that uses the result.
@@ -252,9 +276,15 @@ def _prefetch_analysis(observation: Observation) -> None:
 
 
 async def _write_state(operator: Operator, context: JobContext, desired: DesiredState) -> None:
-    """Write plan and state; no other code does. Raises Conflict if another writer was faster."""
+    """Write plan and state; no other code does. Raises Conflict if another writer was faster.
+
+    If only the requests have changed, nothing is written. The workers concerned receive them.
+    """
     cache, before = context.cache, context.cache.desired
     if desired == before:
+        return
+    if before is not None and desired.is_stored_as(before):
+        cache.publish_requests(desired.requests)
         return
     try:
         await job_state.write_state(operator.cluster, context.job, cache, desired)
@@ -277,16 +307,17 @@ def describe_resize(before: Plan, after: Plan) -> str:
     return f"{old_size} → {new_size}" if old_size and new_size and old_size != new_size else ""
 
 
-def _collect_step_failures(result: PassResult) -> tuple[BlockedAction, ...]:
+def count_step_failures(result: PassResult) -> tuple[BlockedAction, ...]:
     for _ in result.failed_steps:
         metrics.STEP_FAILURES.inc()
     return tuple(BlockedAction("reconcile step", message) for message in result.failed_steps)
 
 
-def _drop_closed_incidents(context: JobContext, desired: DesiredState) -> DesiredState:
+def drop_closed_incidents(context: JobContext, desired: DesiredState) -> DesiredState:
     """Drop Incidents that ended and whose end is stored in the cluster."""
     closed = frozenset(name for name, incident in context.written_incidents.items() if incident.outcome is not None)
-    closed -= {desired.state.profiling.incident}  # its profile is still in progress
+    window = desired.requests.profile_window
+    closed -= {"" if window is None else window.incident}  # its profile is still in progress
     remaining = desired.state.incidents.sweep(closed)
     if remaining is desired.state.incidents:
         return desired
@@ -308,7 +339,8 @@ async def _report_status(operator: Operator, context: JobContext, observation: O
     used = observation.state.budget.count_restarts_within(observation.now, policy.restart_window)
     restarts_left = max(0, policy.max_restarts - used)
     metrics.publish_job_metrics(context.job.namespace, context.job.name, status, restarts_left, policy.max_restarts)
-    show_link_metrics(context.job, observation.state.adaptation.link_check)
+    show_link_metrics(context.job, observation.requests.link_check)
+    metrics.publish_estimate(context.job.namespace, context.job.name, observation.estimate)
     await _patch_status(operator, context, status)
 
 
@@ -316,6 +348,7 @@ def hide_job_metrics(job: TrainingJob) -> None:
     """Remove the metrics of a job that is no longer reconciled."""
     metrics.publish_job_metrics(job.namespace, job.name, None)
     metrics.publish_link_metrics(job.namespace, job.name, None)
+    metrics.publish_estimate(job.namespace, job.name, None)
 
 
 def show_link_metrics(job: TrainingJob, link_check: LinkCheck | None) -> None:
@@ -435,7 +468,7 @@ def _get_idle_interval(operator: Operator, context: JobContext, observation: Obs
 
 def _has_timed_work(context: JobContext, observation: Observation, sample_seconds: float) -> bool:
     """Return whether work is in progress whose end only the clock determines."""
-    state, plan = observation.state, observation.plan
+    state = observation.state
     contacts = context.cache.contacts.values()
     return (
         context.cache.phase is not JobPhase.RUNNING
@@ -443,7 +476,7 @@ def _has_timed_work(context: JobContext, observation: Observation, sample_second
         or not all(map(verify.awaits_worker, state.incidents.open))
         or state.adaptation.local_sgd is not None
         or state.adaptation.route_trial is not None
-        or plan.profile is not None
+        or observation.requests.profile is not None
         or state.placement.vacant_since is not None
         or observation.job.spec.run_policy.active_deadline_seconds is not None
         or observation.progress.steps_in_round < get_window_steps(observation)

@@ -23,7 +23,7 @@ async def emit_job_event(
     """Emit an Event about `job`. `action`: what was done, in UpperCamelCase."""
     regarding = {
         "apiVersion": API_VERSION,
-        "kind": "TrainingJob",
+        "kind": str(job.kind),
         "name": job.name,
         "namespace": job.namespace,
         "uid": job.uid,

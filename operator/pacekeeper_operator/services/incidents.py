@@ -10,8 +10,8 @@ import kopf
 from ..api.formats import format_time
 from ..api.incident import IncidentOutcome, IncidentSpec, IncidentStatus, ObjectRef
 from ..api.names import ANNOTATION_RETAIN_UNTIL, API_VERSION, LABEL_JOB
-from ..api.training_job import TrainingJob
-from ..kube.client import INCIDENT_OBJECTS, TRAINING_JOBS, Cluster, Conflict, Object
+from ..api.training_job import JobKind, TrainingJob
+from ..kube.client import INCIDENT_OBJECTS, TRAINING_JOBS, Cluster, Conflict, Object, ResourceKind
 from ..state.desired_state import Incident
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,10 @@ async def supersede_unknown(cluster: Cluster, job: TrainingJob, known_names: Con
             await _close_incident(cluster, body, "its bookkeeping was lost")
 
 
-async def clean_up_incidents(cluster: Cluster, namespaces: Sequence[str], now: float | None) -> None:
-    """Delete Incidents whose retention is over, and close those whose job is gone.
+async def clean_up_incidents(
+    cluster: Cluster, namespaces: Sequence[str], now: float | None, job_kinds: Sequence[ResourceKind] = (TRAINING_JOBS,)
+) -> None:
+    """Delete Incidents whose retention is over, and close those whose job, of one of `job_kinds`, is gone.
 
     `namespaces` empty: all. `now` None: the clock is in doubt, and none is deleted. Incidents of a job that was deleted
     while no operator ran are closed here.
@@ -62,7 +64,7 @@ async def clean_up_incidents(cluster: Cluster, namespaces: Sequence[str], now: f
     failures = []
     for scope in scopes:
         try:
-            await _clean_up_namespace(cluster, scope, now)
+            await _clean_up_namespace(cluster, scope, now, job_kinds)
         except (kopf.TemporaryError, kopf.PermanentError) as error:
             log.warning("Incidents of %s are not cleaned up: %s", scope or "all namespaces", error)
             failures.append(error)
@@ -70,7 +72,9 @@ async def clean_up_incidents(cluster: Cluster, namespaces: Sequence[str], now: f
         raise failures[-1]
 
 
-async def _clean_up_namespace(cluster: Cluster, namespace: str, now: float | None) -> None:
+async def _clean_up_namespace(
+    cluster: Cluster, namespace: str, now: float | None, job_kinds: Sequence[ResourceKind]
+) -> None:
     """Clean up page by page, with little memory for each: there may be many Incidents."""
     expired, open_ = [], []
     async for page in cluster.list_pages(INCIDENT_OBJECTS, namespace):
@@ -80,7 +84,9 @@ async def _clean_up_namespace(cluster: Cluster, namespace: str, now: float | Non
                 expired.append(_reduce_incident(body))
             elif not _get_outcome(body):
                 open_.append(_reduce_incident(body))
-    jobs = set(await cluster.collect(TRAINING_JOBS, lambda job: job["metadata"]["uid"], namespace))
+    jobs = {
+        uid for kind in job_kinds for uid in await cluster.collect(kind, lambda job: job["metadata"]["uid"], namespace)
+    }
     for body in expired:
         await _delete_incident(cluster, body["metadata"])
     for body in open_:
@@ -155,6 +161,8 @@ def build_status(incident: Incident) -> IncidentStatus:
         slowdown_after=incident.slowdown_after,
         predicted_gain=incident.predicted_gain,
         measured_gain=incident.measured_gain,
+        predicted_cost=incident.predicted_cost,
+        measured_cost=incident.measured_cost,
         diagnosis=incident.finding,
         outcome=incident.outcome,
         message="; ".join(filter(None, (incident.remedy_result, incident.quarantine_summary))) or None,
@@ -163,7 +171,9 @@ def build_status(incident: Incident) -> IncidentStatus:
 
 def _build_incident(job: TrainingJob, incident: Incident, retention: float) -> Object:
     spec = IncidentSpec(
-        job_ref=ObjectRef(job.name, job.namespace, job.uid),
+        job_ref=ObjectRef(
+            job.name, job.namespace, job.uid, None if job.kind is JobKind.TRAINING_JOB else str(job.kind)
+        ),
         cause=incident.cause,
         class_=incident.class_,
         round=incident.round,

@@ -9,6 +9,7 @@ import kopf
 
 from ..api.training_job import RemediationMode
 from ..async_runtime import OperatorRuntime
+from ..endpoint.token_review import PodIdentity
 from ..kube.client import Cluster
 from ..kube.server_clock import ServerClock
 from ..observe.job_cache import JobRegistry
@@ -18,10 +19,12 @@ from ..settings import Settings
 from ..state.network import NetworkState
 from .node_history import NodeHistories
 from .node_registry import NodeRegistry
+from .shared.managed_jobsets import ManagedJobSets
 from .shared.passes import PassScheduler
 from .shared.probe_claims import ProbeClaims
 from .shared.prometheus_poller import PrometheusPoller
 from .shared.watched_stores import WatchedStores
+from .watched_jobs import WatchedJobs
 from .webhook import Webhook
 
 PAUSE_UNKNOWN = "it is not known yet whether remedies are paused"
@@ -53,6 +56,8 @@ class Operator:
     stores: WatchedStores = field(init=False)
     prometheus: PrometheusPoller = field(init=False)
     node_histories: NodeHistories = field(init=False)
+    watched: WatchedJobs = field(init=False)
+    jobsets: ManagedJobSets = field(init=False)
 
     def __post_init__(self, prometheus_client: PrometheusClient, node_cluster: Cluster | None) -> None:
         runtime = self.runtime
@@ -66,11 +71,19 @@ class Operator:
         )
         self.prometheus = PrometheusPoller(prometheus_client, runtime, self.jobs, self.stores.pods, self.passes)
         self.node_histories = NodeHistories(self.cluster, runtime, self.clock, self.stores.nodes)
+        self.watched = WatchedJobs(self.settings, self.cluster, runtime, JobRegistry(self.jobs.started_at))
+        self.jobsets = ManagedJobSets(self.settings, self.cluster, runtime)
+        self.prometheus.has_watched_jobs = self.watched.has_jobs
+        self.prometheus.wake_watched_jobs = self.watched.wake_jobs_on_nodes
 
     def require_leadership(self) -> None:
         """Raise kopf.TemporaryError if another operator may be acting."""
         if not self.is_leader():
             raise kopf.TemporaryError("the Lease is not held: another operator may be acting", delay=1)
+
+    def is_pod_alive(self, identity: PodIdentity) -> bool:
+        """Return whether that very pod, of any job, is known to exist and not to terminate."""
+        return self.stores.is_pod_alive(identity) or self.watched.is_pod_alive(identity)
 
     @property
     def acts(self) -> bool:
@@ -79,7 +92,7 @@ class Operator:
 
     def start_leading(self) -> None:
         """Start to lead: what the watches reported while it stood by must be confirmed by lists."""
-        self.jobs.started_at = self.runtime.now()
+        self.jobs.started_at = self.watched.jobs.started_at = self.runtime.now()
         self.stores.invalidate()
 
     def on_serving_changed(self, serves: bool) -> None:
@@ -88,6 +101,6 @@ class Operator:
         If it does, they need a while to connect. If it does not, another operator may write.
         """
         if serves:
-            self.jobs.started_at = self.runtime.now()
+            self.jobs.started_at = self.watched.jobs.started_at = self.runtime.now()
         else:
             self.stores.listed_states = {}

@@ -9,7 +9,7 @@ import kopf
 from .. import metrics
 from ..api.names import PAUSE_CONFIG_MAP
 from ..api.training_job import JobPhase
-from ..kube.client import CONFIG_MAPS
+from ..kube.client import CONFIG_MAPS, TRAINING_JOBS, WATCHED_JOBS
 from . import incidents
 from .operator import PAUSE_UNKNOWN, Operator
 from .shared.prometheus_poller import MONITORED_PHASES
@@ -38,7 +38,8 @@ async def run_periodic_tasks(operator: Operator) -> None:
             if now - incidents_at > pause:
                 trusted_now = runtime.now() if operator.clock.agrees else None
                 await operator.node_histories.clean_up()
-                await incidents.clean_up_incidents(operator.cluster, settings.watch_namespaces, trusted_now)
+                kinds = (TRAINING_JOBS, WATCHED_JOBS) if settings.watch_enabled else (TRAINING_JOBS,)
+                await incidents.clean_up_incidents(operator.cluster, settings.watch_namespaces, trusted_now, kinds)
                 pause = FIRST_RETENTION_DELAY_SECONDS if incidents_at < 0 else RETENTION_INTERVAL_SECONDS
                 incidents_at = now
         except (kopf.TemporaryError, kopf.PermanentError) as error:

@@ -53,6 +53,8 @@ class PodView:
     deleting: bool = False
     delete_by: float | None = None  # end of its grace period; None: not being deleted
     disruption_reason: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
+    ended_by_itself: bool = False  # it had ended before it was deleted; known of watched pods only
+    disrupted_at: float | None = None  # when that condition began, or its deletion was requested, in whole seconds
     unschedulable_message: str = ""  # the scheduler's message
     exit_code: int | None = None  # exit code of the trainer, or of `failed_init_container`; None: it has not ended
     failed_init_container: str = ""  # the init container that failed, so that the trainer never ran
@@ -66,8 +68,10 @@ class PodView:
     job: str = ""  # from its label
     owner: str = ""  # UID of its job
     scheduling_gated: bool = False  # scheduling gates hold it, mostly those of a queue
+    pod_set: str = ""  # of its job's Workload, from its label; "": none, or an older operator created it
     started: bool = False  # its trainer's container runs
     avoided_nodes: frozenset[str] = frozenset()  # nodes that its affinity has excluded since it was created
+    gpus: int = 0  # of any vendor, that its containers ask for
 
     @property
     def ended(self) -> bool:
@@ -119,12 +123,16 @@ class WorkerView:
     @property
     def warm(self) -> bool:
         """Whether it can take ranks at once."""
+        return self.responsive and self.heartbeat is not None and self.heartbeat.state is LauncherState.WARM
+
+    @property
+    def responsive(self) -> bool:
+        """Whether it would follow a plan at once."""
         return (
             self.usable
             and self.pod is not None
             and bool(self.pod.address)
             and self.heartbeat is not None
-            and self.heartbeat.state is LauncherState.WARM
             and self.silent_seconds <= FRESH_WORKER_SECONDS
             and not self.unresponsive
         )
@@ -143,6 +151,7 @@ class NodeView:
     leave_reason: str = ""  # why its platform drains it; "": it does not
     address: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)  # those that may describe its location in the network
+    boot_id: str = ""  # of its kernel: nodes that are containers of one machine share it; "": not reported
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The operator's bookkeeping of a job, stored next to the plan so that one write changes both.
+"""The desired state of a job: the plan, the operator's bookkeeping next to it, and the open requests to the ranks.
 
-All of it is a value: a pass over a job builds a new State and writes it by compare-and-swap, or writes nothing. An
-operator that dies at any point finds here all that it has committed to. `state_codec` is its format.
+All of it is a value. A pass over a job builds a new one. It writes plan and bookkeeping by one compare-and-swap, or
+writes nothing. An operator that dies at any point finds there all that it has committed to. `state_codec` is the
+format. The requests are not written (`job_requests`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import Any
 
 from pacekeeper_analysis.failures.finding import Finding
 from pacekeeper_analysis.failures.repetition import RepeatedFailure
-from pacekeeper_analysis.network.delay_matrix import SpotKind
 from pacekeeper_analysis.network.link_probe import LinkProbeVerdict as ProbeVerdict
 from pacekeeper_analysis.protocol.plan import Plan, SyncMode
 from pacekeeper_analysis.stragglers.mode_changes import SYNC_MODE_COOL_DOWN_SECONDS
 from pacekeeper_analysis.stragglers.price import AccumulatedLoss
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Hysteresis
+from pacekeeper_analysis.stragglers.windows import StepTimeSample
 
 from ..api.incident import IncidentCause, IncidentClass, IncidentOutcome, RemedyPrice, Restart
 from ..api.node_quarantine import QuarantineVerdict, Witness
 from ..api.training_job import RemediationMode
+from .job_requests import JobRequests
+from .restart_estimates import RestartMeasurements
 
 MAX_SETTLED_FAULTS, MAX_SETTLED_FAULTS_PER_WORKER = 4000, 2
 """Settled faults that are remembered: this many in all, or for each worker where that is more.
@@ -65,6 +68,7 @@ class Lifecycle:
     training_since: float | None = None  # first step of the job
     progress_since: float | None = None  # first step since it started or resumed; progress is measured from there
     progress_step: int = 0  # the step at that time
+    earlier_step: int | None = None  # completed before the present round began, at least; None: none is known
     finished: tuple[str, ...] = ()  # workers whose trainer succeeded
     completed_at: float | None = None
     failed_reason: str = ""
@@ -135,13 +139,7 @@ class RestartBudget:
     backoffs: int = 0  # waits in a row before another round, since no round completes a step; 0: rounds begin at once
     next_round_at: float | None = None  # seconds since the epoch; while `backoffs` is not 0, no round begins before
     lost_seconds: float = 0.0  # by incidents that are closed
-    restart_seconds: float | None = None  # of a round of this job from decision to first step, as measured last
-    spare_restart_seconds: float | None = None  # the same of a round with a spare
-
-    @property
-    def round_seconds(self) -> float | None:
-        """Seconds that a round takes. Rounds with a spare count where there were no others; None: not measured."""
-        return self.spare_restart_seconds if self.restart_seconds is None else self.restart_seconds
+    measurements: RestartMeasurements = field(default_factory=RestartMeasurements)  # of the last restarts
 
     def count_restarts_within(self, now: float, window: float) -> int:
         """Return the number of restarts that count in the last `window` seconds."""
@@ -160,17 +158,9 @@ class StragglerInvestigation:
     since: float
     step_seconds: float | None = None  # of the job at that time; None: not known
     step: int | None = None  # the last completed one at that time
-    request: str = ""  # pending evidence request
-    requested_at: float | None = None
-    requested_step: int | None = None  # the last completed one at that time
-    requested_relative_time: float | None = None  # relative step time of the slowest rank at that time, by the metrics
     last_bottleneck: Bottleneck | None = None  # bottleneck of the previous answer
-    last_clear_at: float | None = None  # when an answer last showed no bottleneck; None: none has
-
-    @property
-    def first_sign(self) -> float:
-        """First sign of the bottleneck that the last answers show."""
-        return self.since if self.last_clear_at is None else max(self.since, self.last_clear_at)
+    last_clear_at: float | None = None
+    """When an answer last showed no bottleneck, as of the last change of `last_bottleneck`; None: none has."""
 
 
 @dataclass(frozen=True)
@@ -191,43 +181,6 @@ class LocalSgdChoice:
     bottleneck: Bottleneck
     reason: str
     incident: str
-    requested_at: float | None = None  # when the ranks were last asked for evidence of that
-    clear_answers: int = 0  # answers in a row that showed that it is over
-    first_clear_step: int | None = None  # the step at the first of them
-
-
-@dataclass(frozen=True)
-class LinkCheck:
-    """The evidence of the job's connections, and the probe of the hottest place."""
-
-    at: float
-    request: str  # evidence request that was answered
-    hottest: HottestPlace | None = None  # None: none is hot
-    hot_places: tuple[str, ...] = ()  # all hot places, for people, hottest first
-    conclusive: bool = False  # enough connections could be told apart to be compared
-    sides: tuple[LinkSide, ...] = ()  # slowest ones
-    incident: str = ""  # for which it is, or was, probed
-    probe: str = ""  # pending probe; "": none
-    probed_at: float | None = None
-
-
-@dataclass(frozen=True)
-class HottestPlace:
-    """The slowest place between the job's ranks."""
-
-    kind: SpotKind
-    source: int  # rank
-    destination: int
-    bytes_per_second: float  # while it was busy
-
-
-@dataclass(frozen=True)
-class LinkSide:
-    """All that a rank sends, or receives: its time per byte over the usual."""
-
-    rank: int
-    sends: bool
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -310,11 +263,8 @@ class Adaptation:
     investigation: StragglerInvestigation | None = None
     loss: AccumulatedLoss | None = None  # by ranks that are slow in their own work, since the first of them was seen
     fruitless_investigation: FruitlessInvestigation | None = None
-    link_check: LinkCheck | None = None
     link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
     route_observations: tuple[RouteObservation, ...] = ()  # the newest observation of each flow and route, oldest first
-    connections_requested_at: float | None = None
-    """When the connections were last asked for evidence before a round for other routes."""
     route_trial: RouteTrial | None = None
     failed_routes: tuple[FailedRoute, ...] = ()  # oldest first
     local_sgd: LocalSgdChoice | None = None  # None: mode Sync, or the mode that the job's spec wants
@@ -384,16 +334,23 @@ class Incident:
     restart: Restart | None = None
     slowdown_before: float | None = None
     slowdown_after: float | None = None
-    reference_seconds: float | None = None  # a step without this bottleneck, by the evidence
+    reference_seconds: float | None = None  # a step without this fault, as measured before, or by the evidence
+    steps_before: StepTimeSample | None = None  # the step times of the evidence; None: not measured
     predicted_after: float | None = None  # slowdown that was expected to remain after the remedy
     predicted_gain: float | None = None
     measured_gain: float | None = None
+    measured_cost: float | None = None  # seconds of training from the decision to the first step after the remedy
     outcome: IncidentOutcome | None = None
     live: bool = False  # its remedy begins no round: the step time shows whether it helped
     finding: Finding | None = None  # the diagnosis, which may improve while the incident is open
     quarantine_summary: str = ""  # the quarantine decision about the node, for people
     verdict: QuarantineVerdict | None = None  # the same, for decisions
     remedy_result: str = ""  # what its remedy has shown, for people; "": the metrics show it all
+
+    @property
+    def predicted_cost(self) -> float | None:
+        """Seconds of training that the chosen remedy was expected to cost; None: none was chosen."""
+        return next((remedy.cost_seconds for remedy in self.remedies if remedy.chosen), None)
 
 
 @dataclass(frozen=True)
@@ -470,19 +427,65 @@ class Incidents:
 
 @dataclass(frozen=True)
 class Profiling:
-    """Profile windows: the pending one, and what has been investigated."""
+    """Profile windows that have ended, and what they have investigated."""
 
-    incident: str = ""  # whose profile it is; "": no incident was open
-    round: int | None = None  # in which it was requested
-    requested_at: float | None = None
-    until: float | None = None  # answers are awaited until then
-    reason: str = ""  # for people
+    round: int | None = None  # in which the last one was requested
+    reason: str = ""  # for the last one, for people
     requested_times: tuple[float, ...] = ()  # times of the windows of the last hour that the operator chose to open
     investigated: tuple[str, ...] = ()  # investigated incidents, the newest last
     uniform_slowdown: float = 1.0  # slowdown of all ranks at the time of the last investigation of that
     followed_annotation: str = ""  # value of the annotation that was followed last
     reported_window: str = ""  # the last window that has shown something
     reporting_incident: str = ""  # the incident that reports it
+
+
+@dataclass(frozen=True)
+class WatchedRound:
+    """A round of a watched job: its ranks run in the same processes. Times are seconds since the epoch."""
+
+    round: int
+    began: float
+    first_step: float | None = None  # end of its first step on all ranks that are described; None: not yet
+    resumed_from: int | None = None  # step; None: not known
+    last_step: int | None = None  # completed at its end; None: not known, or it has not ended
+    ended: float | None = None
+    cause: str = ""  # of its end; "": none was observed
+
+
+@dataclass(frozen=True)
+class RequestedPodRestart:
+    """The decision to delete a pod of a watched job, so that its controller restarts all ranks.
+
+    It is written before the pod is deleted, and stays when it is withdrawn.
+    """
+
+    incident: str
+    pod: str
+    uid: str
+    at: float  # seconds since the epoch
+    last_step: int | None = None  # completed when the ranks stopped
+
+
+@dataclass(frozen=True)
+class AvoidableLoss:
+    """What remedies would have kept of a watched job's training."""
+
+    seconds: float = 0.0
+    incidents: int = 0  # for which a remedy would have paid
+
+
+@dataclass(frozen=True)
+class WatchedProcesses:
+    """The processes of a watched job's ranks, which show when a round begins, and what the rounds have lost.
+
+    Each process is named by a digest.
+    """
+
+    present: tuple[str, ...] = ()  # of the present round, by rank; "": not seen yet
+    earlier: tuple[str, ...] = ()  # the last ones that completed steps in an earlier round, by rank; "": none did
+    rounds: tuple[WatchedRound, ...] = ()  # the last ones, oldest first
+    restarts: tuple[RequestedPodRestart, ...] = ()  # the last ones, oldest first
+    avoidable: AvoidableLoss = AvoidableLoss()  # in incidents that are over
 
 
 @dataclass(frozen=True)
@@ -497,18 +500,28 @@ class State:
     incidents: Incidents = field(default_factory=Incidents)
     preflight: Preflight = field(default_factory=Preflight)
     profiling: Profiling = field(default_factory=Profiling)
+    watched: WatchedProcesses = field(default_factory=WatchedProcesses)  # of a WatchedJob
 
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The plan and the bookkeeping that are to be written."""
+    """The plan and the bookkeeping that are to be written, and the open requests, which are not."""
 
     plan: Plan
     state: State = field(default_factory=State)
+    requests: JobRequests = field(default_factory=JobRequests)
+
+    def is_stored_as(self, other: DesiredState) -> bool:
+        """Return whether what is written of both is the same."""
+        return self.plan == other.plan and self.state == other.state
 
     def with_plan(self, **changes: Any) -> DesiredState:
         """Return the state with changes of the plan, in the next version."""
         return replace(self, plan=replace(self.plan, **{"version": self.plan.version + 1, **changes}))
+
+    def with_requests(self, **changes: Any) -> DesiredState:
+        """Return the state with changes of the open requests. They raise no version."""
+        return replace(self, requests=replace(self.requests, **changes))
 
     def with_lifecycle(self, **changes: Any) -> DesiredState:
         return self._with_state(lifecycle=replace(self.state.lifecycle, **changes))
@@ -533,6 +546,9 @@ class DesiredState:
 
     def with_preflight(self, **changes: Any) -> DesiredState:
         return self._with_state(preflight=replace(self.state.preflight, **changes))
+
+    def with_watched(self, **changes: Any) -> DesiredState:
+        return self._with_state(watched=replace(self.state.watched, **changes))
 
     def with_worker(self, changed: WorkerRecord) -> DesiredState:
         """Return the state with `changed` instead of the worker of the same name."""

@@ -13,7 +13,7 @@ PROMETHEUS_NOT_QUERIED = "Prometheus has not been asked lately"
 
 @dataclass(frozen=True)
 class GpuValue:
-    """One of DCGM's counters that is not zero, or a sign in a GPU's series, by the policy of GPU health."""
+    """One of DCGM's counters that is not zero, or has just become zero; or a sign, by the policy of GPU health."""
 
     node: str
     gpu: str
@@ -22,6 +22,7 @@ class GpuValue:
     trusted: bool = False  # Prometheus' own service discovery names the node, not the exporter
     uuid: str = ""  # UUID of the GPU; "": the exporter does not report it
     instance: str = ""  # MIG instance; "": the whole GPU
+    pods: frozenset[str] = frozenset()  # namespace/name of the pods that use it, by the exporter; (): not reported
     previous_value: float | None = 0.0  # value of the same series two minutes ago; None: it did not exist
 
     @property

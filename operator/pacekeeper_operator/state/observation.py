@@ -15,10 +15,20 @@ from pacekeeper_analysis.protocol.reports import Evidence, FaultKind, FaultRepor
 from ..api.training_job import TrainingJob
 from .cluster_view import ClusterView, PodView, WorkerView
 from .desired_state import DesiredState, Incidents, NodeKey, State, WorkerRecord
-from .effect_results import BlockedAction, LocalizedProfile, NodeCheck, QuarantineDecision, TemplateVerdict
+from .effect_results import (
+    BlockedAction,
+    LocalizedProfile,
+    NodeCheck,
+    PodRestartFacts,
+    PodRestartRefusal,
+    QuarantineDecision,
+    TemplateVerdict,
+)
 from .job_metrics import JobMetrics
+from .job_requests import JobRequests
 from .policy import Policy
 from .restart_estimates import RestartEstimates
+from .straggler_estimate import StragglerEstimate
 from .training_progress import TrainingProgress
 
 
@@ -43,8 +53,12 @@ class Observation:
     last_profile_answer_at: float | None = None  # when their newest answer arrived
     localized_profile: LocalizedProfile | None = None  # result of the last profile window
     node_checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → its preflight check
-    stray_pods: tuple[PodView, ...] = ()  # pods of this job without a worker record
+    checkpoint_server: PodView | None = None  # pod of the job's checkpoint server; None: there is none
+    stray_pods: tuple[PodView, ...] = ()  # other pods of this job without a worker record
     blocked_actions: tuple[BlockedAction, ...] = ()
+    estimate: StragglerEstimate | None = None  # of the estimator, which decides nothing (shadow mode)
+    pod_restart: PodRestartFacts | None = None  # of a watched job that hangs; None: no pod may be deleted
+    pod_restart_refusal: PodRestartRefusal | None = None  # of the last deletion that was decided; None: there is none
     clock_agrees: bool = True  # with the API server's; False: nothing irreversible is done because of a time
     nonce: str = ""  # of this pass; unpredictable
 
@@ -55,6 +69,10 @@ class Observation:
     @property
     def state(self) -> State:
         return self.desired.state
+
+    @property
+    def requests(self) -> JobRequests:
+        return self.desired.requests
 
     @cached_property
     def progress(self) -> TrainingProgress:
@@ -68,7 +86,7 @@ class Observation:
         """What a restart costs now."""
         return RestartEstimates(
             self.progress,
-            measured_restart_seconds=self.state.budget.round_seconds,
+            measurements=self.state.budget.measurements,
             measured_start_seconds=self.state.placement.start_seconds,
         )
 
@@ -81,9 +99,9 @@ class Observation:
             desired=desired,
             workers=self.workers if records is self.state.placement.workers else self._update_views(records),
             faults=self._drop_settled_faults(desired.state.incidents),
-            evidence=tuple(item for item in self.evidence if item.request == desired.plan.evidence_request),
+            evidence=tuple(item for item in self.evidence if item.request == desired.requests.evidence_name),
             probes=tuple(
-                item for item in self.probes if desired.plan.probe and item.request == desired.plan.probe.name
+                item for item in self.probes if desired.requests.probe and item.request == desired.requests.probe.name
             ),
         )
 

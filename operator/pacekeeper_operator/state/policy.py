@@ -22,10 +22,13 @@ class Policy:
     applies_network_policy: bool = True  # each job gets a NetworkPolicy
     link_probes_per_hour: int = 2  # limit of one job; 0: launchers never measure their links
     profiles_per_hour: int = 2  # profile windows of one job; 0: only on a user's request
+    observes_links: bool = False  # of a watched job: its sidecars sample the ranks' connections
+    observes_profiles: bool = False  # of a watched job: its ranks are asked for profile windows
+    observes_only: bool = False  # the job is only watched: no remedy is ever applied
 
     @property
     def applies_remedies(self) -> bool:
-        return self.mode is RemediationMode.ACT and not self.paused
+        return self.mode is RemediationMode.ACT and not self.paused and not self.observes_only
 
     @property
     def applies_routine_remedies(self) -> bool:
@@ -33,11 +36,13 @@ class Policy:
 
         Crashed ranks restart in place, and lost workers are replaced, as `batch/v1` and torchrun would do.
         """
-        return not self.paused
+        return not self.paused and not self.observes_only
 
     @property
     def restraint_reason(self) -> str:
         """Why a remedy that is not routine is not applied; "": it is applied."""
+        if self.observes_only:
+            return "the job is only watched"
         return "" if self.applies_remedies else "remedies are only recommended"
 
     def find_refusal(self, remedy: Remedy) -> str:

@@ -13,7 +13,7 @@ from .observation import Observation
 
 
 def begin_round(observation: Observation, members: tuple[Member, ...]) -> DesiredState:
-    """Return the desired state with a new membership. Its round is above every round that a worker has seen."""
+    """Return the desired state with a new membership. Its version and round are above all that a worker has seen."""
     desired, plan = observation.desired, observation.plan
     heartbeats = [view.heartbeat for view in observation.workers if view.heartbeat is not None]
     same_workers = [member.worker for member in members] == [member.worker for member in plan.members]
@@ -21,20 +21,20 @@ def begin_round(observation: Observation, members: tuple[Member, ...]) -> Desire
     store_port, secret = _choose_rendezvous_endpoint(observation, members, membership)
     return (
         desired.with_plan(
+            version=max([plan.version, *(heartbeat.plan_version for heartbeat in heartbeats)]) + 1,
             membership=membership,
             round=max([desired.state.placement.highest_round, *(heartbeat.round for heartbeat in heartbeats)]) + 1,
             members=members,
             shares=plan.shares if same_workers else None,
             paths=plan.paths if same_workers else None,
-            evidence_request="",
             leaving=(),
             metrics_deadband=strategies.compute_recovery_threshold(observation.job.spec.detection.straggler_slowdown)
             - 1,
-            probe=None,
             step_seconds=observation.progress.step_seconds or plan.step_seconds,
             store_port=store_port,
             secret=secret,
         )
+        .with_requests(evidence=None, probe=None, link_check=None)
         .with_lifecycle(finished=())
         .with_placement(
             placing_since=None, attempts=0, vacant_since=None, checkpoint_requested_at=None, begun_at=observation.now
@@ -44,7 +44,6 @@ def begin_round(observation: Observation, members: tuple[Member, ...]) -> Desire
             investigation=None,
             loss=desired.state.adaptation.loss if same_workers else None,
             fruitless_investigation=None,
-            link_check=None,
             shares_refusal=desired.state.adaptation.shares_refusal if same_workers else "",
             suppressed_relative_time=desired.state.adaptation.suppressed_relative_time if same_workers else None,
             suppressed_peer_slowdown=desired.state.adaptation.suppressed_peer_slowdown if same_workers else None,

@@ -48,7 +48,7 @@ def encode_state(desired: DesiredState, job: str, unknown: Mapping[str, Any] | N
     state = {
         camel_case(owner.name): to_json(getattr(desired.state, owner.name), {})
         for owner in fields(State)
-        if owner.name not in ("placement", "gpus")
+        if owner.name not in ("placement", "gpus") and (owner.name != "watched" or desired.state.watched.rounds)
     }
     state["placement"] = _write_placement(desired.state.placement, job)
     incidents = state["incidents"]
@@ -274,7 +274,7 @@ def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Js
     workers = tuple(
         WorkerRecord(
             name,
-            *_parse_worker_numbers(name, job),
+            *(_parse_worker_numbers(name, job) if "names" not in columns else (i, 0)),
             uid=uids[i],
             node=nodes[i],
             starting_since=float(starting[i]) if starting[i] else None,
@@ -423,6 +423,9 @@ def _is_readable(cls: type[Any], key: str, value: Any) -> bool:
 
 
 def _write_names(names: Sequence[str], job: str) -> Json:
+    """Return the names as numbers; of a watched job, whose pods others have named, as they are."""
+    if any(not _WORKER_NAME_PATTERN.fullmatch(name.removeprefix(job)) for name in names):
+        return {"names": " ".join(names)}
     numbers = [_parse_worker_numbers(name, job) for name in names]
     return {
         "ordinals": write_runs([ordinal for ordinal, _ in numbers]),
@@ -430,7 +433,12 @@ def _write_names(names: Sequence[str], job: str) -> Json:
     }
 
 
+_WORKER_NAME_PATTERN = re.compile(r"-w(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
+
+
 def _read_names(columns: Mapping[str, Any], job: str) -> list[str]:
+    if "names" in columns:
+        return list(columns["names"].split(" "))
     pairs = zip(read_runs(columns["ordinals"]), read_runs(columns["incarnations"]), strict=True)
     return [f"{job}-w{ordinal}-{incarnation}" for ordinal, incarnation in pairs]
 

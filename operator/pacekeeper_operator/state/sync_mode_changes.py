@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pacekeeper_analysis.protocol.plan import SyncMode
 from pacekeeper_analysis.stragglers.strategies import Bottleneck
 
@@ -14,7 +12,7 @@ def enter_local_sgd(
     desired: DesiredState, bottleneck: Bottleneck, reason: str, incident: str, now: float
 ) -> DesiredState:
     """Return the state after the plan in `desired` has got a Local-SGD mode, with the time and the reason."""
-    return desired.with_adaptation(
+    return desired.with_requests(revert=None).with_adaptation(
         local_sgd=LocalSgdChoice(now, bottleneck, reason, incident),
         mode_changes=desired.state.adaptation.mode_changes.with_change(now),
         mode_reason=reason,
@@ -27,13 +25,16 @@ def revert_to_sync(desired: DesiredState, reason: str) -> DesiredState:
     The bottleneck that led away from it may do so again at once: only a mode that helps has a cool-down. So a
     bottleneck that comes and goes costs a job no more than the time of its detection.
     """
-    plan = replace(desired.plan, version=desired.plan.version + 1, sync_mode=SyncMode.SYNC, evidence_request="")
-    return replace(desired, plan=plan).with_adaptation(
-        local_sgd=None,
-        mode_reason=reason,
-        fruitless_investigation=None,
-        suppressed_relative_time=None,
-        suppressed_peer_slowdown=None,
+    return (
+        desired.with_plan(sync_mode=SyncMode.SYNC)
+        .with_requests(evidence=None)
+        .with_adaptation(
+            local_sgd=None,
+            mode_reason=reason,
+            fruitless_investigation=None,
+            suppressed_relative_time=None,
+            suppressed_peer_slowdown=None,
+        )
     )
 
 

@@ -51,6 +51,15 @@ class TrainingProgress:
         return max((heartbeat.start.restored_step or 0 for heartbeat in self.heartbeats), default=0)
 
     @property
+    def resumed_step(self) -> int | None:
+        """The step from which the present round started; 0: the beginning; None: a member does not report it (yet)."""
+        if self.training_since is None:
+            return None
+        steps = [heartbeat.start.restored_step for heartbeat in self.heartbeats]
+        known = [step for step in steps if step is not None]
+        return min(known) if known and len(known) == len(steps) else None
+
+    @property
     def total_steps(self) -> int | None:
         """Number of steps that the script runs. 0: not reported, or its ranks disagree. None: no rank has begun."""
         reports = (heartbeat.progress for heartbeat in self.heartbeats)
@@ -74,6 +83,17 @@ class TrainingProgress:
         """The step of the newest snapshot in the members' memory; None: there is none."""
         steps = (heartbeat.checkpoint.snapshot_step for heartbeat in self.heartbeats)
         return max((step for step in steps if step is not None), default=None)
+
+    @property
+    def replicated_step(self) -> int | None:
+        """The step of the newest snapshot that the loss of any one member leaves; None: there is none.
+
+        With one member, there is no other that could have it. A member that is lost may no longer report its own.
+        """
+        steps = [heartbeat.checkpoint.replicated_step for heartbeat in self.heartbeats]
+        known = [step for step in steps if step is not None]
+        has_all = self.member_count > 1 and len(known) == len(steps)
+        return min(known, default=None) if has_all else None
 
     @cached_property
     def training_since(self) -> float | None:

@@ -288,10 +288,11 @@ def _check_ownership(new: Object | None, old: Object | None) -> str:
             if owner.get("controller") and owner["apiVersion"].startswith("pacekeeper.dev/")
         ]
         is_node_pod = body["kind"] == "Pod" and not {"NodeQuarantine", "NodeProbe"}.isdisjoint(kinds)
-        if "TrainingJob" not in kinds and not is_node_pod:
+        is_watched_state = body["kind"] == "TrainingJobState" and "WatchedJob" in kinds
+        if "TrainingJob" not in kinds and not is_node_pod and not is_watched_state:
             return (
-                "the operator may touch only what a TrainingJob controls, and in its own namespace pods that a "
-                "NodeQuarantine or NodeProbe controls"
+                "the operator may touch only what a TrainingJob controls, the states of WatchedJobs, and in its own "
+                "namespace pods that a NodeQuarantine or NodeProbe controls"
             )
     return ""
 

@@ -55,7 +55,7 @@ def _was_suspended(old: Any) -> bool:
 
 def _is_same_storage(job: Any, old: Any) -> bool:
     current, previous = job["spec"]["checkpoint"], old["spec"]["checkpoint"]
-    fields = ("path", "everySteps", "volumeClaimName", "subPath", "adopt", "readOnly")
+    fields = ("path", "everySteps", "volumeClaimName", "accessMode", "uri", "subPath", "adopt", "readOnly")
     return all(current.get(field) == previous.get(field) for field in fields)
 
 
@@ -63,20 +63,37 @@ def _is_inside(path: str) -> bool:
     return path == "" or all(part not in ("", ".", "..") for part in path.split("/"))
 
 
-def _find_trainers(spec: Any) -> list[Any]:
-    return [c for c in spec["template"]["spec"]["containers"] if c["name"] == "trainer"]
+def _names_trainer(spec: Any, _: Any) -> bool:
+    containers = spec["template"]["spec"]["containers"]
+    if "trainerContainer" in spec:
+        return any(c["name"] == spec["trainerContainer"] for c in containers)
+    with_gpus = [c for c in containers if _get_gpu_limit(c) is not None]
+    return len(containers) == 1 or any(c["name"] == "trainer" for c in containers) or len(with_gpus) == 1
+
+
+def _get_gpu_limit(container: Any) -> Any:
+    return container.get("resources", {}).get("limits", {}).get("nvidia.com/gpu")
 
 
 def _has_enough_gpus(spec: Any, _: Any) -> bool:
-    limits = [c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu") for c in _find_trainers(spec)]
+    containers = spec["template"]["spec"]["containers"]
+    names = [c["name"] for c in containers]
+    trainer = spec.get("trainerContainer", "trainer" if "trainer" in names else None)
+    limits = [_get_gpu_limit(c) for c in containers if trainer in (None, c["name"])]
     return all(limit is None or spec["nprocPerNode"] <= int(limit) for limit in limits)
 
 
-def _is_claim_free(spec: Any, _: Any) -> bool:
-    if "volumeClaimName" not in spec["checkpoint"]:
-        return True
-    mounts = [mount["mountPath"] for c in _find_trainers(spec) for mount in c.get("volumeMounts", ())]
-    return spec["checkpoint"]["path"] not in mounts
+def _build_mount_check(field: str) -> CelFunction:
+    """Build a check that the template mounts nothing where the checkpoints of `field` would be."""
+
+    def is_free(spec: Any, _: Any) -> bool:
+        containers = spec["template"]["spec"]["containers"]
+        trainer = spec.get("trainerContainer", "trainer" if len(containers) > 1 else None)
+        trainers = [c for c in containers if trainer in (None, c["name"])]
+        mounts = [mount["mountPath"] for c in trainers for mount in c.get("volumeMounts", ())]
+        return field not in spec["checkpoint"] or spec["checkpoint"]["path"] not in mounts
+
+    return is_free
 
 
 def _build_unchanged_check(name: str) -> CelFunction:
@@ -91,6 +108,8 @@ _SUSPENDED_EXPRESSION = (
 OVERRIDABLE_VARIABLES = {
     *(f"PACEKEEPER_{name}_SECONDS" for name in ("KILL", "GATHER", "IMPORT", "CONTACT", "PHASE", "LINGER")),
     "PACEKEEPER_PEER_REPLICA_MEGABYTES",
+    "PACEKEEPER_PEER_SAVES",
+    "PACEKEEPER_LAUNCH_SCRIPT",
 }
 CEL_RULES: Mapping[str, CelFunction] = {
     # Incident
@@ -139,14 +158,23 @@ CEL_RULES: Mapping[str, CelFunction] = {
     f"self.spec.template == oldSelf.spec.template || {_SUSPENDED_EXPRESSION}": (
         lambda job, old: job["spec"]["template"] == old["spec"]["template"] or _was_suspended(old)
     ),
+    "(has(self.spec.trainerContainer) ? self.spec.trainerContainer : '') == (has(oldSelf.spec.trainerContainer) "
+    f"? oldSelf.spec.trainerContainer : '') || {_SUSPENDED_EXPRESSION}": (
+        lambda job, old: (
+            job["spec"].get("trainerContainer") == old["spec"].get("trainerContainer") or _was_suspended(old)
+        )
+    ),
     f"self.spec.nprocPerNode == oldSelf.spec.nprocPerNode || {_SUSPENDED_EXPRESSION}": (
         lambda job, old: job["spec"]["nprocPerNode"] == old["spec"]["nprocPerNode"] or _was_suspended(old)
     ),
     "(self.spec.checkpoint.path == oldSelf.spec.checkpoint.path "
     "&& self.spec.checkpoint.everySteps == oldSelf.spec.checkpoint.everySteps "
     "&& self.spec.checkpoint.readOnly == oldSelf.spec.checkpoint.readOnly "
+    "&& self.spec.checkpoint.accessMode == oldSelf.spec.checkpoint.accessMode "
     "&& (has(self.spec.checkpoint.volumeClaimName) ? self.spec.checkpoint.volumeClaimName : '') "
     "== (has(oldSelf.spec.checkpoint.volumeClaimName) ? oldSelf.spec.checkpoint.volumeClaimName : '') "
+    "&& (has(self.spec.checkpoint.uri) ? self.spec.checkpoint.uri : '') "
+    "== (has(oldSelf.spec.checkpoint.uri) ? oldSelf.spec.checkpoint.uri : '') "
     "&& has(self.spec.checkpoint.subPath) == has(oldSelf.spec.checkpoint.subPath) "
     "&& (has(self.spec.checkpoint.subPath) ? self.spec.checkpoint.subPath : '') "
     "== (has(oldSelf.spec.checkpoint.subPath) ? oldSelf.spec.checkpoint.subPath : '') "
@@ -156,11 +184,46 @@ CEL_RULES: Mapping[str, CelFunction] = {
     "!has(self.minReplicas) || self.minReplicas <= self.replicas": (
         lambda spec, _: bool(spec.get("minReplicas", 0) <= spec["replicas"])
     ),
-    "self.template.spec.containers.all(c, c.name != 'trainer' || !has(c.resources) || !has(c.resources.limits) "
+    "has(self.trainerContainer) ? self.template.spec.containers.exists(c, c.name == self.trainerContainer) "
+    ": self.template.spec.containers.size() == 1 || self.template.spec.containers.exists(c, c.name == 'trainer') "
+    "|| self.template.spec.containers.exists_one(c, has(c.resources) && has(c.resources.limits) "
+    f"&& has(c.resources.limits.{_GPU_CEL_MEMBER}))": _names_trainer,
+    "self.template.spec.containers.all(c, (has(self.trainerContainer) && c.name != self.trainerContainer) "
+    "|| (!has(self.trainerContainer) && c.name != 'trainer' && self.template.spec.containers.exists(t, "
+    "t.name == 'trainer')) || !has(c.resources) || !has(c.resources.limits) "
     f"|| !has(c.resources.limits.{_GPU_CEL_MEMBER}) || self.nprocPerNode <= "
     f"int(c.resources.limits.{_GPU_CEL_MEMBER}))": _has_enough_gpus,
-    "!has(self.checkpoint.volumeClaimName) || self.template.spec.containers.all(c, c.name != 'trainer' "
-    "|| !has(c.volumeMounts) || c.volumeMounts.all(m, m.mountPath != self.checkpoint.path))": _is_claim_free,
+    "!has(self.checkpoint.volumeClaimName) || self.template.spec.containers.all(c, (has(self.trainerContainer) "
+    "? c.name != self.trainerContainer : c.name != 'trainer' && self.template.spec.containers.size() > 1) "
+    "|| !has(c.volumeMounts) || c.volumeMounts.all(m, m.mountPath != self.checkpoint.path))": _build_mount_check(
+        "volumeClaimName"
+    ),
+    "!has(self.checkpoint.uri) || self.template.spec.containers.all(c, (has(self.trainerContainer) "
+    "? c.name != self.trainerContainer : c.name != 'trainer' && self.template.spec.containers.size() > 1) "
+    "|| !has(c.volumeMounts) || c.volumeMounts.all(m, m.mountPath != self.checkpoint.path))": _build_mount_check("uri"),
+    "!has(self.uri) || !has(self.volumeClaimName)": (
+        lambda checkpoint, _: "uri" not in checkpoint or "volumeClaimName" not in checkpoint
+    ),
+    "!has(self.uri) || self.path == '/checkpoints'": (
+        lambda checkpoint, _: "uri" not in checkpoint or checkpoint["path"] == "/checkpoints"
+    ),
+    "!has(self.accessMode) || self.accessMode != 'ReadWriteOnce' || has(self.volumeClaimName)": (
+        lambda checkpoint, _: checkpoint.get("accessMode") != "ReadWriteOnce" or "volumeClaimName" in checkpoint
+    ),
+    "!has(self.accessMode) || self.accessMode != 'ReadWriteOnce' || self.path == '/checkpoints'": (
+        lambda checkpoint, _: checkpoint.get("accessMode") != "ReadWriteOnce" or checkpoint["path"] == "/checkpoints"
+    ),
+    "self.matches('^[a-z][a-z0-9+.-]*://[^ ?#]*[^ ?#/]$') && !self.contains('::') && !self.matches('/[.][.]?(/|$)')": (
+        lambda uri, _: (
+            re.fullmatch("[a-z][a-z0-9+.-]*://[^ ?#]*[^ ?#/]", uri) is not None
+            and "::" not in uri
+            and re.search("/[.][.]?(/|$)", uri) is None
+        )
+    ),
+    "!self.matches('^(memory|claim|https?|data|zip|tar|reference|github|git)://')": (
+        lambda uri, _: re.match("(memory|claim|https?|data|zip|tar|reference|github|git)://", uri) is None
+    ),
+    "!self.matches('^[^/]*//[^/]*:[^/]*@')": lambda uri, _: re.match("[^/]*//[^/]*:[^/]*@", uri) is None,
     "self.all(key, !key.startsWith('pacekeeper.dev/'))": (
         lambda keys, _: not any(key.startswith("pacekeeper.dev/") for key in keys)
     ),
@@ -168,7 +231,6 @@ CEL_RULES: Mapping[str, CelFunction] = {
         lambda spec, _: spec.get("restartPolicy", "Never") == "Never"
     ),
     "!has(self.nodeName) || self.nodeName == ''": lambda spec, _: spec.get("nodeName", "") == "",
-    "self.exists(c, c.name == 'trainer')": lambda containers, _: any(c["name"] == "trainer" for c in containers),
     "self.all(c, c.name != 'pacekeeper-sidecar')": (
         lambda containers, _: all(c["name"] != "pacekeeper-sidecar" for c in containers)
     ),
@@ -177,7 +239,8 @@ CEL_RULES: Mapping[str, CelFunction] = {
     ),
     "self.all(e, !e.name.startsWith('PACEKEEPER_') || e.name in ['PACEKEEPER_KILL_SECONDS', "
     "'PACEKEEPER_GATHER_SECONDS', 'PACEKEEPER_IMPORT_SECONDS', 'PACEKEEPER_CONTACT_SECONDS', "
-    "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_LINGER_SECONDS', 'PACEKEEPER_PEER_REPLICA_MEGABYTES'])": (
+    "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_LINGER_SECONDS', 'PACEKEEPER_PEER_REPLICA_MEGABYTES', "
+    "'PACEKEEPER_PEER_SAVES', 'PACEKEEPER_LAUNCH_SCRIPT'])": (
         lambda variables, _: (
             not any(
                 variable["name"].startswith("PACEKEEPER_") and variable["name"] not in OVERRIDABLE_VARIABLES

@@ -92,6 +92,7 @@ KINDS: dict[str, ServedKind] = {
         _define_custom_kind("trainingjobs", "TrainingJob"),
         _define_custom_kind("trainingjobstates", "TrainingJobState", status=False),
         _define_custom_kind("incidents", "Incident"),
+        _define_custom_kind("watchedjobs", "WatchedJob"),
         _define_custom_kind("profilewindows", "ProfileWindow", status=False),
         _define_custom_kind("fabrics", "Fabric", namespaced=False, owners_of_fields=True),
         _define_custom_kind("nodequarantines", "NodeQuarantine", namespaced=False),

@@ -11,18 +11,19 @@ from pathlib import Path as File
 from typing import Any
 
 from pacekeeper.launcher.rendezvous.plan_file import PlanFile
-from pacekeeper.sidecar.sidecar import _read_stored_plan
+from pacekeeper.runtime_folder import RequestsFile
+from pacekeeper.sidecar.worker_monitor import read_stored_plan
 from pacekeeper.sync.plan_reader import parse_plan
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.plan import (
+from pacekeeper_analysis.protocol.plan import Hop, Paths, Plan, PlannedPath
+from pacekeeper_analysis.protocol.requests import (
     EvidencePart,
-    Hop,
-    Paths,
-    Plan,
-    PlannedPath,
+    EvidenceRequest,
     ProbeRequest,
     ProbeTarget,
     ProfileRequest,
+    Requests,
+    WorkerRequests,
 )
 from pacekeeper_operator.decide.evaluate import evaluate_job
 from pacekeeper_operator.state import state_codec
@@ -42,10 +43,6 @@ def build_plan() -> Plan:
         build_training().plan,
         shares=(8, 8, 8, 9),
         sequence_cost=(0.1, 1e-6, 1e-9),
-        evidence_request="why",
-        evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS),
-        probe=ProbeRequest("p", (W0,), ((ProbeTarget("j-w1-0", "10.0.0.1:5000"),),)),
-        profile=ProfileRequest("b", 100),
         paths=paths,
         secret="ab" * 32,
     )
@@ -91,11 +88,21 @@ def read_as_rank(path: File) -> object:
 
 
 def read_as_sidecar(path: File) -> object:
-    return _read_stored_plan(path)
+    return read_stored_plan(path)
 
 
 def build_worker_plan() -> dict[str, Any]:
     return build_plan().build_worker_plan(W0).to_json()
+
+
+def build_worker_requests() -> dict[str, Any]:
+    """With something in each field."""
+    requests = Requests(
+        EvidenceRequest("why", (EvidencePart.WINDOWS, EvidencePart.LINKS)),
+        ProbeRequest("p", (W0,), ((ProbeTarget("j-w1-0", "10.0.0.1:5000"),),)),
+        ProfileRequest("b", 100),
+    )
+    return requests.build_worker_requests(W0, is_member=True).to_json()
 
 
 BORDERS = [
@@ -107,6 +114,21 @@ BORDERS = [
         call_directly(parse_admitted("trainingjobstates", check_round_trip)),
         (InputError, Refused),
         cases=300,
+    ),
+    Border(
+        "a worker's requests",
+        lambda: [build_worker_requests()],
+        mutate_document,
+        call_directly(WorkerRequests.from_json),
+        cases=300,
+    ),
+    Border(
+        "a worker's requests, for launcher and ranks",
+        lambda: [build_worker_requests()],
+        mutate_text,
+        lambda: open_plan_file(lambda path: RequestsFile(path).read()),
+        (),
+        cases=150,
     ),
     Border(
         "a worker's plan, for its ranks",

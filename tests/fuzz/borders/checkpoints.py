@@ -29,10 +29,12 @@ from pacekeeper.checkpointing.storage.distributed_checkpoint import (
     load_checkpoint,
 )
 from pacekeeper.checkpointing.storage.manifests import Manifest
+from pacekeeper.checkpointing.storage.object_checkpoints import ObjectCheckpoints
 from pacekeeper.checkpointing.versions import NO_STATE_VERSION
 from pacekeeper.environment import JobIdentity
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper.safe_serialization import pack_value, unpack_value
+from testing.storage.faulty_store import create_store, read_objects
 
 from ..border import Border, Enter, call_directly
 from ..mutations import Mutated, as_json, mutate_bytes, mutate_document, mutate_one_part, mutate_text, to_bytes
@@ -116,6 +118,41 @@ def open_volume() -> Iterator[Enter]:
             return None
 
         yield enter
+
+
+@cache
+def build_objects() -> dict[str, Any]:
+    """The same checkpoint in an object store, with its claim: objects by name, those of JSON as documents."""
+    filesystem, store = create_store()
+    checkpoints = ObjectCheckpoints(store, 1, job=JOB)
+    checkpoints.claim()
+    stored, files = build_volume(), checkpoints.begin_attempt(100)
+    contents = {name.removeprefix(f"{STEP}/"): data for name, data in stored.items() if isinstance(data, bytes)}
+    for name, data in contents.items():
+        files.write_file(name, len(data), lambda file, data=data: file.write(data))  # type: ignore[misc]
+    manifest = Manifest.from_json(stored[MANIFEST])
+    assert checkpoints.publish(manifest)
+    documents = {f"{files.folder}/manifest.json": stored[MANIFEST]}
+    objects = {path.removeprefix("/bucket/folder/"): data for path, data in read_objects(filesystem).items()}
+    documents |= {name: json.loads(data) for name, data in objects.items() if "/" not in name}
+    return {**objects, **documents}
+
+
+def open_objects(objects: dict[str, Any]) -> object:
+    """What is there is restored, or nothing is: `None`."""
+    _, store = create_store()
+    for name, data in objects.items():
+        store.put(name, to_bytes(data))
+    checkpoints = ObjectCheckpoints(store, 2, job=JOB)
+    checkpoints.claim()
+    for manifest in checkpoints.list_published():
+        loaded = build_state(0.0)
+        try:
+            load_checkpoint(loaded, checkpoints.open_checkpoint(manifest), manifest.files)
+        except TornCheckpointError:
+            continue
+        return manifest.step, to_comparable(loaded)
+    return None
 
 
 def mutate_volume(rng: Random, files: dict[str, Any]) -> Mutated:
@@ -211,6 +248,14 @@ STATUS = {"step": 100, "published_ns": 10**12, "failed_rank": 3, "error": "rank 
 
 BORDERS = [
     Border("checkpoints", lambda: [build_volume()], mutate_volume, open_volume, check=check_whole_or_none, cases=250),
+    Border(
+        "object store",
+        lambda: [build_objects()],
+        mutate_volume,
+        call_directly(open_objects),
+        check=check_whole_or_none,
+        cases=100,
+    ),
     Border("snapshots", lambda: [build_slot()], mutate_bytes, open_shared_memory, check=check_whole_or_none, cases=200),
     Border("snapshots of peers", lambda: [build_slot()], mutate_bytes, call_directly(unpack_from_peer), cases=200),
     Border("packed values", pack_examples, mutate_packed, call_directly(unpack_without_check), cases=400),

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from aiohttp import ClientSession
 
+from pacekeeper_analysis.protocol.requests import EvidenceRequest
 from pacekeeper_operator.async_runtime import OperatorRuntime
 from pacekeeper_operator.endpoint import sidecars
 from pacekeeper_operator.endpoint.server import serve_endpoint
@@ -60,7 +61,9 @@ def serve_operator() -> Iterator[Enter]:
     exit_stack = AsyncExitStack()
 
     async def begin() -> ClientSession:
-        registry.get_or_create(OBSERVATION.job).publish(OBSERVATION.desired.with_plan(evidence_request="why"), "1")
+        registry.get_or_create(OBSERVATION.job).publish(
+            OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")), "1"
+        )
         sidecars = SidecarService(cast(Cluster, _Reviews()), registry, runtime)
         port = await exit_stack.enter_async_context(serve_endpoint(sidecars, runtime, 0, None, address="127.0.0.1"))
         return await exit_stack.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from pacekeeper.launcher.health.nccl_ras import shorten_text, summarize_status
-from pacekeeper.observe.collectives.flight_recorder import find_oldest_collective
 from pacekeeper_analysis.fabric import command as fabric_command
 from pacekeeper_analysis.fabric.text import render_text
 from pacekeeper_analysis.profiling import command as profile_command
@@ -16,9 +15,11 @@ from pacekeeper_analysis.profiling.localize import localize_fault
 from pacekeeper_analysis.profiling.page import write_profile_page
 from pacekeeper_analysis.profiling.pattern import ProfileAnswer
 from pacekeeper_analysis.profiling.table import read_table
-from pacekeeper_analysis.protocol.communicators import format_ranks, parse_entered, parse_ranks
+from pacekeeper_analysis.protocol.communicators import parse_entered, parse_ranks
 from pacekeeper_analysis.protocol.decoding import parse_json
 from pacekeeper_analysis.protocol.operations import OPERATION, decode_operations, encode_operations
+from pacekeeper_rank.collectives.communicators import format_ranks
+from pacekeeper_rank.collectives.flight_recorder import find_oldest_collective
 from testing.training.patterns import HEALTHY_WORK, LOAD_FUNCTION, build_answers, build_pattern
 
 from ..border import Border, call_directly

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pacekeeper.launcher.ranks.log_files import read_recorded_error
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper.sidecar.launcher_monitor import LauncherMonitor
 from pacekeeper.sidecar.operator_client import _parse_answer
-from pacekeeper.sidecar.sidecar import _read_fault
+from pacekeeper.sidecar.worker_monitor import read_fault_file
 from pacekeeper_operator.cli.whatif import _select_newest_round
 
 from ..border import Border, Enter, call_directly
@@ -73,7 +73,7 @@ BORDERS = [
         "faults in files",
         lambda: [build_faults()[1].to_json()],
         mutate_text,
-        lambda: open_file("f.json", _read_fault),
+        lambda: open_file("f.json", read_fault_file),
         (),
     ),
     Border(

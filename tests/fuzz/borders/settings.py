@@ -6,6 +6,7 @@ from typing import Any
 
 from pacekeeper_operator.decide.nodes.probe_measurements import read_measurements
 from pacekeeper_operator.decide.nodes.quarantine_steps import ProbePod
+from pacekeeper_operator.pods.injection import WATCH_RESOURCES, parse_injection_rules
 from pacekeeper_operator.pods.network_policies import parse_peers
 from pacekeeper_operator.pods.resources import SIDECAR_RESOURCES, parse_resources
 from pacekeeper_operator.pods.tolerations import parse_tolerations
@@ -17,6 +18,13 @@ from ..mutations import mutate_text, to_bytes
 TOLERATIONS = [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}]
 HEADERS = {"X-Scope-OrgID": "training"}
 MATCHERS = ['cluster="a"', 'region=~"eu.*"']
+RULES = {
+    "image": "pacekeeper.dev/trainer:dev",
+    "pullPolicy": "Never",
+    "kinds": ["Job"],
+    "resources": dict(WATCH_RESOURCES),
+    "namespaceSelector": {"matchExpressions": [{"key": "team", "operator": "In", "values": ["a"]}]},
+}
 PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 MEASUREMENTS = {
     "core_seconds": 0.1,
@@ -42,6 +50,7 @@ BORDERS = [
     Border("tolerations of probes", lambda: [TOLERATIONS], mutate_text, call_directly(read_as_text(parse_tolerations))),
     Border("Prometheus' headers", lambda: [HEADERS], mutate_text, call_directly(read_as_text(parse_headers))),
     Border("Prometheus' matchers", lambda: [MATCHERS], mutate_text, call_directly(read_as_text(parse_matchers))),
+    Border("rules of the watch", lambda: [RULES], mutate_text, call_directly(read_as_text(parse_injection_rules))),
     Border("peers", lambda: [PEERS], mutate_text, call_directly(read_as_text(parse_peers))),
     Border(
         "the sidecar's resources",

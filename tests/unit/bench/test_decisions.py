@@ -12,11 +12,18 @@ from bench import decisions
 from bench.scripts.decisions import clairvoyant, draw
 from bench.scripts.decisions.draw import Scenario
 from bench.scripts.decisions.kinds import KINDS
-from bench.scripts.decisions.ours import Ours, PassIntervals, is_idle
-from bench.scripts.decisions.outcome import Gain, Outcome, run_calm_scenario, run_policies
-from bench.scripts.decisions.outcome_statistics import build_summary, format_table, format_worst
-from bench.scripts.decisions.policies import OURS, POLICIES, SHARES_SECONDS, SkiRental
-from bench.scripts.decisions.policy_run import Now, find_first_sign, run_policy
+from bench.scripts.decisions.ours import Ours, is_idle
+from bench.scripts.decisions.outcome import (
+    USUAL_VARIANTS,
+    Decisions,
+    Gain,
+    Outcome,
+    run_calm_scenario,
+    run_policies,
+)
+from bench.scripts.decisions.outcome_statistics import build_summary, compute_aggregates, format_table, format_worst
+from bench.scripts.decisions.policies import NEVER, OURS, SHARES_SECONDS, USUAL_POLICIES, SkiRental, Variant
+from bench.scripts.decisions.policy_run import Now, PassIntervals, find_first_sign, run_policy
 from bench.scripts.decisions.sampled_metrics import SampledMetrics
 from bench.scripts.decisions.world import (
     CALM,
@@ -137,8 +144,8 @@ class TestPhases:
 
     def test_phases_cause_no_loss_and_no_evidence(self) -> None:
         scenario, model = build_scenario(TWICE, job=self.JOB), CostModel(self.JOB)
-        played = run_policy(scenario, model, POLICIES["never act"](scenario, model))
-        whole = run_policy(build_scenario(TWICE), CostModel(JOB), POLICIES["never act"](scenario, model))
+        played = run_policy(scenario, model, Variant(NEVER).begin(scenario, model))
+        whole = run_policy(build_scenario(TWICE), CostModel(JOB), Variant(NEVER).begin(scenario, model))
         assert played.cost() == pytest.approx(whole.cost() * (120 - 30) / 120)
         late = find_first_sign(build_scenario(TWICE)) - LEAD_SECONDS
         assert find_first_sign(scenario) == LEAD_SECONDS + (late if late <= 15 else late + 15)
@@ -155,7 +162,7 @@ class TestPhases:
         )
         found = run_policies(scenario)
         assert found.lost[OURS] >= found.least - 1e-9
-        assert found.times <= 1.3
+        assert found.compute_times(OURS) <= 1.3
 
 
 class TestClairvoyant:
@@ -190,7 +197,7 @@ class TestClairvoyant:
         found = run_policies(scenario)
         for name, lost in found.lost.items():
             assert lost >= found.least - 1e-9, (name, scenario.description)
-        assert not found.failures
+        assert not found.decisions[OURS].failures
 
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_the_informed_cost_is_not_below_the_clairvoyants(self, kind: str) -> None:
@@ -219,7 +226,7 @@ class TestPolicies:
     def play_policy(name: str, scenario: Scenario) -> tuple[list[TrainingStrategy], list[bool], int]:
         """Return the strategies, whether the spare is in force, and how long the job stood."""
         model = CostModel(scenario.job)
-        played = run_policy(scenario, model, POLICIES[name](scenario, model))
+        played = run_policy(scenario, model, Variant(name).begin(scenario, model))
         return [setup.strategy for setup in played.setups], [setup.moved for setup in played.setups], played.stood
 
     def test_never_act_changes_nothing(self) -> None:
@@ -333,7 +340,7 @@ class TestOurs:
         """The noise is 1 or 3 %. At 8 % with hiccups, shares follow chance once in some hours (docs/benchmarks.md)."""
         calm = draw.draw_healthy_scenario(seed, 0.5, 4)
         assert calm.job.noise <= 0.03
-        found = run_calm_scenario(calm, PassIntervals(every=10))
+        found = run_calm_scenario(calm, PassIntervals(every=10), USUAL_VARIANTS).decisions[OURS]
         assert (found.false_alarms, found.exchanges, found.quarantines) == (0, 0, 0)
 
     def test_days_are_simulated_long_enough_to_find_a_slightly_slow_rank(self) -> None:
@@ -411,32 +418,33 @@ class TestDrawnScenarios:
     @pytest.mark.parametrize("text", ["", "x", "-4109", "5000", "4110-4109", "4100-8000"])
     def test_an_invalid_seed_is_refused(self, text: str) -> None:
         with pytest.raises(SystemExit, match=f"^SEEDS={text}: each is a thousand times"):
-            decisions.read_sizes({"SEEDS": text})
+            decisions.read_settings({"SEEDS": text})
 
     def test_sizes_are_read_from_the_environment(self) -> None:
-        assert decisions.read_sizes({"SEEDS": "4109-4111,64030"}).seeds == [4109, 4110, 4111, 64030]
-        assert decisions.read_sizes({}) is decisions.FULL
-        assert decisions.read_sizes({"QUICK": "1"}) is decisions.QUICK
+        assert decisions.read_settings({"SEEDS": "4109-4111,64030"}).sizes.seeds == [4109, 4110, 4111, 64030]
+        assert decisions.read_settings({}).sizes is decisions.FULL
+        assert decisions.read_settings({"QUICK": "1"}).sizes is decisions.QUICK
 
 
 class TestSummary:
     @staticmethod
     def build_outcomes() -> list[Outcome]:
         scenario = build_scenario(TWICE)
-        lost = dict.fromkeys(POLICIES, 50.0)
+        lost = dict.fromkeys(USUAL_POLICIES, 50.0)
         found = Outcome(
             scenario,
             lost | {OURS: 20.0},
-            18.0,
             lost | {OURS: 15.0},
             least=10.0,
             informed=12.0,
-            gains=(Gain("Rebalance", 0.5, 0.4),),
+            decisions={OURS: Decisions(18.0, (Gain("Rebalance", 0.5, 0.4),), questions=4)},
+            cpu_seconds=dict.fromkeys(USUAL_POLICIES, 0.5),
         )
-        return [found, replace(found, lost=lost | {OURS: 8.0}, gains=(Gain("LocalSGD", 0.5, 0.45),))]
+        other = {OURS: Decisions(18.0, (Gain("LocalSGD", 0.5, 0.45),), false_alarms=1)}
+        return [found, replace(found, lost=lost | {OURS: 8.0}, decisions=other)]
 
     def test_the_summary_of_two_scenarios(self) -> None:
-        summary = build_summary(self.build_outcomes(), [])
+        summary = build_summary(self.build_outcomes(), [], OURS)
         assert summary["removed"] == pytest.approx(1 - 28 / 100)
         assert summary["removed_by_steps"] == pytest.approx(1 - 36 / 100)
         assert summary["removed_at_most"] == pytest.approx(0.8)
@@ -449,8 +457,28 @@ class TestSummary:
         assert not holds["80% of gains within 20%"]
         assert holds["1.3 × on average"]
 
+    def test_aggregates_name_no_scenario(self) -> None:
+        assert compute_aggregates(self.build_outcomes(), OURS) == {
+            "scenarios": 2,
+            "mean": 1.25,
+            "95 %": 1.25,
+            "most": 1.25,
+            "above 2": 0,
+            "above 3": 0,
+            "false alarms": 1,
+            "wrong replacements": 0,
+            "wrong quarantines": 0,
+            "failures": 0,
+            "requests a scenario": 2,
+            "CPU seconds a scenario": 0.5,
+        }
+        never = compute_aggregates(self.build_outcomes(), NEVER)
+        assert never["mean"] == pytest.approx(50 / 12)
+        assert never["above 3"] == 2
+        assert "false alarms" not in never, "it decides nothing"
+
     def test_every_dimension_has_lines(self) -> None:
-        lines = "\n".join([*format_table(self.build_outcomes()), *format_worst(self.build_outcomes())])
+        lines = "\n".join([*format_table(self.build_outcomes(), OURS), *format_worst(self.build_outcomes(), OURS)])
         for text in ("all", "kind rank", "ranks 4", "spare warm", "seed 1: rank 1.80 ×"):
             assert text in lines
 

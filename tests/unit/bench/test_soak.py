@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.scripts.soak import invariants
+from bench.scripts.soak import invariants, remedies
 from bench.scripts.soak.growth import MIN_SAMPLES, estimate_growth
 from pacekeeper_operator.api.names import TAINT_QUARANTINE
 
@@ -94,3 +94,28 @@ def test_a_taint_that_contradicts_its_quarantine_is_reported(tainted: bool, phas
 def test_missing_and_repeated_samples_are_reported() -> None:
     assert invariants.check_samples([[2, 0, 1], [1, 2, 0]], 3) == []
     assert invariants.check_samples([[2, 0, 1], [1, 1, 0]], 3) == ["epoch 2: 1 samples are left out, 1 are there again"]
+
+
+@pytest.mark.parametrize(
+    ("costs", "median_ratio", "is_accurate"),
+    [
+        ([], None, True),
+        ([(5.0, 4.0), (5.0, 5.0), (5.0, 20.0)], 1.0, True),
+        ([(2.0, 8.0), (5.0, 8.0), (7.0, 8.0)], 0.625, False),
+        ([(16.0, 10.0)], 1.6, False),
+    ],
+)
+def test_prices_are_compared_in_the_median(
+    costs: list[tuple[float, float]], median_ratio: float | None, is_accurate: bool
+) -> None:
+    """Live changes, which cost nothing, and incidents without a remedy have no ratio."""
+    statuses = [{"predictedCost": predicted, "measuredCost": measured} for predicted, measured in costs]
+    unpriced: list[dict[str, Any]] = [{}, {"status": {}}, {"status": {"predictedCost": 0, "measuredCost": 0}}]
+    spec = {"cause": "hang"}
+    incidents = [*({"status": {"remedy": "RestartRanks", **status}} for status in statuses), *unpriced]
+    found = remedies.compare_prices([{"spec": spec, **incident} for incident in incidents])
+    ratios = {"hang RestartRanks": sorted(predicted / measured for predicted, measured in costs)} if costs else {}
+    expected = {"remedies": len(costs), "median_ratio": median_ratio, "by_remedy": ratios}
+    assert found["cost"].to_json() == expected
+    assert found["cost"].is_accurate is is_accurate
+    assert found["gain"].to_json() == {"remedies": 0, "median_ratio": None, "by_remedy": {}}

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import io
+import json
 import os
 import textwrap
 from dataclasses import replace
@@ -16,7 +17,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.utils.api import macros
 
 from pacekeeper import cgroup, cli
-from pacekeeper.launcher.health.fault_formatting import describe_fault
+from pacekeeper.health.fault_formatting import describe_fault
+from pacekeeper.launcher.command import launch_from_plan
 from pacekeeper.launcher.health.heartbeat import WriteFailures
 from pacekeeper.launcher.launcher import Launcher, Script, build_rank_starts, publish_finish
 from pacekeeper.launcher.network import interfaces
@@ -28,9 +30,18 @@ from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
-from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultKind, FaultReport
+from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultKind, FaultReport, Heartbeat, LauncherState
 
 FAULT = FaultReport("n", FaultKind.RANK_FAILED, "w", round=2, noticed_at=0.0, rank=3, exit_code=-9, step=7)
+
+
+def test_a_second_torchrun_of_a_container_is_refused_once_the_first_has_finished(tmp_path: Path) -> None:
+    runtime = RuntimeFolder(tmp_path).create()
+    finished = Heartbeat("w", LauncherState.FINISHED).to_json()
+    write_json(runtime.heartbeat, finished)
+    with pytest.raises(InputError, match="a TrainingJob of its own"):
+        launch_from_plan(Script("train.py", False, ()), LauncherSettings("w", "127.0.0.1"), runtime)
+    assert json.loads(runtime.heartbeat.read_text()) == finished
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper.launcher import local_controller as local_module
+from pacekeeper import local_folder
 from pacekeeper.launcher.local_controller import (
     LOCAL_ADDRESS,
     LOCAL_WORKER,
@@ -345,8 +345,8 @@ def test_nonsense_in_the_runtime_folder_ends_nothing(
 class TestTheFolderOfARun:
     @pytest.fixture(autouse=True)
     def parent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setattr(local_module, "_SHARED_MEMORY", tmp_path)
-        monkeypatch.setattr(local_module, "_MIN_SHARED_MEMORY_BYTES", 0)
+        monkeypatch.setattr(local_folder, "_SHARED_MEMORY", tmp_path)
+        monkeypatch.setattr(local_folder, "_MIN_SHARED_MEMORY_BYTES", 0)
         return tmp_path
 
     def test_the_folder_of_a_running_run_is_not_removed_even_if_its_process_is_invisible(
@@ -360,7 +360,7 @@ class TestTheFolderOfARun:
                 assert first.root != second.root
                 assert first.rings.is_dir()
             assert not second.root.exists()
-            run_in_fork(lambda: local_module._sweep_stale_folders(first.root.parent))
+            run_in_fork(lambda: local_folder._sweep_stale_folders(first.root.parent, "pacekeeper-run-"))
             assert first.rings.is_dir(), "a process of the first run does not remove it, either"
         assert not first.root.exists()
 

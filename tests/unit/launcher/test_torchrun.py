@@ -260,6 +260,8 @@ def test_errors_are_reported_before_a_process_is_started(tmp_path: Path, capsys:
     with pytest.raises(InputError, match="PACEKEEPER_WORKER"):
         main(["--master-addr", "h", str(script)])
     assert "--master-addr ignored" in capsys.readouterr().err
+    with pytest.raises(InputError, match="--python-option: needs --python"):
+        main(["--local", "1", "--python-option=-O", str(script)])
     program = tmp_path / "no-program"
     with pytest.raises(InputError, match="no-program is no executable file here"):
         main(["--local", "1", "--no-python", str(program)])

@@ -13,6 +13,7 @@ import pytest
 
 import lint.__main__ as lint_main
 from lint.layout import MAX_FILES, check_hidden_imports, check_layout
+from lint.locked_seeds import check_citations, read_salts
 from lint.names import check_names
 from lint.prose import BANNED, MAX_WORDS, check_module, check_page
 from lint.violation import Violation
@@ -207,3 +208,11 @@ def _dedent(text: str) -> str:
     lines = text.strip("\n").split("\n")
     width = len(lines[0]) - len(lines[0].lstrip())
     return "\n".join(line[width:] for line in lines)
+
+
+def test_a_rule_that_cites_a_locked_salt_is_found() -> None:
+    salts = read_salts('{"batches": [{"salt": "locked-1"}, {"salt": "locked-2"}]}')
+    texts = {"a.py": "x = 1\n# made for 4000 of locked-2\n", "b.md": "locked-3"}
+    (found,) = check_citations(texts, salts)
+    assert (found.path, found.line) == ("a.py", 2)
+    assert "locked-2" in found.message

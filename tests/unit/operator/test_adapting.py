@@ -22,8 +22,10 @@ from pacekeeper_operator.decide.lifecycle.status import build_job_status
 from pacekeeper_operator.state import state_codec
 from pacekeeper_operator.state.desired_state import LocalSgdChoice
 from pacekeeper_operator.state.job_metrics import JobMetrics, PersistentSlowness
+from pacekeeper_operator.state.job_requests import RevertRequest
 from pacekeeper_operator.state.observation import Observation
 from pacekeeper_operator.state.policy import Policy
+from pacekeeper_operator.state.restart_estimates import RestartMeasurements
 from testing.operators.observations import (
     build_evidence,
     build_job,
@@ -106,7 +108,7 @@ def advance_observation(result: PassResult, observation: Observation, seconds: f
 
 def answer_request(result: PassResult, observation: Observation, **windows_options: Any) -> Observation:
     """Return the observation a second later, when the ranks have answered the current request."""
-    request = result.desired.plan.evidence_request
+    request = result.desired.requests.evidence_name
     assert request
     return advance_observation(result, observation, 1.0, evidence=windows(request, **windows_options))
 
@@ -142,7 +144,8 @@ class TestStartOfLocalSgd:
     def test_a_slow_link_starts_local_sgd_without_a_new_round(self) -> None:
         result, _ = evaluate_after_metrics(exposed=0.25)
         plan = result.desired.plan
-        assert (plan.sync_mode, plan.membership, plan.evidence_request) == (SyncMode.ASYNC_EDIT, 1, "")
+        assert (plan.sync_mode, plan.membership) == (SyncMode.ASYNC_EDIT, 1)
+        assert result.desired.requests.evidence is None
         assert plan.sync_seconds > 1.0
         (incident,) = result.desired.state.incidents.current
         assert (incident.cause, incident.remedy, incident.live) == (
@@ -173,7 +176,8 @@ class TestStartOfLocalSgd:
         adaptation = result.desired.state.adaptation.local_sgd
         assert adaptation is not None
         assert (adaptation.bottleneck, adaptation.since) == (Bottleneck.COMMUNICATION, observation.now)
-        assert state_codec.decode_state(state_codec.encode_state(result.desired, "j"), "j").desired == result.desired
+        read = state_codec.decode_state(state_codec.encode_state(result.desired, "j"), "j").desired
+        assert read.is_stored_as(result.desired)
 
     @pytest.mark.parametrize(
         ("first", "mode"), [(FIRST, SyncMode.ASYNC_EDIT), (0.17, SyncMode.SYNC), (0, SyncMode.SYNC)]
@@ -220,7 +224,7 @@ class TestStartOfLocalSgd:
         assert incident.remedy is None
         assert incident.outcome is IncidentOutcome.INEFFECTIVE
         assert message in next(price.reason for price in incident.remedies if price.name == "LocalSGD")
-        assert not evaluate_job(advance_observation(result, observation, 10.0), policy).desired.plan.evidence_request
+        assert not evaluate_job(advance_observation(result, observation, 10.0), policy).desired.requests.evidence_name
 
     def test_a_rank_at_half_speed_gets_fewer_samples_and_no_local_sgd(self) -> None:
         result, _ = evaluate_after_metrics(replace(WELL, relative_time=2.0), own=(OWN, OWN, 2 * OWN, OWN))
@@ -274,7 +278,8 @@ class TestLengths:
         (incident,) = result.desired.state.incidents.current
         assert (incident.cause, incident.remedy) == (IncidentCause.UNEVEN_LENGTHS, Remedy.BALANCE_LENGTHS)
         assert incident.live
-        assert state_codec.decode_state(state_codec.encode_state(result.desired, "j"), "j").desired == result.desired
+        read = state_codec.decode_state(state_codec.encode_state(result.desired, "j"), "j").desired
+        assert read.is_stored_as(result.desired)
 
     def test_lengths_are_left_alone_where_single_samples_outweigh_the_others(self) -> None:
         """The windows stay as uneven; the fit to each of them differs by noise."""
@@ -286,7 +291,7 @@ class TestLengths:
                 result, observation, 20.0, metrics=replace(self.UNEVEN, throughput=32 / 0.2), evidence=()
             )
             observation = change_members(observation, progress={"step": 560 + 40 * seed})
-            request = result.desired.plan.evidence_request
+            request = result.desired.requests.evidence_name
             observation = replace(
                 observation, evidence=windows(request, **self.build_uneven_samples(2 + seed)) if request else ()
             )
@@ -325,7 +330,7 @@ class TestLengths:
             observation = change_members(
                 advance_observation(result, observation, 20.0, evidence=()), progress={"step": 560 + 40 * seed}
             )
-            request = result.desired.plan.evidence_request
+            request = result.desired.requests.evidence_name
             evidence = windows(request, **self.build_slightly_uneven_samples(seed, known=known)) if request else ()
             result = evaluate_job(replace(observation, evidence=evidence), policy)
         assert not result.desired.state.incidents.current
@@ -342,7 +347,7 @@ class TestLengths:
         lasting = PersistentSlowness(KnownRelativeTimes({2: pace}, 0.003), observation.now - 60)
         metrics = replace(WELL, relative_time=pace, slowest_rank=2, persistent_slowness=lasting)
         observation = replace(observation, metrics=metrics).with_desired(
-            observation.desired.with_budget(restart_seconds=20.0)
+            observation.desired.with_budget(measurements=RestartMeasurements(exchange=(20.0,)))
         )
         result = evaluate_job(observation, build_policy())
         while not (taken := list_decisions(result)) and second < 3000:
@@ -350,7 +355,7 @@ class TestLengths:
             observation = change_members(
                 advance_observation(result, observation, 20.0, evidence=()), progress={"step": 560 + 2 * second}
             )
-            request = result.desired.plan.evidence_request
+            request = result.desired.requests.evidence_name
             answer_options = self.build_slightly_uneven_samples(second, known=False, sigma=0.25, own=of_rank)
             result = evaluate_job(
                 replace(observation, evidence=windows(request, **answer_options) if request else ()), build_policy()
@@ -400,7 +405,7 @@ class TestLengths:
         (considered,) = incident.remedies
         assert considered.name == "BalanceLengths"
         assert "spec.remediation.allow" in considered.reason
-        assert not evaluate_job(advance_observation(result, observation, 10.0), policy).desired.plan.evidence_request
+        assert not evaluate_job(advance_observation(result, observation, 10.0), policy).desired.requests.evidence_name
 
     def test_a_plan_that_the_ranks_cannot_follow_is_taken_back(self) -> None:
         result, observation = self.balance_lengths()
@@ -428,7 +433,7 @@ class TestFruitlessInvestigation:
 
     def test_a_job_that_always_waited_is_left_alone(self) -> None:
         result, observation = self.investigate_without_result()
-        assert not result.desired.plan.evidence_request
+        assert not result.desired.requests.evidence_name
         assert result.desired.state.adaptation.investigation is None
         quiet = evaluate_job(advance_observation(result, observation, 20.0), build_policy())
         assert quiet.desired == result.desired
@@ -438,11 +443,11 @@ class TestFruitlessInvestigation:
         observation = change_members(replace(build_training(), metrics=self.WAITS), training={"sync_mode": "Sync"})
         result = evaluate_job(observation, build_policy())
         observation = advance_observation(
-            result, observation, 15.0, evidence=windows(result.desired.plan.evidence_request, exposed=0.25)
+            result, observation, 15.0, evidence=windows(result.desired.requests.evidence_name, exposed=0.25)
         )
         result = evaluate_job(observation, build_policy())
         observation = advance_observation(
-            result, observation, 15.0, evidence=windows(result.desired.plan.evidence_request, exposed=0.25)
+            result, observation, 15.0, evidence=windows(result.desired.requests.evidence_name, exposed=0.25)
         )
         assert evaluate_job(observation, build_policy()).desired.plan.sync_mode is SyncMode.ASYNC_EDIT
 
@@ -454,7 +459,7 @@ class TestFruitlessInvestigation:
         )
         result = evaluate_job(observation, build_policy())
         assert result.desired.state.adaptation.fruitless_investigation is None
-        assert result.desired.plan.evidence_request
+        assert result.desired.requests.evidence_name
         assert result.desired.state.adaptation.investigation is not None
         assert result.desired.state.adaptation.investigation.since == observation.now
 
@@ -463,7 +468,7 @@ class TestFruitlessInvestigation:
         """Also a small growth starts it, if a remedy exists for it."""
         result, observation = self.investigate_without_result()
         worse = advance_observation(result, observation, 5.0, metrics=replace(self.WAITS, step_seconds=longer * FIRST))
-        assert bool(evaluate_job(worse, build_policy()).desired.plan.evidence_request) is (longer > 1.025)
+        assert bool(evaluate_job(worse, build_policy()).desired.requests.evidence_name) is (longer > 1.025)
 
     def test_steps_that_are_longer_by_chance_start_few_investigations(self) -> None:
         """For an hour, mean steps of windows scatter by 2 % in a job that always waited."""
@@ -474,7 +479,7 @@ class TestFruitlessInvestigation:
             observation = change_members(
                 advance_observation(result, observation, 5.0, metrics=metrics, evidence=()), progress={"step": 560}
             )
-            request = result.desired.plan.evidence_request
+            request = result.desired.requests.evidence_name
             result = evaluate_job(replace(observation, evidence=windows(request) if request else ()), build_policy())
             is_investigating = result.desired.state.adaptation.investigation is not None
             investigations, was_investigating = (
@@ -544,7 +549,7 @@ class TestVerySlowRankInLocalMode:
         result, observation = enter_local_mode()
         observation = replace(observation, metrics=replace(WELL, relative_time=slow))
         for _ in range(int(seconds / 2)):
-            request = result.desired.plan.evidence_request
+            request = result.desired.requests.evidence_name
             own = (OWN, OWN, slow * OWN, OWN)
             evidence = windows(request, own=own, mode=SyncMode.ASYNC_EDIT, transfer=0.25) if request else ()
             observation = advance_observation(result, observation, 2.0, evidence=evidence)
@@ -574,7 +579,7 @@ class TestReturnToSync:
     ) -> tuple[PassResult, Observation]:
         """Return the pass after the answer to the next request."""
         policy = policy or build_policy()
-        while not result.desired.plan.evidence_request:
+        while not result.desired.requests.evidence_name:
             observation = advance_observation(result, observation, 1.0)
             result = evaluate_job(observation, policy)
         observation = answer_request(result, observation, mode=SyncMode.ASYNC_EDIT, **windows_options)
@@ -660,14 +665,15 @@ class TestReturnToSync:
         result, observation = enter_local_mode()
         adaptation = result.desired.state.adaptation.local_sgd
         assert adaptation is not None
-        old = replace(adaptation, since=observation.now - 600, requested_at=observation.now)
-        observation = observation.with_desired(result.desired.with_adaptation(local_sgd=old))
+        old = replace(adaptation, since=observation.now - 600)
+        desired = result.desired.with_adaptation(local_sgd=old).with_requests(revert=RevertRequest(observation.now))
+        observation = observation.with_desired(desired)
         assert not evaluate_job(
             replace(observation, now=observation.now + 30), build_policy()
-        ).desired.plan.evidence_request
+        ).desired.requests.evidence_name
         assert evaluate_job(
             replace(observation, now=observation.now + 70), build_policy()
-        ).desired.plan.evidence_request
+        ).desired.requests.evidence_name
 
     @pytest.mark.parametrize("wanted", [RequestedSyncMode.EDIT, RequestedSyncMode.ASYNC_EDIT])
     def test_a_mode_that_the_spec_requests_is_set_and_stays(self, wanted: RequestedSyncMode) -> None:
@@ -703,4 +709,4 @@ class TestReturnToSync:
         after = evaluate_job(observation, build_policy()).desired
         assert after.plan.sync_mode is SyncMode.ASYNC_EDIT
         assert after.state.adaptation.local_sgd is not None
-        assert not after.plan.evidence_request, "a new round shows nothing yet"
+        assert not after.requests.evidence_name, "a new round shows nothing yet"

@@ -16,9 +16,10 @@ import yaml
 from pacekeeper_operator.api.names import LABEL_JOB, METRICS_PORT, PAUSE_CONFIG_MAP
 from pacekeeper_operator.endpoint.certificates import AUTHORITY_SECRET_NAME
 from pacekeeper_operator.kube.leader_election import LEASE_NAME
+from pacekeeper_operator.observe.owners import READABLE_KINDS
 from pacekeeper_operator.observe.reachability import KUBELET_PORT
 from pacekeeper_operator.pods.node_health import NodeHealthRules
-from pacekeeper_operator.settings import Settings
+from pacekeeper_operator.settings import Settings, WatchMode
 from testcluster import programs
 from testing.kubernetes.chart import CHART, RELEASE, REPOSITORY, SYSTEM, render_chart, run_helm
 from testing.readme import read_commands
@@ -75,9 +76,14 @@ def test_helm_lint_passes(values: Path) -> None:
 @pytest.mark.parametrize("values", SCENARIOS, ids=lambda path: path.name)
 def test_helm_3_renders_the_same(values: Path) -> None:
     run_helm("lint", "--strict", str(CHART), "--values", str(values), program=programs.find_helm_3())
-    assert render_chart("--values", str(values), program=programs.find_helm_3()) == render_chart(
-        "--values", str(values)
+    by_helm_3, by_helm = (
+        {
+            (found["kind"], found["metadata"]["name"]): found
+            for found in render_chart("--values", str(values), **program)
+        }
+        for program in ({"program": programs.find_helm_3()}, {})
     )
+    assert by_helm_3 == by_helm, "they may differ in the order of kinds"
 
 
 def test_helm_3_refuses_the_same() -> None:
@@ -92,7 +98,7 @@ def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> No
     assert {name: found["spec"] for name, found in rendered.items()} == {
         definition["metadata"]["name"]: definition["spec"] for definition in canonical
     }
-    assert len(canonical) == 8
+    assert len(canonical) == 9
     for found in rendered.values():
         assert found["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
@@ -172,6 +178,7 @@ def test_ports_are_those_of_the_settings(objects: list[dict[str, Any]]) -> None:
         "sidecars": settings.port,
         "pk-metrics": settings.metrics_port,
         "liveness": settings.liveness_port,
+        **({"watch": settings.watch_port} if settings.watch_mode is WatchMode.WEBHOOK else {}),
     }
     assert operator["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "liveness"}
 
@@ -406,6 +413,41 @@ def test_the_operator_may_write_node_status_only_if_a_repair_condition_is_set() 
     assert Settings.from_environment(read_environment(flagging)).repair_condition == "PacekeeperFaulty"
     (release,) = find_object(flagging, "Job", f"{RELEASE}-release-nodes")["spec"]["template"]["spec"]["containers"]
     assert {"name": "PACEKEEPER_REPAIR_CONDITION", "value": "PacekeeperFaulty"} in release["env"]
+
+
+def test_only_a_chart_that_watches_jobs_gives_rights_on_their_owners() -> None:
+    """Owners are read, and nothing else. The readable kinds are those that `observe.owners` follows."""
+    owners = {(group, plural, "") for (group, _), plural in READABLE_KINDS.items()}
+    usual = collect_rules(render_chart(), "ClusterRole", f"{RELEASE}-jobs")
+    assert not [key for key in usual if key in owners or key[1].startswith("watchedjobs")]
+    rendered = render_chart("--set", "watch.enabled=true,watch.retention=24h,watch.teamLabel=org/team")
+    watching = collect_rules(rendered, "ClusterRole", f"{RELEASE}-jobs")
+    assert {key for key, verbs in watching.items() if verbs == {"get"}} - set(usual) == owners
+    assert {key[1] for key in set(watching) - set(usual) - owners} == {
+        "watchedjobs",
+        "watchedjobs/status",
+        "watchedjobs/finalizers",
+    }
+    settings = Settings.from_environment(read_environment(rendered))
+    assert (settings.watch_enabled, settings.watch_retention, settings.watch_team_label) == (True, 86400, "org/team")
+
+
+def test_only_a_chart_that_runs_jobsets_lets_the_operator_create_jobs() -> None:
+    """It may create and change jobs that a JobSet controls, and write no more of a JobSet than its status."""
+    usual, running = render_chart(), render_chart("--set", "jobSets.enabled=true")
+    before, after = (collect_rules(objects, "ClusterRole", f"{RELEASE}-jobs") for objects in (usual, running))
+    assert {key: verbs - before.get(key, set()) for key, verbs in after.items() if verbs != before.get(key)} == {
+        ("jobset.x-k8s.io", "jobsets", ""): READ,
+        ("jobset.x-k8s.io", "jobsets/status", ""): {"patch"},
+        ("pacekeeper.dev", "trainingjobs", ""): {"create"},
+    }
+    rules = [index_policies(objects)["jobs"]["validations"] for objects in (usual, running)]
+    ((denying,), (allowing,)) = rules
+    assert denying["expression"] == "request.operation == 'UPDATE' && object.spec == oldObject.spec"
+    assert "owner.?controller.orValue(false) && owner.kind == 'JobSet'" in allowing["expression"]
+    assert "[object, oldObject]" in allowing["expression"], "a job that a user has created is not made a JobSet's"
+    settings = [Settings.from_environment(read_environment(objects)) for objects in (usual, running)]
+    assert [each.jobsets_enabled for each in settings] == [False, True]
 
 
 def test_policies_follow_the_values() -> None:

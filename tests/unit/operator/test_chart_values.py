@@ -76,9 +76,7 @@ CHANGES: dict[str, Change] = {
         [{"name": "a"}],
         expect_in_both_pods("spec.imagePullSecrets.0.name", "a") | expect_setting("IMAGE_PULL_SECRETS", "a"),
     ),
-    "sidecarImage.repository": Change(
-        "sidecar", expect_setting("SIDECAR_IMAGE", SIDECAR) | expect_setting("SIDECAR_PULL_POLICY", "IfNotPresent")
-    ),
+    "sidecarImage.repository": Change("sidecar", expect_setting("SIDECAR_IMAGE", SIDECAR)),
     "sidecarImage.tag": Change(
         "v2", expect_setting("SIDECAR_IMAGE", "sidecar:v2"), given={"sidecarImage.repository": "sidecar"}
     ),
@@ -283,6 +281,7 @@ SWITCHES: dict[str, Switch] = {
         )
     ),
     "dcgm.podMonitor.enabled": define_switch("PodMonitor-dcgm", given={"dcgm.namespace": "gpu"}),
+    "jobSets.enabled": define_switch(touches=("ClusterRole-jobs", "Deployment", "ValidatingAdmissionPolicy-jobs")),
     "monitoring.dashboards": define_switch("ConfigMap-dashboard-job", "ConfigMap-dashboard-platform"),
     "networkPolicy.enabled": define_switch("NetworkPolicy", "NetworkPolicy-probes"),
     "podDisruptionBudget.enabled": define_switch("PodDisruptionBudget"),
@@ -290,6 +289,15 @@ SWITCHES: dict[str, Switch] = {
     "prometheusRule.enabled": define_switch("PrometheusRule"),
     "serviceAccount.create": define_switch("ServiceAccount mine", given={"serviceAccount.name": "mine"}),
     "serviceMonitor.enabled": define_switch("ServiceMonitor"),
+    "watch.enabled": define_switch(
+        *("MutatingAdmissionPolicy-watch", "MutatingAdmissionPolicy-watch-pods"),
+        *("MutatingAdmissionPolicyBinding-watch", "MutatingAdmissionPolicyBinding-watch-pods"),
+        touches=("ClusterRole", "ClusterRole-jobs", "Deployment", "Role", "ValidatingAdmissionPolicy-owned"),
+        given={"watch.mode": "Policy"},
+    ),
+    "watch.prePull.enabled": define_switch(
+        "DaemonSet-watch-image", touches=("Deployment", "Role"), given={"watch.enabled": True}
+    ),
     "tls.certManager.enabled": define_switch(
         "Certificate", touches=("Deployment", "Role"), given={"tls.certManager.issuerRef.name": "ours"}
     ),
@@ -301,6 +309,8 @@ ELSEWHERE = {
     "fullnameOverride": "test_names_can_be_chosen",
     "commonLabels": "test_common_labels_are_everywhere",
     "serviceAccount.name": "test_another_account_gets_all_that_the_operators_would",
+    "watch.retention": "test_chart.py",
+    "watch.teamLabel": "test_chart.py",
     "watchNamespaces": "test_chart.py",
     "tls.existingSecret": "test_chart.py",
     "admissionPolicy.hostAccess": "test_chart.py",
@@ -315,6 +325,22 @@ ELSEWHERE = {
     "prometheus.headers": "test_chart.py",
     "prometheus.matchers": "test_chart.py",
     "prometheusRule.runbookUrl": "test_alerts.py",
+    "watch.mode": "test_watch_chart.py",
+    "watch.image.repository": "test_watch_chart.py",
+    "watch.image.tag": "test_watch_chart.py",
+    "watch.image.digest": "test_watch_chart.py",
+    "watch.image.pullPolicy": "test_watch_chart.py",
+    "watch.prePull.nodeSelector": "test_watch_chart.py",
+    "watch.prePull.tolerations": "test_watch_chart.py",
+    "watch.namespaceSelector": "test_watch_chart.py",
+    "watch.kinds": "test_watch_chart.py",
+    "watch.resources.requests": "test_watch_chart.py",
+    "watch.resources.limits": "test_watch_chart.py",
+    "watch.restart": "test_watch_chart.py",
+    "watch.kubeflowProgress": "test_watch_chart.py",
+    "watch.links": "test_watch_chart.py",
+    "watch.profiles": "test_watch_chart.py",
+    "watch.webhookPort": "test_watch_chart.py",
 }
 """Values with too many effects for one line, and where they are tested."""
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.plan import CheckpointEndpoint, Plan
 from pacekeeper_analysis.protocol.reports import Evidence, Heartbeat
+from pacekeeper_analysis.protocol.requests import EvidenceRequest
 from pacekeeper_operator import file_limits
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass
 from pacekeeper_operator.api.node_quarantine import QuarantineVerdict
@@ -24,6 +25,7 @@ from pacekeeper_operator.observe.gather import build_observation, collect_cluste
 from pacekeeper_operator.observe.job_cache import JobCache, JobRegistry, WorkerContact
 from pacekeeper_operator.observe.peer_jobs import HUNG_NODE_SECONDS, SUSPECT_NODE_SECONDS, NodeSnapshot
 from pacekeeper_operator.observe.views import view_node
+from pacekeeper_operator.pods.checkpoint_server import build_checkpoint_server_name
 from pacekeeper_operator.pods.node_health import NodeHealthRules
 from pacekeeper_operator.state.cluster_view import RECENT_POLL_SECONDS, ClusterView, PodView
 from pacekeeper_operator.state.desired_state import (
@@ -196,7 +198,9 @@ class TestMemory:
             (name, "node-1"): QuarantineDecision(QuarantineVerdict.SUSPECTED, "w") for name in ("asked", "dropped")
         }
         wanted = QuarantineRequest("node-1", "u", "why", "asked")
-        desired = observation.desired.with_plan(evidence_request="new").with_incidents(quarantine_requests=(wanted,))
+        desired = observation.desired.with_requests(evidence=EvidenceRequest("new")).with_incidents(
+            quarantine_requests=(wanted,)
+        )
         memory.publish(desired, "7")
         assert list(memory.contacts) == ["j-w0-0"]
         assert list(memory.evidence) == ["j-w0-0"]
@@ -233,7 +237,9 @@ class TestObservation:
 
     def test_settled_faults_and_unrequested_evidence_are_not_observed(self) -> None:
         observation = build_training()
-        desired = observation.desired.settle_faults(("j-w0-0-rank-0-round-1",)).with_plan(evidence_request="new")
+        desired = observation.desired.settle_faults(("j-w0-0-rank-0-round-1",)).with_requests(
+            evidence=EvidenceRequest("new")
+        )
         memory = JobCache(observation.job, desired)
         for name in ("j-w0-0", "j-w1-0"):
             memory.faults.add(build_crash(name, int(name[3])), workers=10)
@@ -248,6 +254,15 @@ class TestObservation:
         going = replace(stray, name="j-w8-0", deleting=True)
         seen = self.observe(JobCache(observation.job, observation.desired), stray, going)
         assert [pod.name for pod in seen.stray_pods] == ["j-w9-0"]
+
+    def test_the_pod_of_the_checkpoint_server_is_no_stray_unless_it_serves_something_else(self) -> None:
+        observation = build_training()
+        server = CheckpointEndpoint("00" * 32)
+        desired = observation.desired.with_plan(checkpoint_server=server)
+        pod = PodView(build_checkpoint_server_name(observation.job, server.secret), "u", "Running", "node-1")
+        other = replace(pod, name=build_checkpoint_server_name(observation.job, "11" * 32))
+        seen = self.observe(JobCache(observation.job, desired), pod, other)
+        assert (seen.checkpoint_server, seen.stray_pods) == (pod, (other,))
 
     def test_ages_of_states_and_steps_count_from_their_reports(self) -> None:
         observation = build_training()

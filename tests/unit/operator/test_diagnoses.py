@@ -13,12 +13,13 @@ import pytest
 from pacekeeper_analysis.failures.confidence import MEASURED_CONFIDENCE, estimate_confidence
 from pacekeeper_analysis.failures.finding import FaultClass
 from pacekeeper_analysis.profiling.localize import localize_fault
-from pacekeeper_analysis.protocol.plan import ProfileRequest
+from pacekeeper_analysis.protocol.requests import ProfileRequest
 from pacekeeper_operator.api.incident import IncidentCause
 from pacekeeper_operator.decide.evaluate import evaluate_job
 from pacekeeper_operator.decide.stragglers import profile
 from pacekeeper_operator.state.desired_state import Incident
 from pacekeeper_operator.state.effect_results import LocalizedProfile
+from pacekeeper_operator.state.job_requests import ProfileWindow
 from testing.operators.observations import NOW, build_policy, build_stalls, build_training, list_decisions
 from testing.training.patterns import HEALTHY_WORK, SLOW_FUNCTION, build_answers, build_pattern
 from tests.unit.operator.test_adapting import OWN, STEPS, WELL, evaluate_after_metrics, slow_ranks_in_turn
@@ -64,8 +65,9 @@ def build_profile_incident(*works: Mapping[Any, float]) -> Callable[[], Incident
         before = [build_pattern(rank, HEALTHY_WORK, sum(HEALTHY_WORK.values()) + 0.02) for rank in range(len(works))]
         found = localize_fault(build_answers(now, before), len(works))
         observation = build_training()
-        desired = observation.desired.with_plan(profile=ProfileRequest("profile-7", 600, 32, 20.0))
-        observation = observation.with_desired(desired.with_profiling(requested_at=NOW - 30, until=NOW + 30, round=1))
+        request, window = ProfileRequest("profile-7", 600, 32, 20.0), ProfileWindow(NOW - 30, NOW + 30, round=1)
+        desired = observation.desired.with_requests(profile=request, profile_window=window)
+        observation = observation.with_desired(desired)
         (decision,) = list_decisions(
             evaluate_job(
                 replace(observation, profile_answers=4, localized_profile=LocalizedProfile("profile-7", found, "{}")),

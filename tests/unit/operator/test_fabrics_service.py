@@ -14,6 +14,7 @@ import pytest
 from pacekeeper_analysis.fabric.view import FabricLink
 from pacekeeper_analysis.protocol.plan import Hop, Paths, PlannedPath, Stop
 from pacekeeper_analysis.protocol.reports import Evidence, LinkWindow
+from pacekeeper_analysis.protocol.requests import EvidenceRequest
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api.conditions import FabricReason
 from pacekeeper_operator.api.fabric import FabricStatus, PathControl
@@ -51,6 +52,7 @@ from pacekeeper_operator.state.desired_state import (
 )
 from pacekeeper_operator.state.job_metrics import JobMetrics
 from pacekeeper_operator.state.network import NO_FABRIC, JobTraffic, NodeRanks
+from pacekeeper_operator.state.restart_estimates import RestartKind, RestartMeasurements
 from pacekeeper_operator.state.routes import TRIED_ROUTE_TTL_SECONDS
 from testing.kubernetes.fake_cluster import FakeCluster
 from testing.kubernetes.stored_job import INSTALLATION
@@ -542,9 +544,10 @@ class TestTraffic:
         assert found is not None
         assert (found.wait_share, found.round_seconds) == (0.0, None)
 
-    @pytest.mark.parametrize("measured", ["restart_seconds", "spare_restart_seconds"])
-    def test_the_last_rounds_duration_is_the_price_of_a_round(self, harness: Harness, measured: str) -> None:
-        desired = build_training(4, 0).desired.with_budget(**{measured: 1.5})
+    @pytest.mark.parametrize("kind", RestartKind)
+    def test_the_last_rounds_duration_is_the_price_of_a_round(self, harness: Harness, kind: RestartKind) -> None:
+        measurements = RestartMeasurements().add_restart(kind, 1.5)
+        desired = build_training(4, 0).desired.with_budget(measurements=measurements)
         found = build_traffic(harness.job(desired=desired))
         assert found is not None
         assert found.round_seconds == 1.5
@@ -628,7 +631,7 @@ class TestTraffic:
 
     def test_measured_bytes_between_nodes_are_summed(self, harness: Harness) -> None:
         desired = build_training(4, 0).desired
-        memory = harness.job(desired=desired.with_plan(evidence_request="q"))
+        memory = harness.job(desired=desired.with_requests(evidence=EvidenceRequest("q")))
 
         def end(worker: int, local: str, remote: str, acked: int) -> Evidence:
             window = LinkWindow(local, remote, rank=worker, acked_bytes=acked, busy_seconds=1.0, seconds=5.0)
@@ -648,7 +651,7 @@ class TestTraffic:
 
     async def test_measured_bytes_count_in_the_plan(self, harness: Harness) -> None:
         harness.cluster.fabric()
-        memory = harness.job(desired=build_training(4, 0).desired.with_plan(evidence_request="q"))
+        memory = harness.job(desired=build_training(4, 0).desired.with_requests(evidence=EvidenceRequest("q")))
         windows = (("a:1", "b:2", 0, 16000), ("b:2", "a:1", 1, 1000))
         for local, remote, rank, acked in windows:
             window = LinkWindow(local, remote, rank=rank, acked_bytes=acked, busy_seconds=1.0, seconds=5.0)

@@ -69,6 +69,11 @@ SERIES = [
     Series(ECC, "of-last-month", lambda at: None if at < SPAN - 60 else 5),
     Series(ECC, "old", lambda _: 5),
     Series(ECC, "new", lambda at: 0 if at < SPAN - 60 else 1),
+    Series(ECC, "reset", lambda at: 5 if at < SPAN - 60 else 0),
+    Series(ECC, "reset-by-one-of-two-exporters", lambda at: 5 if at < SPAN - 60 else 0, {"pod": "a"}),
+    Series(ECC, "reset-by-one-of-two-exporters", lambda _: 5, {"pod": "b"}),
+    Series(ECC, "never-seen-by-a-new-exporter", lambda at: 5 if at < SPAN - 330 else None, {"pod": "a"}),
+    Series(ECC, "never-seen-by-a-new-exporter", lambda at: None if at < SPAN - 330 else 0, {"pod": "b"}),
     Series(ECC, "new-of-a-new-exporter", lambda at: 0 if at < SPAN - 60 else None, {"pod": "a"}),
     Series(ECC, "new-of-a-new-exporter", lambda at: None if at < SPAN - 60 else 1, {"pod": "b"}),
     Series(CLOCK, "slow", lambda _: 1400),
@@ -121,13 +126,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     folder: Path = tmp_path_factory.mktemp("prometheus")
     with run_prometheus(folder, f"127.0.0.1:{server.server_port}") as address:
-        query = {"query": f"count({{__name__=~'DCGM_.*'}}) == {len(SERIES)}"}
+        query = {"query": f"count(last_over_time({{__name__=~'DCGM_.*'}}[15m])) == {len(SERIES)}"}
 
         def scraped() -> bool:
             answer: dict[str, Any] = requests.get(f"{address}/api/v1/query", params=query, timeout=60).json()
             return bool(answer["data"]["result"])
 
-        wait_until_true(scraped, "all series are there", seconds=240)  # it looks back for no more than 300
+        wait_until_true(scraped, "all series are there", seconds=240)
         yield address
     server.shutdown()
     server.server_close()
@@ -170,7 +175,7 @@ async def test_each_sign_is_found_on_these_gpus_and_no_others(
 
 
 @pytest.mark.usefixtures("signs")
-async def test_an_error_includes_the_earlier_value_of_its_series(url: str) -> None:
+async def test_an_error_includes_the_earlier_value_of_its_series_and_resets_are_named(url: str) -> None:
     found = await PrometheusClient(url, "gpus", "Hostname").read_gpu_errors()
     assert found is not None
     assert {value.gpu: (value.value, value.previous_value) for value in found if value.metric == ECC} == {
@@ -178,6 +183,8 @@ async def test_an_error_includes_the_earlier_value_of_its_series(url: str) -> No
         "old": (5, 5),
         "new": (1, 0),
         "new-of-a-new-exporter": (1, 0),
+        "reset": (0, None),
+        "reset-by-one-of-two-exporters": (5, 5),
     }
 
 
@@ -202,9 +209,9 @@ async def test_gpu_values_are_queried_rarely(url: str) -> None:
         return []
 
     watched = PrometheusClient(url, "gpus", "Hostname", answer_query)
-    for now in (0.0, 5.0, 29.0, 31.0, 7.0):
+    for now in (0.0, 0.0, 5.0, 29.0, 31.0, 7.0):
         await watched.sample(now)
-    assert ["PCIE" in query for query in queries] == [*(False, True, False, False, False, True, False, True)], (
+    assert ["PCIE" in query for query in queries] == [*(False, True, False, False, False, False, True, False, True)], (
         "every 30 seconds, and when the clock was set back"
     )
     await PrometheusClient(url, "", "Hostname", answer_query).sample(0.0)

@@ -15,7 +15,7 @@ from pacekeeper_operator.api.incident import IncidentCause
 from pacekeeper_operator.api.node_quarantine import QuarantinePhase, QuarantineStatus, QuarantineVerdict
 from pacekeeper_operator.api.training_job import JobPhase, JobStatus, Remedy, WorkerCounts
 from pacekeeper_operator.runtime.reconcile import show_link_metrics
-from pacekeeper_operator.state.desired_state import LinkCheck, LinkSide
+from pacekeeper_operator.state.job_requests import LinkCheck, LinkSide
 from testing.kubernetes.chart import REPOSITORY
 from testing.operators.metric_names import list_operator_metrics
 from testing.operators.observations import NOW, build_training

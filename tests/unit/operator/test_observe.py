@@ -10,6 +10,7 @@ import pytest
 
 from pacekeeper_analysis.protocol.plan import Plan
 from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, Heartbeat
+from pacekeeper_analysis.protocol.requests import EvidenceRequest
 from pacekeeper_operator.api.training_job import JobPhase
 from pacekeeper_operator.observe.gather import build_observation, collect_cluster_view
 from pacekeeper_operator.observe.job_cache import JobCache, JobRegistry, WorkerContact
@@ -32,6 +33,13 @@ def build_pod(**status: Any) -> dict[str, Any]:
 
 def build_container_status(name: str, **state: Any) -> dict[str, Any]:
     return {"name": name, "state": state}
+
+
+def test_the_pod_set_of_a_pod_is_its_label() -> None:
+    pod = build_pod()
+    assert view_pod(pod).pod_set == ""
+    pod["metadata"]["labels"] = {"kueue.x-k8s.io/podset": "spares"}
+    assert view_pod(pod).pod_set == "spares"
 
 
 def test_a_running_pod_is_parsed() -> None:
@@ -136,10 +144,11 @@ def test_a_node_is_parsed() -> None:
         "status": {
             "conditions": [{"type": "Ready", "status": "Unknown"}],
             "addresses": [{"type": "InternalIP", "address": "192.0.2.1"}],
+            "nodeInfo": {"bootID": "b-1"},
         },
     }
     view = view_node(node, NodeHealthRules())
-    assert (view.ready, view.address) == (False, "192.0.2.1")
+    assert (view.ready, view.address, view.boot_id) == (False, "192.0.2.1", "b-1")
     assert view.labels == {}
 
 
@@ -209,13 +218,13 @@ async def test_polls_return_for_a_new_plan_and_fault_reports_for_any_new_state()
         reasons.append(what)
 
     tasks = [
-        asyncio.create_task(wait(memory.plan_waiters, "poll")),
+        asyncio.create_task(wait(memory.poll_waiters, "poll")),
         asyncio.create_task(wait(memory.fault_waiters, "fault")),
     ]
     await asyncio.sleep(0)
     memory.publish(observation.desired.settle_faults(("j-w0-0-1",)), "2")
     await asyncio.wait_for(tasks[1], 60)
     assert reasons == ["fault"]
-    memory.publish(observation.desired.with_plan(evidence_request="why"), "3")
+    memory.publish(observation.desired.with_requests(evidence=EvidenceRequest("why")), "3")
     await asyncio.wait_for(tasks[0], 60)
     assert reasons == ["fault", "poll"]

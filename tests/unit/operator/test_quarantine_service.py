@@ -28,6 +28,7 @@ from pacekeeper_operator.kube.client import (
     Object,
     ResourceKind,
 )
+from pacekeeper_operator.node_probe import PROBE_SECRET_VARIABLE
 from pacekeeper_operator.services import quarantine as service
 from pacekeeper_operator.services.node_registry import NodeRegistry
 from pacekeeper_operator.services.quarantine import NodeAccusation, raise_suspicion, release_all, run_quarantine_loop
@@ -172,10 +173,9 @@ class TestSuspicion:
             return None if kind is NODE_QUARANTINES else await find(kind, name, namespace)
 
         monkeypatch.setattr(harness.cluster, "find", blind_once)
-        assert (
-            await harness.raise_suspicion(harness.build_accusation(incident=ObjectRef("j", "team-b")))
-            is QuarantineVerdict.SUSPECTED
-        )
+        accusation = harness.build_accusation(incident=ObjectRef("j", "team-b"))
+        decision = await raise_suspicion(harness.build_registry(), accusation)
+        assert (decision.verdict, decision.recorded) == (QuarantineVerdict.SUSPECTED, False), "it is repeated later"
         assert [sign.namespace for sign in harness.cluster.quarantines()["node-1"].spec.suspicions] == ["team-a"]
 
     async def test_while_remedies_are_paused_no_suspicion_is_raised(self, harness: Harness) -> None:
@@ -280,6 +280,18 @@ class TestProbe:
         """No other pod runs there, and the probe decides about the release."""
         harness.cluster.hidden["pods"] = Denied("pods is forbidden")
         assert (await self.probe(harness, 8, share=False))["command"][-1] == "--gpus=8"
+
+    async def test_pods_of_a_group_that_start_one_after_the_other_have_one_secret(self, harness: Harness) -> None:
+        await self.probe(harness, 0)
+        pods = [body for (plural, _, _), body in harness.cluster.objects.items() if plural == PODS.plural]
+        secrets = [
+            variable["value"]
+            for body in pods
+            for variable in body["spec"]["containers"][0]["env"]
+            if variable["name"] == PROBE_SECRET_VARIABLE
+        ]
+        assert len(secrets) == len(pods) == 3, "the node and two companions"
+        assert len(set(secrets)) == 1
 
 
 FLAGGING = replace(SETTINGS, repair_condition="PacekeeperFaulty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -95,7 +96,7 @@ class TestWorkload:
         set_admission(cluster, "QuotaReserved", "Admitted", workers=4, spares=1)
         turn = await service.sync_workload(operator, build_queued_job(), None, GONE)
         assert (turn.admitted, turn.counts) == (True, {"workers": 4, "spares": 1})
-        assert turn.find_placement(spare=True) == NodePlacement({"pool": "h100"}, ({"key": "gpu"},))
+        assert turn.find_placement(SPARES_POD_SET) == NodePlacement({"pool": "h100"}, ({"key": "gpu"},))
         cluster.objects.pop(("resourceflavors", "", "h100"))
         assert await service.sync_workload(operator, build_queued_job(), turn, TRAINING) == turn, (
             "flavors are read once"
@@ -385,9 +386,25 @@ class TestPass:
         context.cache.results.queue_decision = replace(
             ADMITTED_HERE, flavors={WORKERS_POD_SET: frozenset({"h100"})}, placements={"h100": there}
         )
-        await handle_effect(operator, context, CreatePod(WorkerRecord("j-w9-0", 9, 0)))
+        await handle_effect(operator, context, CreatePod(WorkerRecord("j-w9-0", 9, 0), pod_set=WORKERS_POD_SET))
         pod = cluster.objects["pods", "ns", "j-w9-0"]
         assert pod["spec"]["nodeSelector"] == {"pool": "h100"}
         assert {"key": "gpu"} in pod["spec"]["tolerations"]
-        await handle_effect(operator, context, CreatePod(WorkerRecord("j-w8-0", 8, 0), spare=True))
+        await handle_effect(
+            operator, context, CreatePod(WorkerRecord("j-w8-0", 8, 0), spare=True, pod_set=SPARES_POD_SET)
+        )
         assert "nodeSelector" not in cluster.objects["pods", "ns", "j-w8-0"]["spec"]
+
+    @pytest.mark.parametrize(("level", "is_node"), [("kubernetes.io/hostname", True), ("example.com/rack", False)])
+    async def test_no_constraint_excludes_the_node_that_kueue_assigns(
+        self, operator: Operator, cluster: FakeCluster, level: str, is_node: bool
+    ) -> None:
+        context = await self.start_training(operator, cluster, build_training())
+        context.cache.results.queue_decision = replace(
+            ADMITTED_HERE, topology_levels={SPARES_POD_SET: frozenset({level})}
+        )
+        record = WorkerRecord("j-w9-0", 9, 0)
+        await handle_effect(operator, context, CreatePod(record, spare=True, avoid=("node-7",), pod_set=SPARES_POD_SET))
+        pod = cluster.objects["pods", "ns", "j-w9-0"]
+        assert pod["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/topology"}]
+        assert ("requiredDuringSchedulingIgnoredDuringExecution" in json.dumps(pod["spec"]["affinity"])) is not is_node

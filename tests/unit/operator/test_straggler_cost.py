@@ -18,6 +18,7 @@ from pacekeeper_operator.decide.evaluate import evaluate_job
 from pacekeeper_operator.state import state_codec
 from pacekeeper_operator.state.desired_state import DesiredState
 from pacekeeper_operator.state.observation import Observation
+from pacekeeper_operator.state.restart_estimates import RestartMeasurements
 from testing.operators.observations import (
     NOW,
     build_evidence,
@@ -101,7 +102,9 @@ def build_initial_observation(job: Job) -> Observation:
     observation = change_members(
         build_training(spares=job.spares), training={"managed": job.steered, "sync_mode": "Sync"}
     )
-    observation = observation.with_desired(observation.desired.with_budget(restart_seconds=job.restart))
+    observation = observation.with_desired(
+        observation.desired.with_budget(measurements=RestartMeasurements(exchange=(job.restart,)))
+    )
     return change_members(observation, training={"global_batch": RANKS * job.samples})
 
 
@@ -121,7 +124,7 @@ def observe_job(observation: Observation, job: Job, desired: DesiredState, now: 
     )
     steps = tuple(range(500))[-count_window_steps(32, max(own)) :]
     answers = build_evidence(
-        desired.plan.evidence_request,
+        desired.requests.evidence_name,
         (
             RankWindow(
                 rank,
@@ -135,16 +138,17 @@ def observe_job(observation: Observation, job: Job, desired: DesiredState, now: 
         ),
     )
     found = replace(observation.with_desired(desired), now=NOW + now, metrics=metrics)
-    found = replace(found, evidence=answers if desired.plan.evidence_request else ())
+    found = replace(found, evidence=answers if desired.requests.evidence_name else ())
     return change_members(found, progress={"step": 500 + int(now / max(own))})
 
 
 def simulate_job(job: Job) -> SimulatedOutcome:
-    """Simulate the job. Each pass is one of an operator that reads only the state that the pass before has written."""
+    """Simulate the job. Each pass reads the state that the pass before has written, and the leader's own requests."""
     observation, found = build_initial_observation(job), SimulatedOutcome()
     desired, now = observation.desired, 0.0
     while now < job.lasts:
-        desired = state_codec.decode_state(state_codec.encode_state(desired, "j"), "j").desired
+        stored = state_codec.decode_state(state_codec.encode_state(desired, "j"), "j").desired
+        desired = replace(stored, requests=desired.requests)
         desired = evaluate_job(observe_job(observation, job, desired, now), build_policy(max_restarts=1)).desired
         incidents = [i for i in desired.state.incidents.current if i.cause is IncidentCause.STRAGGLER]
         if incidents and math.isinf(found.decided):
@@ -198,7 +202,7 @@ def test_without_a_spare_shares_stay_and_evidence_requests_end() -> None:
     assert found.desired is not None
     assert found.desired.plan.shares is not None
     assert found.desired.state.adaptation.investigation is None
-    assert found.desired.plan.evidence_request == ""
+    assert found.desired.requests.evidence_name == ""
 
 
 def simulate_with_shares(seconds: float = 30.0, factor: float = 1.6, spares: int = 1) -> tuple[Observation, Job]:
@@ -227,7 +231,7 @@ def test_a_spare_that_becomes_warm_late_is_used() -> None:
     records = warm.state.placement.workers
     desired = observation.desired.with_placement(workers=records)
     questioned = evaluate_job(observe_job(warm, job, desired, 501.0), build_policy()).desired
-    assert questioned.plan.evidence_request
+    assert questioned.requests.evidence_name
     taken = evaluate_job(observe_job(warm, job, questioned, 502.0), build_policy()).desired
     assert [i.remedy for i in taken.state.incidents.open] == [Remedy.REPLACE_WORKER]
 
@@ -238,9 +242,9 @@ def test_a_small_loss_that_shares_leave_still_adds_up() -> None:
 
     def requests_evidence(slowdown: float, lost: float = 31.0) -> bool:
         loss = AccumulatedLoss(lost, observation.now, slowdown)
-        desired = observation.desired.with_adaptation(investigation=None, loss=loss).with_plan(evidence_request="")
+        desired = observation.desired.with_adaptation(investigation=None, loss=loss).with_requests(evidence=None)
         desired = desired.with_incidents(current=())
-        return bool(evaluate_job(observation.with_desired(desired), build_policy()).desired.plan.evidence_request)
+        return bool(evaluate_job(observation.with_desired(desired), build_policy()).desired.requests.evidence_name)
 
     assert requests_evidence(1.01)
     assert not requests_evidence(1.01, lost=30.0), "a spare costs more"
@@ -252,7 +256,7 @@ def test_no_worker_is_replaced_for_a_fault_that_is_over() -> None:
     job = Job(1.6, 15.0, 1.0, 8, restart=9.0, spares=1, steered=False)
     found = simulate_job(job)
     assert found.desired is not None
-    assert found.desired.plan.evidence_request
+    assert found.desired.requests.evidence_name
     observation = observe_job(build_initial_observation(job), job, found.desired, 300.0)
     over = replace(observation, metrics=replace(observation.metrics, relative_time=1.0))
     assert not evaluate_job(over, build_policy()).desired.state.incidents.open
@@ -262,11 +266,11 @@ def test_no_worker_is_replaced_for_a_fault_that_is_over() -> None:
 def test_a_loss_without_the_permission_to_act_requests_no_evidence() -> None:
     observation, _ = simulate_with_shares(100.0)
     quiet = replace(observation, now=NOW + 2000.0)
-    assert evaluate_job(quiet, build_policy()).desired.plan.evidence_request
+    assert evaluate_job(quiet, build_policy()).desired.requests.evidence_name
     assert not evaluate_job(
         quiet, build_policy(allow=frozenset(Remedy) - {Remedy.REPLACE_WORKER})
-    ).desired.plan.evidence_request
-    assert not evaluate_job(quiet, build_policy(paused="maintenance")).desired.plan.evidence_request
+    ).desired.requests.evidence_name
+    assert not evaluate_job(quiet, build_policy(paused="maintenance")).desired.requests.evidence_name
 
 
 def test_shares_that_outlive_their_straggler_are_set_back_although_they_cost_little() -> None:

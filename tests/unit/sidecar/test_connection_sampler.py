@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.network import sockets
-from pacekeeper.launcher.network.sockets import SOCKET_SCAN_INTERVAL_SECONDS, SocketFile, list_socket_inodes
+from pacekeeper.launcher.network.sockets import SocketFile
 from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json, write_text
 from pacekeeper.sidecar import connection_sampler
 from pacekeeper.sidecar.connection_sampler import (
@@ -23,6 +22,8 @@ from pacekeeper.sidecar.connection_sampler import (
     ConnectionSampler,
 )
 from pacekeeper_analysis.protocol.reports import Evidence, LinkWindow
+from pacekeeper_rank.watching import process_files
+from pacekeeper_rank.watching.process_files import SOCKET_SCAN_INTERVAL_SECONDS, list_socket_inodes
 
 MB = 1_000_000
 SAMPLES = LINK_WINDOW_COUNT * SAMPLES_PER_LINK_WINDOW + 1
@@ -385,7 +386,7 @@ class TestSockets:
 
     def test_a_limited_number_of_open_files_is_read(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         assert get_inode(pair[0]) in list_socket_inodes(os.getpid())
-        monkeypatch.setattr(sockets, "MAX_OPEN_FILES_SCANNED", 0)
+        monkeypatch.setattr(process_files, "MAX_OPEN_FILES_SCANNED", 0)
         assert list_socket_inodes(os.getpid()) == set()
 
     def test_a_process_that_has_exited_holds_none(self) -> None:

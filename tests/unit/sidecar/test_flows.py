@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pacekeeper.observe.record_ring import RingWriter, create_ring
+from pacekeeper.health.rank_rings import NCCL_STEP_MEASUREMENT_SECONDS, RankRings
+from pacekeeper.observe.collectives.nccl_transport import TransportReader
 from pacekeeper.runtime_folder import RuntimeFolder
-from pacekeeper.sidecar.rank_rings import NCCL_STEP_MEASUREMENT_SECONDS, RankRings
 from pacekeeper_analysis.network.delay_matrix import SpotKind, describe_hot_spot, diagnose_links, join_link_ends
-from pacekeeper_analysis.protocol.plan import EvidencePart
 from pacekeeper_analysis.protocol.reports import MAX_WORKER_FLOWS, Evidence, FlowWindow
+from pacekeeper_analysis.protocol.requests import EvidencePart
 from pacekeeper_analysis.protocol.transport import TRANSPORT_HEADER
+from pacekeeper_rank.record_ring import RingWriter, create_ring
 from testing.training.nccl import NcclDriver, build_driver
 
 WORKERS, FIRST_RANK = 4, 20
@@ -105,6 +107,28 @@ def test_nothing_else_changes_without_the_plugin(
     assert (answer.flows, [window.rank for window in answer.windows]) == ((), [FIRST_RANK])
     assert ("rank 20's transfers over NCCL are unknown" in caplog.text) is (content is not None)
     assert join_link_ends([answer]) == ([], 0)
+
+
+def test_files_that_are_truncated_while_they_are_read_end_no_sidecar(driver: NcclDriver, tmp_path: Path) -> None:
+    runtime, rings = build_worker(tmp_path, 0)
+    driver.run_scenario(6, "traffic", WORKERS, 0, -1, transport=runtime.transport(0))
+    transport = TransportReader(runtime.transport(0))
+    assert len(transport.operations())
+    assert len(rings.refresh()) == 1
+    for path in (runtime.transport(0), runtime.ring(0)):
+        os.truncate(path, 0)
+    assert (len(transport.operations()), len(transport.communicators())) == (0, 0)
+    assert rings.refresh() == rings.refresh() == []
+
+
+def test_a_link_does_not_lead_the_sidecar_to_another_file(driver: NcclDriver, tmp_path: Path) -> None:
+    runtime, rings = build_worker(tmp_path, 0)
+    driver.run_scenario(6, "traffic", WORKERS, 0, -1, transport=runtime.transport(0))
+    other = runtime.transport(0).rename(tmp_path / "other")
+    before = other.read_bytes()
+    runtime.transport(0).symlink_to(other)
+    assert rings.build_evidence("why", "w0", 1, PARTS).flows == ()
+    assert other.read_bytes() == before
 
 
 def _read_steps_until(runtime: RuntimeFolder) -> int:

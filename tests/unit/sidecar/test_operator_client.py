@@ -88,7 +88,7 @@ async def client(authority: Authority, port: int, tmp_path: Path) -> AsyncIterat
 
 
 async def fetch_plan(client: OperatorClient) -> None:
-    await client.fetch_plan(Heartbeat(worker="j-w0-0"), None, 0)
+    await client.poll(Heartbeat(worker="j-w0-0"), None, "", 0)
 
 
 async def test_the_client_calls_the_leader_that_a_follower_names_and_stays_with_it(

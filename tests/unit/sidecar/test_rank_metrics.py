@@ -8,8 +8,8 @@ from itertools import count
 
 import pytest
 
+from pacekeeper.health.rank_metrics import METRICS_SETTLE_SECONDS, CurrentRankMetrics, MetricsReporter, measure_rank
 from pacekeeper.observe.rank_history import RankHistory, StepTimes
-from pacekeeper.sidecar.rank_metrics import METRICS_SETTLE_SECONDS, CurrentRankMetrics, MetricsReporter, measure_rank
 
 BAND = 0.05
 STEP, OWN, SAMPLES = 0.25, 0.2, 8
@@ -54,7 +54,7 @@ def test_the_metrics_are_means_over_the_window() -> None:
     rank = SimulatedRank()
     rank.train((0.1, 0.2, 0.3), wait=0.1)
     (metrics,) = rank.reporter.take_report()
-    assert (metrics.rank, metrics.steps, metrics.share) == (3, 3, SAMPLES)
+    assert (metrics.rank, metrics.steps, metrics.share, metrics.last_step) == (3, 3, SAMPLES, 2)
     assert (metrics.step_seconds, metrics.compute_seconds, metrics.wait_seconds) == pytest.approx((0.3, 0.2, 0.1))
     assert metrics.compute_seconds_per_sample == pytest.approx(0.025)
     assert (metrics.first_steps_seconds, metrics.synchronization_seconds) == (None, 0.0), "not known"

@@ -8,6 +8,7 @@ from pacekeeper_operator.services.probe_check import CIRCLE
 from simulation import batch
 from simulation.faults.machines import PowerFails
 from simulation.faults.operators import OperatorKilled, OperatorPaused
+from simulation.faults.people import JobSuspended
 from simulation.faults.targets import OperatorTarget
 from simulation.faults.triggers import AfterWrite, AtTime
 from simulation.generator import OPERATOR_SETTINGS, generate_schedule
@@ -47,6 +48,25 @@ def test_a_lost_node_is_replaced_and_the_log_shows_how() -> None:
     message = "\n".join(outcome.log)
     assert message.index("stroke 0: at-time seconds=40.0: power-fails for 90 s") < message.index("loses power")
     assert message.index("loses power") < message.index("outcome: Recovered")
+
+
+def test_a_checkpoint_server_is_replaced_and_ends_with_its_workers() -> None:
+    """The worker's node loses power, then the one that it shares with the server. Then the job is suspended."""
+    checkpoint = {"volumeClaimName": "claim", "accessMode": "ReadWriteOnce"}
+    job = SimulatedJob(replicas=1, spares=0, spec={"checkpoint": checkpoint})
+    injections = (
+        FaultInjection(AtTime(40.0), PowerFails(), 60.0),
+        FaultInjection(AtTime(130.0), PowerFails(), 90.0),
+        FaultInjection(AtTime(260.0), JobSuspended(), 60.0),
+    )
+    world = replace(CALM.world, nodes=2)
+    outcome = run_schedule(replace(CALM, world=world, jobs=(job,), injections=injections), keep_log=True)
+    assert outcome.violations == ()
+    (suspended,) = [i for i, line in enumerate(outcome.log) if "job a is suspended" in line]
+    (resumed,) = [i for i, line in enumerate(outcome.log) if "job a is resumed" in line]
+    made = [i for i, line in enumerate(outcome.log) if "is made" in line and " pod a-checkpoints-" in line]
+    assert len([i for i in made if i < suspended]) == 2
+    assert len([i for i in made if i > resumed]) == len([i for i in made if i > suspended]) == 1
 
 
 def test_another_operator_takes_over_from_a_paused_one() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pacekeeper.sync.training_config import TrainingConfig
 from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.requests import EvidenceRequest, WorkerRequests
 from pacekeeper_operator.api.formats import format_time
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass
 from pacekeeper_operator.state.desired_state import Incident
@@ -405,7 +406,12 @@ def settle_job(harness: TrainingCheckerHarness) -> FakeRound:
     """Bring the job into a settled state."""
     run = harness.begin(1)
     run.assigned_ranks = tuple(
-        SimpleNamespace(worker=SimpleNamespace(name=f"j-w{i}-0", node=f"node-{i}")) for i in range(2)
+        SimpleNamespace(
+            worker=SimpleNamespace(
+                name=f"j-w{i}-0", node=f"node-{i}", folder=SimpleNamespace(requests=WorkerRequests())
+            )
+        )
+        for i in range(2)
     )
     harness.step(run)
     counts = {"ready": 2, "spare": 1, "desired": 2, "summary": "2/2+1"}
@@ -466,13 +472,14 @@ def test_remedies_for_a_slow_node_are_reverted_once_it_is_healthy(harness: Train
     run.progress.training_config = TrainingConfig(shares=(9, 8))
     assert harness.reasons == [], "as even as integers allow"
     run.progress.training_config = TrainingConfig(shares=(10, 4))
-    harness.write_state(harness.desired.with_plan(evidence_request="straggler-2"))
+    folder = run.assigned_ranks[1].worker.folder
+    folder.requests = WorkerRequests("straggler-2", EvidenceRequest("straggler-2"))
     assert harness.reasons == [
         "j trains with shares [10, 4], but no node is slow",
         "j has a request for evidence, but no node is slow",
     ]
     run.mode = SyncMode.ASYNC_EDIT
-    harness.write_state(harness.desired.with_plan(evidence_request=""))
+    folder.requests = WorkerRequests()
     assert harness.reasons == [], "shares have no effect in this mode"
     run.mode = SyncMode.SYNC
     cast(Any, harness.world).nodes["node-1"].slow = 2.0

@@ -7,6 +7,7 @@ import pytest
 from pacekeeper_analysis.failures.hang import HangKind, diagnose_hang
 from pacekeeper_analysis.protocol.plan import Stop, SyncMode
 from pacekeeper_analysis.protocol.reports import FaultKind, LauncherState, StartStage
+from pacekeeper_analysis.protocol.requests import EvidenceRequest, Requests
 from simulation.workers.worker import ALL_PROCESSES, LAUNCHER_PROCESS
 from testing.simulated.simulated_workers import SimulatedTeam
 
@@ -386,10 +387,12 @@ def test_requested_evidence_is_delivered() -> None:
     team = SimulatedTeam()
     team.world.nodes["node-1"].slow = 2.0
     team.start_and_train("a", "b", steps=12)
-    team.change_plan(evidence_request="why")
+    version = team.endpoint.plan.version
+    team.endpoint.give_requests(Requests(EvidenceRequest("why")))
     team.wait_until(lambda: len(team.endpoint.evidence) == 2, within=5.0)
     compute = {each.worker: each.windows[0].compute_seconds[-1] for each in team.endpoint.evidence}
     assert compute[team["b"].name] > 1.8 * compute[team["a"].name]
+    assert team.endpoint.plan.version == version
 
 
 def test_a_node_without_power_is_silent_and_a_killed_pod_is_not() -> None:

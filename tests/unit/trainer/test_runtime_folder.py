@@ -6,8 +6,16 @@ import math
 import os
 from pathlib import Path
 
-from pacekeeper.runtime_folder import RuntimeFolder, TouchedFile, read_json, write_json, write_plan
+from pacekeeper.runtime_folder import (
+    RequestsFile,
+    RuntimeFolder,
+    TouchedFile,
+    read_json,
+    write_json,
+    write_text,
+)
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
+from pacekeeper_analysis.protocol.requests import EvidenceRequest, WorkerRequests
 
 
 def test_the_environment_names_the_folder() -> None:
@@ -30,15 +38,24 @@ def test_written_values_are_read_and_no_other_file_is_left(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_plan_with_its_secret_is_readable_by_this_user_only(tmp_path: Path) -> None:
-    path, plan = tmp_path / "plan.json", WorkerPlan(role=WorkerRole.MEMBER, secret="5ec2e7")
-    left_over = path.with_name(f".{path.name}.{os.getpid()}")
-    left_over.touch(mode=0o644)  # by a process of this number that was killed
-    for _ in range(2):
-        write_plan(path, plan)
-        assert path.stat().st_mode & 0o777 == 0o600
-    assert WorkerPlan.from_json(read_json(path) or {}) == plan
-    assert list(tmp_path.iterdir()) == [path]
+def test_another_user_of_a_pod_writes_into_the_folder(tmp_path: Path) -> None:
+    """The image may set the launcher's user, which the sidecar of another image does not have."""
+    runtime = RuntimeFolder(tmp_path / "runtime").create(shared=True)
+    assert {path.stat().st_mode & 0o777 for path in (runtime.root, *runtime.root.iterdir())} == {0o777}
+    write_json(runtime.plan, WorkerPlan(role=WorkerRole.MEMBER).to_json())
+    assert runtime.plan.stat().st_mode & 0o444 == 0o444
+
+
+def test_requests_are_read_again_when_they_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "requests.json"
+    file, requests = RequestsFile(path), WorkerRequests("why-1", EvidenceRequest("why-1"))
+    assert file.read() == WorkerRequests()
+    write_json(path, requests.to_json())
+    assert file.read() == requests
+    write_text(path, "{")
+    assert file.read() == WorkerRequests(), "of another version, perhaps"
+    write_json(path, WorkerRequests().to_json())
+    assert file.read() == WorkerRequests()
 
 
 def test_the_age_of_a_file_is_counted_by_a_clock_that_is_never_set(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.protocol.communicators import Communicator
-from pacekeeper_analysis.protocol.records import Collective
 from pacekeeper_analysis.whatif import analyze_window
 from pacekeeper_analysis.whatif.live import RankSteps, build_window_from_operations
 from pacekeeper_analysis.whatif.trace import TraceError
+from pacekeeper_rank.records import Collective
 from testing.training.pipeline_job import PipelineShape, build_steady_work, record_steps
 
 SHAPES = [

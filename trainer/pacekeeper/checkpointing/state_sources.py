@@ -13,11 +13,12 @@ import torch.distributed as dist
 from pacekeeper.object_collectives import broadcast_object
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import StateOrigin
+from pacekeeper_rank.records import StateOrigin
 
 from .snapshots.peer_replication import PeerShards
 from .snapshots.snapshot_slots import SLOT_HEADER_BYTES, SLOTS_PER_RANK, PeerSlot, Snapshots, unpack_slot
-from .storage.checkpoint_folder import CheckpointFolder
+from .storage.checkpoint_folder import describe_error, summarize_reasons
+from .storage.checkpoint_storage import CheckpointStorage, StorageUnavailableError
 from .storage.distributed_checkpoint import TornCheckpointError, load_checkpoint
 from .storage.manifests import Manifest
 from .training_state import TrainingState
@@ -294,7 +295,7 @@ class CheckpointSource:
 
     origin = StateOrigin.CHECKPOINT
 
-    def __init__(self, folder: CheckpointFolder | None, state: TrainingState, peers: CpuGroup) -> None:
+    def __init__(self, folder: CheckpointStorage | None, state: TrainingState, peers: CpuGroup) -> None:
         """Create the source. `folder` None: there is no volume."""
         self._folder = folder
         self._state = state
@@ -312,18 +313,21 @@ class CheckpointSource:
         folder = self._folder
         if folder is None:
             return NO_STATE_VERSION
-        published: list[Manifest] = broadcast_object(
-            folder.list_published() if self._peers.group.rank() == 0 else None, self._peers.group
+        published: list[Manifest] | str = broadcast_object(
+            _list_published(folder) if self._peers.group.rank() == 0 else None, self._peers.group
         )
+        if isinstance(published, str):  # a snapshot in memory may have the state
+            self._failure, self._manifests = published, {}
+            return NO_STATE_VERSION
         self._manifests = {StateVersion(manifest.step, manifest.round): manifest for manifest in published}
         version = max(self._manifests.keys() - self._torn_versions, default=NO_STATE_VERSION)
         if version != NO_STATE_VERSION and (
             difference := self._state.explain_misfit(self._manifests[version], in_part=folder.read_only)
         ):
             raise InputError(
-                f"spec.checkpoint.path: {folder.find_folder(self._manifests[version])} is of another model: "
+                f"{folder.field}: {folder.open_checkpoint(self._manifests[version]).describe('')} is of another model: "
                 f"{difference}. "
-                "Give this job its own path, or the model that was trained there"
+                "Give this job its own folder, or the model that was trained there"
             )
         return version
 
@@ -332,12 +336,18 @@ class CheckpointSource:
         assert folder is not None, "`newest` has found something there"
 
         def fill(state: dict[str, Any]) -> None:
-            own_failure = ""
+            own_failure = own_outage = ""
             try:
-                load_checkpoint(state, folder.find_folder(manifest), manifest.files)
+                load_checkpoint(state, folder.open_checkpoint(manifest), manifest.files)
+            except StorageUnavailableError as error:
+                # It may hold the checkpoint undamaged: an older one would cost steps, and another round costs none.
+                own_outage = f"rank {self._peers.group.rank()}: {describe_error(error)}"
             except TornCheckpointError as error:
                 own_failure = f"rank {self._peers.group.rank()}: {error}"
-            if failures := [failure for failure in self._peers.all_gather(own_failure) if failure]:
+            results = self._peers.all_gather((own_failure, own_outage))
+            if outages := [outage for _, outage in results if outage]:
+                raise InputError(f"{folder.field}: {folder.location} cannot be read now: {summarize_reasons(outages)}")
+            if failures := [failure for failure, _ in results if failure]:
                 raise TornCheckpointError("; ".join(failures))
 
         try:
@@ -352,9 +362,18 @@ class CheckpointSource:
     def check_unchanged(self) -> None:
         if self._folder is not None and self._failure:
             raise InputError(
-                f"spec.checkpoint.path: no checkpoint in {self._folder.path} can be loaded: {self._failure}. "
-                "Repair the volume and restart the job, or empty the folder to start from scratch"
+                f"{self._folder.field}: no checkpoint in {self._folder.location} can be loaded: {self._failure}. "
+                "Repair the storage and restart the job, or empty the folder to start from scratch"
             )
+
+
+def _list_published(folder: CheckpointStorage) -> list[Manifest] | str:
+    """Return the checkpoints, or why the storage cannot be read."""
+    try:
+        return folder.list_published()
+    except OSError as error:
+        _log.warning("%s: the checkpoints cannot be listed: %s", folder.location, error)
+        return describe_error(error)
 
 
 def send_slot(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> list[dist.Work]:

@@ -13,7 +13,7 @@ from pacekeeper.environment import Environment
 from pacekeeper.object_collectives import broadcast_object
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import StateOrigin
+from pacekeeper_rank.records import StateOrigin
 
 from .rank_state import compute_fingerprint
 from .snapshots.peer_replication import PeerReplication
@@ -22,8 +22,8 @@ from .snapshots.snapshot_copies import SlotCopies, create_slot_copies
 from .snapshots.snapshot_slots import SlotMemory, Snapshots
 from .snapshots.snapshot_writer import SnapshotWriter
 from .state_sources import CheckpointSource, SnapshotSource, StateSource
-from .storage.checkpoint_folder import SHARED_VOLUME_REMEDY, CheckpointFolder
 from .storage.checkpoint_status import open_checkpoint_reporter
+from .storage.checkpoint_storage import CheckpointStorage
 from .storage.checkpoint_writer import CheckpointWriter, WriteOutcome
 from .storage.manifests import Manifest
 from .training_state import TrainingState
@@ -45,12 +45,17 @@ class RestoredState:
     origin: StateOrigin
     """Where this rank's state came from."""
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the state is a snapshot, which stays in the workers' memory."""
+        return self.origin in (StateOrigin.MEMORY, StateOrigin.PEER)
+
 
 class StateStore:
     """One rank's part in storing the state."""
 
     def __init__(
-        self, environment: Environment, peers: CpuGroup, state: TrainingState, folder: CheckpointFolder | None
+        self, environment: Environment, peers: CpuGroup, state: TrainingState, folder: CheckpointStorage | None
     ) -> None:
         """Open the store. `folder` on the volume None: there are no checkpoints.
 
@@ -85,6 +90,8 @@ class StateStore:
             if folder and self.has_folder
             else None
         )
+        self._snapshot_step = -1
+        """Step of the newest valid snapshot in memory; -1: none."""
         if snapshots or folder:
             state.check_serializable()  # reports unsupported values now, not after the first hundred steps
 
@@ -117,7 +124,12 @@ class StateStore:
         checkpoint = newest[self._checkpoint_source]
         checkpoint_step = None if checkpoint == NO_STATE_VERSION else checkpoint.step
         self._reporter.report_found(checkpoint_step)
-        return None if samples is None else RestoredState(version.step, samples, checkpoint_step, source.origin)
+        if samples is None:
+            return None
+        restored = RestoredState(version.step, samples, checkpoint_step, source.origin)
+        if restored.is_in_memory:
+            self._snapshot_step = restored.step
+        return restored
 
     def _check_shared_folder(self) -> None:
         """Raise InputError, on all ranks, if some do not see what rank 0 writes. Collective."""
@@ -134,8 +146,8 @@ class StateStore:
             folder.remove_visibility_mark(mark)
         if blind_ranks:
             raise InputError(
-                f"spec.checkpoint.path: {folder.path} is another folder for ranks {', '.join(map(str, blind_ranks))} "
-                f"than for rank 0. {SHARED_VOLUME_REMEDY}"
+                f"{folder.field}: {folder.location} is another folder for ranks {', '.join(map(str, blind_ranks))} "
+                f"than for rank 0. {folder.remedy_if_unshared}"
             )
 
     def _claim_folder(self) -> None:
@@ -185,8 +197,17 @@ class StateStore:
         """
         step = self._snapshot_writer.settle(wait)
         if step is not None:
+            self._snapshot_step = step
             self._peer_replication.send(StateVersion(step, self._environment.round))
         return step
+
+    @property
+    def replicated_step(self) -> int:
+        """The newest step whose snapshot another worker has, too, as far as this rank knows; 0: none.
+
+        A replica is the same on all workers. A job with one worker has no other; the rank does not know that.
+        """
+        return max(0, self._peer_replication.delivered_step if self._state.sharded else self._snapshot_step)
 
     @property
     def snapshot_seconds(self) -> float:

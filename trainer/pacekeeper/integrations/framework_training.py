@@ -22,10 +22,10 @@ from pacekeeper.checkpointing.storage.checkpoint_status import open_checkpoint_r
 from pacekeeper.environment import RANK_LEFT_EXIT_CODE, Environment
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
 from pacekeeper.observe.monitoring import get_recorder
-from pacekeeper.observe.recorder import OpenPhase, Recorder
 from pacekeeper.sync.plan_reader import PlanReader
 from pacekeeper.sync.training_config import TrainingConfig
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_rank.recorder import OpenPhase, Recorder
+from pacekeeper_rank.records import Phase, RecordKind
 
 _log = logging.getLogger(__name__)
 

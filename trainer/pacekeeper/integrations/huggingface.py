@@ -12,7 +12,6 @@ stay Trainer's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,31 +19,29 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from pacekeeper_analysis.protocol.decoding import parse_json
-from pacekeeper_analysis.protocol.records import Phase
+from pacekeeper.checkpointing.peer_saves.trainer_folders import (
+    BEGUN_MARKER_FILE,
+    Completeness,
+    get_completeness,
+    list_checkpoints,
+    mark_complete,
+)
+from pacekeeper.environment import Environment
+from pacekeeper_rank.records import Phase
 
 from .framework_training import get_framework_training
-
-COMPLETE_MARKER_FILE = "pacekeeper.json"
-"""File in a checkpoint that all ranks have completed: a checkpoint that a crash interrupted does not have it."""
-
-_TRAINER_STATE_FILE = "trainer_state.json"
 
 
 def find_newest_checkpoint(output_dir: str | Path) -> str | None:
     """Return the Trainer's newest complete checkpoint for `resume_from_checkpoint`; None: there is none.
 
     Trainer's own `resume_from_checkpoint=True` takes the newest, which a crash may have left incomplete. A checkpoint
-    that was written without the callback counts as complete if it has the file that Trainer writes last.
+    that was written without the callback counts as complete if it has the file that Trainer writes last. With
+    `PACEKEEPER_PEER_SAVES`, a worker may have been lost with the newest: `Trainer.train` then takes the one before.
     """
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*"))
-    folders = {int(match[1]): path for match, path in matches if match is not None}
-    newest_first = [folders[step] for step in sorted(folders, reverse=True)]
-    for is_complete in (_has_marker, _has_state):
-        for folder in newest_first:
-            if is_complete(folder):
-                return str(folder)
-    return None
+    folders = [(_read_completeness(folder), step, folder) for step, folder in list_checkpoints(output_dir).items()]
+    completeness, _, newest = max(folders, default=(Completeness.NONE, 0, None))
+    return None if completeness is Completeness.NONE else str(newest)
 
 
 class HuggingFaceCallback(TrainerCallback):
@@ -55,6 +52,11 @@ class HuggingFaceCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._training = get_framework_training()
+        environment = Environment.read()
+        if environment.peer_saves and environment.runtime is not None:
+            from pacekeeper.checkpointing.peer_saves.trainer_saves import wrap_trainer_saves
+
+            wrap_trainer_saves()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -113,24 +115,16 @@ class HuggingFaceCallback(TrainerCallback):
 
 
 def _write_marker(folder: Path) -> None:
-    """Write the marker last, and atomically.
+    """Write the marker last, unless it is written with saves in memory.
 
     A hyperparameter search has its checkpoints elsewhere, and resumes none.
     """
-    if not folder.is_dir():
-        return
-    temporary = folder / f".{COMPLETE_MARKER_FILE}"
-    temporary.write_text("{}")
-    temporary.replace(folder / COMPLETE_MARKER_FILE)
+    if folder.is_dir() and not (folder / BEGUN_MARKER_FILE).exists():
+        mark_complete(folder)
 
 
-def _has_marker(folder: Path) -> bool:
-    return (folder / COMPLETE_MARKER_FILE).is_file()
-
-
-def _has_state(folder: Path) -> bool:
+def _read_completeness(folder: Path) -> Completeness:
     try:
-        parse_json((folder / _TRAINER_STATE_FILE).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return True
+        return get_completeness(folder)
+    except OSError:
+        return Completeness.NONE

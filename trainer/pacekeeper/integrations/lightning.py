@@ -19,7 +19,7 @@ import pytorch_lightning as lightning
 import torch
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import Phase
+from pacekeeper_rank.records import Phase
 
 from .framework_training import get_framework_training
 

@@ -15,9 +15,11 @@ import logging
 import sys
 from typing import Any
 
-from pacekeeper.environment import RANK_LEFT_EXIT_CODE
+from pacekeeper.checkpointing.peer_saves.save_hooks import derive_name, wrap_checkpoint_functions
+from pacekeeper.checkpointing.peer_saves.storage_reader import PeerStorageReader, read_number
+from pacekeeper.environment import RANK_LEFT_EXIT_CODE, Environment
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import Phase
+from pacekeeper_rank.records import Phase
 
 from .framework_training import FrameworkTraining, StepDirectives
 
@@ -37,6 +39,8 @@ def wrap_trainer(trainer: type[Any]) -> type[Any]:  # noqa: C901  # the methods 
         """Whether torchtitan writes a checkpoint of the newest step."""
 
         def train(self) -> None:
+            if Environment.read().peer_saves and self._writes_checkpoints():
+                _find_saves_in_memory(self.checkpointer)
             try:
                 super().train()
             except SystemExit:  # torchtitan closes its resources only after other exceptions
@@ -103,6 +107,29 @@ def wrap_trainer(trainer: type[Any]) -> type[Any]:  # noqa: C901  # the methods 
 
     Watched.__name__ = Watched.__qualname__ = trainer.__name__
     return Watched
+
+
+def _find_saves_in_memory(checkpointer: Any) -> None:
+    """Make torchtitan resume from the newest save in memory, if its storage has none that is newer.
+
+    `dcp.load` then reads that save from memory (`PACEKEEPER_PEER_SAVES`).
+    """
+    wrap_checkpoint_functions()
+    find_stored_step = checkpointer._find_load_step
+
+    def find_load_step(*arguments: Any, **options: Any) -> int:
+        step = int(find_stored_step(*arguments, **options))
+        if arguments or options:  # another folder: what the training begins with
+            return step
+        try:
+            folder = checkpointer.folder
+            newest = PeerStorageReader(folder, name=derive_name("step-0")).find_newest()
+            return step if newest is None else max(step, read_number(newest))
+        except Exception as error:
+            _log.warning("torchtitan's checkpoints are looked up in its folder alone: %s", error)
+            return step
+
+    checkpointer._find_load_step = find_load_step
 
 
 def _get_config(trainer: Any) -> Any:

@@ -4,7 +4,7 @@ Three modules are pure: start reading there.
 
 * `rendezvous/rounds.py`: what the launcher decides.
 * `rendezvous/rendezvous.py`: what the launchers of a job agree on.
-* `health/stall_detector.py`: when ranks are stalled.
+* `pacekeeper/health/stall_detector.py`: when ranks are stalled.
 
 `launcher.py` connects them to I/O: the warm process that forks ranks (`ranks/warm_process.py`, `ranks/rank.py`), their
 output, the other launchers (`rendezvous/transport.py`), samples of processes and probes of peers

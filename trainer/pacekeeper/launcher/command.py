@@ -7,25 +7,37 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper.runtime_folder import RuntimeFolder, read_json
+from pacekeeper.watch.payload import open_local_payload
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import SYNC_MODES, SyncMode
+from pacekeeper_analysis.protocol.reports import LauncherState
+from pacekeeper_rank.forking.handled_signals import choose_default_signals, publish_signals, read_handled_signals
+from pacekeeper_rank.forking.warm_server import import_modules
+from pacekeeper_rank.watching.takeover import PAYLOAD_VARIABLE
 
 from . import torchrun
 from .health.heartbeat import HeartbeatFile, LivenessFile
 from .launcher import Launcher, Script
 from .local_controller import LocalController, build_local_settings, open_local_runtime
 from .ranks import processes
-from .ranks.end_signals import choose_default_signals, parse_signals, publish_signals, read_handled_signals
+from .ranks.end_signals import parse_signals
 from .ranks.log_files import make_run_folder
-from .ranks.program import check_program
-from .ranks.script_imports import ALWAYS_IMPORTED_MODULES, ImportNeeds, find_import_needs
-from .ranks.warm_process import WarmProcess, configure_launcher_log, fork_warm_process, import_modules
+from .ranks.script_imports import ImportNeeds, find_import_needs
+from .ranks.warm_process import (
+    RankInterpreter,
+    WarmProcess,
+    configure_launcher_log,
+    fork_warm_process,
+    spawn_warm_process,
+)
 from .rendezvous.rounds import choose_exit_code
 from .settings import LauncherSettings
 
@@ -45,10 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = _parse_end_signals(arguments.signals_to_handle)
     options = torchrun.build_rank_options(arguments, os.environ, ranks)
     script = Script(
-        arguments.script, arguments.module, tuple(arguments.arguments), is_program=arguments.no_python, options=options
+        arguments.script,
+        arguments.module,
+        (*(["--local-rank=${local_rank}"] if arguments.pass_local_rank else ()), *arguments.arguments),
+        is_program=arguments.no_python,
+        options=options,
     )
     if script.is_program:
-        check_program(script.name)
+        _check_program(script.name)
     elif not script.is_module and not os.path.isfile(script.name):
         raise InputError(f"{script.name}: no such file; give the training script's path, or -m and a module's name")
     for message in (variables, torchrun.describe_ignored_options(arguments, ranks is not None, os.environ)):
@@ -57,11 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if torchrun.needs_log_files(arguments, options):
         script = _add_log_folder(script, arguments.log_dir or "")
     publish_signals(signals)
-    if ranks is None:
-        settings = LauncherSettings.from_environment(os.environ)
-        return launch_from_plan(script, settings, RuntimeFolder.from_environment().create())
-    mode = None if arguments.sync_mode == AUTO_SYNC_MODE else SyncMode(arguments.sync_mode)
-    return launch_locally(script, ranks, restarts, mode, arguments.max_rounds_without_progress)
+    with _open_interpreter(arguments.python, arguments.python_option) as interpreter:
+        if ranks is None:
+            settings = LauncherSettings.from_environment(os.environ)
+            return launch_from_plan(script, settings, RuntimeFolder.from_environment().create(), interpreter)
+        mode = None if arguments.sync_mode == AUTO_SYNC_MODE else SyncMode(arguments.sync_mode)
+        return launch_locally(script, ranks, restarts, mode, arguments.max_rounds_without_progress, interpreter)
+
+
+@contextlib.contextmanager
+def _open_interpreter(path: str | None, options: Sequence[str]) -> Iterator[RankInterpreter | None]:
+    """Yield the interpreter of `--python` with the library for it. Raises InputError if it cannot run ranks."""
+    if path is None and options:
+        raise InputError("--python-option: needs --python; name the ranks' interpreter")
+    if path is None:
+        yield None
+        return
+    payload = os.environ.get(PAYLOAD_VARIABLE)
+    with open_local_payload() if payload is None else contextlib.nullcontext(Path(payload)) as folder:
+        yield RankInterpreter(path, folder, tuple(options))
 
 
 def _parse_end_signals(text: str | None) -> tuple[signal.Signals, ...]:
@@ -102,6 +132,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="K",
         help="with --local: rounds that may end at the same step before the run fails (default 3; 0: no limit)",
     )
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        help="the ranks' interpreter (3.9 or later, PyTorch 2.4 or later), which needs no package of Pacekeeper; "
+        "by default the one of this command",
+    )
+    parser.add_argument(
+        "--python-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an option of that interpreter, such as --python-option=-O; may be repeated",
+    )
+    parser.add_argument(
+        "--pass-local-rank",
+        action="store_true",
+        help="give the script --local-rank=N as its first argument, as torch.distributed.launch does",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     torchrun.add_options(parser)
     parser.add_argument("script", help="the training script, or a module with -m")
@@ -109,25 +157,45 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def launch_from_plan(script: Script, settings: LauncherSettings, runtime: RuntimeFolder) -> int:
-    """Import torch, fork the warm process, and follow the plan until the end. Return the exit code."""
+def launch_from_plan(
+    script: Script, settings: LauncherSettings, runtime: RuntimeFolder, interpreter: RankInterpreter | None = None
+) -> int:
+    """Start the warm process, and follow the plan until the end. Return the exit code.
+
+    `interpreter`: of the ranks; None: this process's own. Raises InputError if another launcher has finished here.
+    """
+    _check_first_launcher(runtime)
     liveness = LivenessFile(runtime.liveness)
-    heartbeat, warm = _prepare_launch(settings, runtime, script)
+    heartbeat, warm = _prepare_launch(settings, runtime, script, interpreter)
     return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat, liveness).run())
 
 
+def _check_first_launcher(runtime: RuntimeFolder) -> None:
+    """Raise InputError in a container whose ranks have finished: the job ends with them, and would skip these."""
+    if (read_json(runtime.heartbeat) or {}).get("state") == LauncherState.FINISHED:
+        raise InputError(
+            "a torchrun before this one has finished in this container, and a TrainingJob has one: give this one a "
+            "TrainingJob of its own, or call both from one script"
+        )
+
+
 def launch_locally(
-    script: Script, ranks: int, restarts: int, mode: SyncMode | None = None, no_progress_limit: int = 3
+    script: Script,
+    ranks: int,
+    restarts: int,
+    mode: SyncMode | None = None,
+    no_progress_limit: int = 3,
+    interpreter: RankInterpreter | None = None,
 ) -> int:
     """Run the ranks on this machine, with a controller instead of the operator and the sidecar. Return the exit code.
 
     `mode`: the sync mode to train in; None: the controller decides. `no_progress_limit`: the number of rounds that may
-    end at the same step; 0: no limit.
+    end at the same step; 0: no limit. `interpreter`: of the ranks; None: this process's own.
     """
     with open_local_runtime() as runtime:
         settings = _build_local_settings(script)
         liveness = LivenessFile(runtime.liveness)
-        heartbeat, warm = _prepare_launch(settings, runtime, script)
+        heartbeat, warm = _prepare_launch(settings, runtime, script, interpreter)
 
         async def run() -> int:
             launcher = Launcher(script, settings, runtime, warm, heartbeat, liveness)
@@ -149,7 +217,7 @@ def _build_local_settings(script: Script) -> LauncherSettings:
 
 
 def _prepare_launch(
-    settings: LauncherSettings, runtime: RuntimeFolder, script: Script
+    settings: LauncherSettings, runtime: RuntimeFolder, script: Script, interpreter: RankInterpreter | None
 ) -> tuple[HeartbeatFile, WarmProcess]:
     configure_launcher_log()
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # reports that the launcher is starting
@@ -166,14 +234,20 @@ def _prepare_launch(
             "starts some seconds later. Set such variables in the environment of `pacekeeper run` instead",
             ", ".join(needs.early_variables),
         )
+    if interpreter is not None:
+        return heartbeat, _spawn_in(interpreter, needs)
     import_modules(needs.initial_modules)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # each forked rank would write what is still buffered again
-    warm = fork_warm_process(None if script.is_program else needs)  # a program does its own imports
-    if needs.early_variables:
-        import_modules(ALWAYS_IMPORTED_MODULES)  # for the TCPStore of the ranks
-    return heartbeat, warm
+    return heartbeat, fork_warm_process(None if script.is_program else needs)  # a program does its own imports
+
+
+def _spawn_in(interpreter: RankInterpreter, needs: ImportNeeds) -> WarmProcess:
+    try:
+        return spawn_warm_process(needs, interpreter)
+    except OSError as error:
+        raise InputError(f"--python {interpreter.path}: {error.strerror}; name a Python with PyTorch") from error
 
 
 def _exit_early(signum: int, _: object) -> None:
@@ -191,3 +265,11 @@ def _parse_round_count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of rounds, 0 or more")
     return int(text)
+
+
+def _check_program(name: str) -> None:
+    """Raise InputError if the program does not exist, before any rank starts."""
+    if shutil.which(name) is None:
+        raise InputError(
+            f"--no-python: {name} is no executable file here and not in PATH; give the program's path, or chmod +x"
+        )

@@ -13,19 +13,19 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from pacekeeper import cgroup
 from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
-from pacekeeper.runtime_folder import RuntimeFolder, TouchedFile, read_boot_clock, write_json
+from pacekeeper.health.fault_formatting import describe_fault
+from pacekeeper.runtime_folder import RequestsFile, RuntimeFolder, TouchedFile, read_boot_clock, write_json
 from pacekeeper_analysis.protocol.plan import WorkerPlan, WorkerRole
 from pacekeeper_analysis.protocol.reports import FINISHED_MESSAGE, FaultKind, FaultReport, LauncherState
+from pacekeeper_rank.forking.handled_signals import read_handled_signals
+from pacekeeper_rank.forking.rank_start import COMMUNICATORS_VARIABLE, RING_VARIABLE, RankStart
 
-from .health.fault_formatting import describe_fault
 from .health.gpu_monitor import GpuEvent, open_gpu_monitor
 from .health.heartbeat import HeartbeatFile, LivenessFile, RankZeroNotes, WriteFailures, build_next_heartbeat
 from .health.inspection import Inspector
@@ -42,10 +42,8 @@ from .network.path_finder import PathFinder
 from .network.path_shim import explain_missing_shim
 from .network.sockets import SocketFile
 from .ranks import processes
-from .ranks.end_signals import read_handled_signals
 from .ranks.log_files import ERROR_FILE_VARIABLE, RankOutput, choose_error_file
 from .ranks.output_writer import LogStream, OutputWriter
-from .ranks.rank import RankStart
 from .ranks.rank_options import RankOptions, build_rank_environment
 from .ranks.rank_processes import RankProcesses
 from .ranks.stdin import StandardInput
@@ -70,9 +68,6 @@ from .rendezvous.rounds import (
 from .rendezvous.transport import RendezvousClient, RendezvousServer
 from .settings import LauncherSettings
 
-if TYPE_CHECKING:  # the launcher starts without torch: it takes seconds to load
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
-
 LAUNCHER_TICK_SECONDS = 0.05
 """Seconds between two polls of the plan file, the rings, and the clock. Everything else wakes the launcher at once."""
 
@@ -83,7 +78,6 @@ _SECOND_SIGNAL_SECONDS = 0.5
 _INTERACTIVE_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
 _DRAIN_POLL_INTERVAL_SECONDS = 0.2  # seconds between two checks whether to keep waiting for the output
 _PEER_LINGER_SECONDS = 5.0  # how long the rendezvous server waits until the others know that all have finished
-_TCP_STORE_TIMEOUT = timedelta(seconds=300)
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +118,7 @@ class Launcher:
         )
         self._state = RoundState()
         self._plan = PlanFile(runtime.plan)
+        self._requests = RequestsFile(runtime.requests)
         self._heartbeat = heartbeat
         self._liveness = liveness
         self._operator_contact = TouchedFile(runtime.operator_contact)
@@ -137,7 +132,7 @@ class Launcher:
             settings.address
         )  # until a plan places the rendezvous server here
         self._rendezvous_port: int = self._reserved_listener.getsockname()[1]
-        self._store: TCPStore | None = None  # of the newest round that is served here
+        self._store_listener: socket.socket | None = None  # at --master-port, for the stores of all rounds
         self._probe_listener = bind_socket(settings.address)
         self._probe_server = LinkProbeServer()
         self._prober = LinkProber(runtime.probes)
@@ -225,13 +220,14 @@ class Launcher:
                 "the process that forks the ranks exited (%s), and the ranks with it; starting another one", exit_status
             )
             warm.connection.close()
-            self._warm = spawn_warm_process(warm.import_needs)
+            self._warm = spawn_warm_process(warm.import_needs, warm.interpreter, replaces_another=True)
             self._ranks.replace_warm_process(
                 self._warm, f"the process that it was forked from has exited: {exit_status}"
             )
             self._register_warm_reader()
         else:
-            if not warm.ready and now - warm.started > limit:
+            # For the first one, the limit is that of the worker's start: a new image may be slow to read.
+            if warm.replaces_another and not warm.ready and now - warm.started > limit:
                 message = f"the process that forks the ranks has not started within {limit:g} s"
                 self._exit = ExitLauncher(
                     1, f"{message}; check the storage of the image, or raise PACEKEEPER_IMPORT_SECONDS"
@@ -334,7 +330,7 @@ class Launcher:
             plan=plan,
             view=self._rendezvous_client.view,
             ranks=self._ranks.observe(),
-            end_requested=self._end_requested_at is not None,
+            end_requested=self._end_requested_at is not None or self._runtime.terminating.exists(),
             end_signal=self._end_signal,
             operator_age=self._operator_contact.age(read_boot_clock(), time.time()),
             peers_age=self._peers_age(plan),
@@ -381,7 +377,7 @@ class Launcher:
             self._rendezvous_client.leave()
             return
         self._probe_server.admit(plan.membership, plan.secret)
-        self._prober.start_task(plan.probe, plan.membership, plan.secret)
+        self._prober.start_task(self._requests.read().probe, plan.membership, plan.secret)
         address, port = _split_address(plan.store)
         if plan.serves_store:
             if self._served_address != plan.store:
@@ -425,31 +421,23 @@ class Launcher:
         return listener
 
     def _open_store(self) -> int:
-        """Open a new store for the next round's process group, and close the store of the previous round."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
-
-        self._store = None  # frees the port that the user may have named
-        listener = self._open_store_listener()
-        port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            self._settings.address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_TCP_STORE_TIMEOUT,
-            master_listen_fd=listener.detach(),
-        )
-        return port
-
-    def _open_store_listener(self) -> socket.socket:
+        """Have the warm process serve a new store for the next round's process group. Return its port."""
         address, port = self._settings.address, self._script.options.master_port
+        if self._store_listener is None and port:
+            try:
+                self._store_listener = socket.create_server((address, port), family=_choose_address_family(address))
+            except OSError as error:
+                log.warning("--master-port %d: %s; the ranks use another port", port, error.strerror)
+        if self._store_listener is not None:
+            listener = self._store_listener
+        else:
+            listener = socket.create_server((address, 0), family=_choose_address_family(address))
         try:
-            return socket.create_server((address, port), family=_choose_address_family(address))
-        except OSError as error:
-            if not port:
-                raise
-            log.warning("--master-port %d: %s; the ranks use another port", port, error.strerror)
-            return socket.create_server((address, 0), family=_choose_address_family(address))
+            self._warm.open_store(address, listener)
+            return int(listener.getsockname()[1])
+        finally:
+            if listener is not self._store_listener:
+                listener.close()
 
     def _start_round(self, command: StartRound) -> None:
         log.info(
@@ -465,7 +453,13 @@ class Launcher:
             self._native_recording = False
         self._paths.apply(command.plan)
         starts = build_rank_starts(
-            command, self._script, self._settings, self._runtime, self._nccl_plugin, self._native_recording
+            command,
+            self._script,
+            self._settings,
+            self._runtime,
+            self._nccl_plugin,
+            self._native_recording,
+            records_itself=self._warm.import_needs.uses_library,
         )
         self._ranks.start(starts)
         self._inspector = Inspector(self._settings, self._ranks, self.notify, step_seconds)
@@ -507,10 +501,12 @@ def build_rank_starts(
     runtime: RuntimeFolder,
     profiler: Path | None = None,
     native: bool = True,
+    records_itself: bool = True,
 ) -> list[RankStart]:
     """Build the starts of a round's ranks, with the environment that torchrun would set.
 
     `profiler`: NCCL's profiler plugin, if the ranks run with it. `native`: whether they may record with the C part.
+    `records_itself`: whether the script uses the library, so that the boot code of a payload leaves it alone.
     """
     plan = command.plan
     host, _ = _split_address(plan.store)
@@ -556,7 +552,8 @@ def build_rank_starts(
                 ERROR_FILE_VARIABLE: str(
                     choose_error_file(script.options, command.round - 1, local_rank, runtime.errors)
                 ),
-                "PACEKEEPER_RING": str(runtime.ring(local_rank)),
+                RING_VARIABLE: str(runtime.ring(local_rank)),
+                **({} if records_itself else {COMMUNICATORS_VARIABLE: str(runtime.communicators_file(local_rank))}),
                 "PACEKEEPER_PATHS": str(runtime.paths_file(local_rank)),
                 **build_plugin_environment(os.environ, profiler, runtime.transport(local_rank)),
             },

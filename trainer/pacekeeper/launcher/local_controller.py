@@ -8,22 +8,20 @@ shares, planned garbage collection, Local-SGD and back.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_plan
-from pacekeeper.sidecar.rank_rings import RankRings as RankWindows
+from pacekeeper.health.fault_formatting import describe_fault
+from pacekeeper.health.rank_rings import RankRings as RankWindows
+from pacekeeper.local_folder import open_local_folder
+from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.failures import hang
 from pacekeeper_analysis.failures.repetition import RepeatedFailure
@@ -38,7 +36,6 @@ from pacekeeper_analysis.stragglers.mode_changes import (
 )
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Hysteresis, Strategy
 
-from .health.fault_formatting import describe_fault
 from .settings import LauncherSettings
 
 LOCAL_WORKER = "local"
@@ -47,9 +44,7 @@ LOCAL_POLL_INTERVAL_SECONDS = 0.05
 """Seconds between two polls of the runtime folder."""
 ADAPTATION_INTERVAL_SECONDS = 5.0
 """Seconds between two evaluations of the ranks' step times."""
-_SHARED_MEMORY = Path("/dev/shm")
 _RUN_FOLDER_PREFIX = "pacekeeper-run-"
-_MIN_SHARED_MEMORY_BYTES = 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +265,7 @@ class LocalController:
             self._plan,
             plan.with_membership_secret(self._plan, secrets.token_hex(SECRET_BYTES)),
         )
-        write_plan(self._runtime.plan, self._plan.build_worker_plan(LOCAL_WORKER))
+        write_json(self._runtime.plan, self._plan.build_worker_plan(LOCAL_WORKER).to_json())
 
     def _take_faults(self) -> list[FaultReport]:
         new_faults = []
@@ -301,53 +296,9 @@ def build_local_settings(environment: dict[str, str]) -> LauncherSettings:
 
 @contextmanager
 def open_local_runtime() -> Iterator[RuntimeFolder]:
-    """Open a runtime folder for one run and remove it afterwards. It is in shared memory if that is large enough."""
-    shared = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _MIN_SHARED_MEMORY_BYTES
-    parent = _SHARED_MEMORY if shared else Path(tempfile.gettempdir())
-    _sweep_stale_folders(parent)
-    folder, lock_file = _make_locked_folder(parent)
-    try:
+    """Open a runtime folder for one run and remove it afterwards."""
+    with open_local_folder(_RUN_FOLDER_PREFIX) as folder:
         yield RuntimeFolder(folder).create()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock_file)
-
-
-def _make_locked_folder(parent: Path) -> tuple[Path, int]:
-    """Make a folder and return it with an open file whose lock holds it while a process of the run exists."""
-    while True:
-        # Not a TemporaryDirectory: its finalizer would also run in every rank that exits.
-        folder = Path(tempfile.mkdtemp(prefix=f"{_RUN_FOLDER_PREFIX}{os.getpid()}-", dir=parent))
-        with suppress(FileNotFoundError):  # another run swept the folder before it was locked
-            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                exists = folder.exists()
-            except BlockingIOError:
-                exists = False  # another run is sweeping it
-            except OSError:
-                exists = True  # a file system without locks: no other run can lock this folder and remove it
-            if exists:
-                return folder, file
-            os.close(file)
-
-
-def _sweep_stale_folders(parent: Path) -> None:
-    """Remove the folders that killed runs of this user left behind.
-
-    A lock shows to every process that sees the folder which runs are over. A process ID does not: in a container that
-    shares only `/dev/shm`, it belongs to another process, or to none.
-    """
-    for folder in parent.glob(f"{_RUN_FOLDER_PREFIX}*"):
-        with suppress(OSError):  # the folder is locked, belongs to another user, or is swept by another run
-            if folder.stat().st_uid != os.getuid():
-                continue
-            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(file)
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Python's garbage collection at planned steps, and the time that collections take.
+"""Python's garbage collection at planned steps.
 
 Python collects when a rank has created enough objects, on each rank at another moment, and each time all other ranks
 wait. If all ranks collect in the same step, they wait once (arXiv 2505.05713, its remedy for garbage collection).
@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import weakref
-from collections.abc import Callable
 
 from pacekeeper_analysis.errors import InputError
-
-GCReport = Callable[[int, int, int], None]
-"""Takes start and end of a collection (ns of time.monotonic_ns), and its generation (2: all objects)."""
 
 
 class GCSchedule:
@@ -55,29 +50,6 @@ class GCSchedule:
         self.every = every
         if every == 0 and self._automatic:
             gc.enable()
-
-
-def time_collections(
-    report: GCReport, min_ns: int = 0, on_begin: Callable[[int], None] | None = None
-) -> Callable[[], None]:
-    """Call `report` after each collection of this process that took at least `min_ns`; return what ends this.
-
-    `on_begin`: called before each collection, with its generation. The youngest generation is collected many times a
-    step: both callbacks must be fast, and must not raise.
-    """
-    clock, start_ns = time.monotonic_ns, 0
-
-    def collecting(event: str, info: dict[str, int]) -> None:
-        nonlocal start_ns
-        if event == "start":
-            if on_begin is not None:
-                on_begin(info["generation"])
-            start_ns = clock()
-        elif (now := clock()) - start_ns >= min_ns:
-            report(start_ns, now, info["generation"])
-
-    gc.callbacks.append(collecting)
-    return lambda: gc.callbacks.remove(collecting)
 
 
 _schedules: weakref.WeakSet[GCSchedule] = weakref.WeakSet()

@@ -11,10 +11,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
-
-from .recorder import Recorder
-from .work_clock import Mark, PendingValue
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import Phase, RecordKind
+from pacekeeper_rank.work_clock import Mark, PendingValue
 
 
 class LossReportingStep(Protocol):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.protocol.plan import SYNC_MODES, SyncMode
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
 from pacekeeper_analysis.protocol.reports import RankWindow
 from pacekeeper_analysis.stragglers.windows import count_window_steps
+from pacekeeper_rank.records import Phase, RecordKind
 
 BASELINE_SKIPPED_STEPS = 5
 """Number of first steps of a job that are excluded from the baseline, because they warm up caches and allocators."""
@@ -44,6 +44,33 @@ class StepTimes:
     """Sums of its samples' lengths and of their squares; None: unknown."""
 
 
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Steps whose own work is known, summed."""
+
+    last_step: int = -1  # number of the newest one; -1: none
+    steps: int = 0
+    step_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+    def __add__(self, step: StepTimes) -> MeasuredSteps:
+        return MeasuredSteps(
+            step.step,
+            self.steps + 1,
+            self.step_seconds + step.step_seconds,
+            self.compute_seconds + step.compute_seconds,
+        )
+
+    def subtract(self, earlier: MeasuredSteps) -> MeasuredSteps:
+        """Return the sums without the steps that `earlier` had summed already."""
+        return MeasuredSteps(
+            self.last_step,
+            self.steps - earlier.steps,
+            self.step_seconds - earlier.step_seconds,
+            self.compute_seconds - earlier.compute_seconds,
+        )
+
+
 class RankHistory:
     """The last steps of one rank in all its rounds here, as many as `count_window_steps` returns.
 
@@ -60,6 +87,8 @@ class RankHistory:
         self._garbage = 0.0  # seconds of gc since the last step
         self._lengths: tuple[float, float | None] | None = None  # of the step whose record comes next
         self._is_whole = True  # whether the present step was recorded completely so far
+        self._unmeasured: StepTimes | None = None  # newest step, if the record of its own work was not there yet
+        self._unmeasured_start_ns = self._unmeasured_mode = 0
         self._skipped = 0
         self._early: list[StepTimes] = []  # steps of the window that may become the baseline
         self._early_windows = 0
@@ -68,6 +97,7 @@ class RankHistory:
         self.samples_total = 0
         self.collective_seconds_total = 0.0
         self.gc_seconds_total = 0.0
+        self.measured = MeasuredSteps()
 
     def add(self, records: NDArray[np.void], behind_gap: bool = False) -> None:
         """Add new records (`records.RING_RECORD`), oldest first. The first step of a round does not count as training.
@@ -82,6 +112,7 @@ class RankHistory:
         self.steps_total += int((records["kind"] == RecordKind.STEP).sum())
         # A step's own work is the record with the same start: in Local-SGD modes step numbers may repeat.
         own_work = {int(record["start_ns"]): record for record in records[records["kind"] == RecordKind.COMPUTE]}
+        self._append_unmeasured(own_work)
         is_relevant = np.isin(
             records["kind"], (RecordKind.STEP, RecordKind.GC, RecordKind.SYNCHRONIZATION, RecordKind.LENGTHS)
         )
@@ -98,10 +129,20 @@ class RankHistory:
                 gc_seconds, self._garbage = self._garbage, 0.0
                 lengths, self._lengths = self._lengths, None
                 is_whole, self._is_whole = self._is_whole, True
+                self._unmeasured = None
                 if record["phase"] == Phase.TRAIN and is_whole:
-                    compute = _compute_duration(own_work.get(int(record["start_ns"]), record))
-                    step = StepTimes(int(record["step"]), seconds, compute, int(record["value"]), gc_seconds, lengths)
-                    self.append(step, int(record["flags"]))
+                    start_ns = int(record["start_ns"])
+                    step = StepTimes(int(record["step"]), seconds, 0.0, int(record["value"]), gc_seconds, lengths)
+                    self._unmeasured, self._unmeasured_start_ns = step, start_ns
+                    self._unmeasured_mode = int(record["flags"])
+                    self._append_unmeasured(own_work)
+
+    def _append_unmeasured(self, own_work: Mapping[int, np.void]) -> None:
+        """Add the newest step once its own work is known. A step whose own work is never recorded enters no window."""
+        record = own_work.get(self._unmeasured_start_ns)
+        if self._unmeasured is not None and record is not None:
+            step, self._unmeasured = replace(self._unmeasured, compute_seconds=_compute_duration(record)), None
+            self.append(step, self._unmeasured_mode)
 
     def append(self, step: StepTimes, mode: int) -> None:
         """Add one step. `mode`: position of its mode in plan.SYNC_MODES."""
@@ -110,6 +151,7 @@ class RankHistory:
             self.start_round()
         self._steps.append(step)
         self._seconds += step.step_seconds
+        self.measured += step
         while len(self._steps) > count_window_steps(self._window_steps, self._seconds / len(self._steps)):
             oldest = self._steps.popleft()
             self._seconds -= oldest.step_seconds

@@ -6,22 +6,47 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from pacekeeper.health.rank_rings import RankRings
+from pacekeeper.watch.container import WatchedContainer
 from pacekeeper_analysis.errors import InputError
 
 from .connection_sampler import ConnectionSampler
+from .container_monitor import ContainerMonitor
+from .kubeflow_progress import ProgressServer
 from .operator_client import connect_operator
 from .prometheus_metrics import WorkerMetrics
-from .rank_rings import RankRings
 from .settings import SidecarSettings
 from .sidecar import Sidecar
+from .worker_monitor import WorkerMonitor
+
+
+async def run_watched_sidecar(settings: SidecarSettings) -> None:
+    """Run in a watched container. There is at most one server, on the loopback: its ports are the container's."""
+    container = WatchedContainer(settings.runtime.root, settings.worker, settings.window_steps)
+    async with connect_operator(settings) as client:
+        samples = settings.samples_connections
+        connections = ConnectionSampler(settings.runtime, container.read_socket_ranks) if samples else None
+        monitor = ContainerMonitor(container, settings.worker, connections)
+        server = ProgressServer(partial(setattr, monitor, "reported_progress"))
+        if settings.kubeflow_port:
+            try:
+                await server.start(settings.kubeflow_port)
+            except OSError as error:  # a process of the pod has the port
+                logging.warning("progress is not received at port %d: %s", settings.kubeflow_port, error)
+        await _run_until_terminated(Sidecar(settings, client, monitor).run())
+        server.close()
 
 
 async def run_sidecar(settings: SidecarSettings) -> None:
-    settings.runtime.create()
+    """Run next to a launcher."""
+    settings.runtime.create(shared=True)
     ranks = RankRings(settings.runtime, settings.window_steps)
     connections = ConnectionSampler(settings.runtime)
     registry = CollectorRegistry(auto_describe=False)
@@ -30,12 +55,18 @@ async def run_sidecar(settings: SidecarSettings) -> None:
     await runner.setup()
     await web.TCPSite(runner, None, settings.metrics_port).start()
     async with connect_operator(settings) as client:
-        sidecar_task = asyncio.create_task(Sidecar(settings, client, ranks, connections).run())
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, sidecar_task.cancel)
-        await asyncio.wait([sidecar_task])
-        if not sidecar_task.cancelled():
-            sidecar_task.result()
+        monitor = WorkerMonitor(settings, ranks, connections)
+        await _run_until_terminated(Sidecar(settings, client, monitor).run())
     await runner.cleanup()
+
+
+async def _run_until_terminated(loops: Coroutine[Any, Any, None]) -> None:
+    """Run the loops until SIGTERM. Raises what ends them otherwise."""
+    task = asyncio.create_task(loops)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
 
 
 def build_application(registry: CollectorRegistry) -> web.Application:
@@ -55,7 +86,8 @@ def build_application(registry: CollectorRegistry) -> web.Application:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        asyncio.run(run_sidecar(SidecarSettings.from_environment()))
+        settings = SidecarSettings.from_environment()
+        asyncio.run(run_watched_sidecar(settings) if settings.watched else run_sidecar(settings))
     except InputError as error:
         print(f"pacekeeper.sidecar: {error}", file=sys.stderr)
         return 2

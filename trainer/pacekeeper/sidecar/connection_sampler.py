@@ -5,7 +5,8 @@
     connections.windows()                     # the last three windows of 5 s, of the ranks' connections
 
 The sidecar shares its pod's network namespace. So it sees the ranks' connections without a hook in them and without
-privileges. It does not see their processes: the launcher writes down which rank holds a socket (`runtime.sockets`).
+privileges. It does not see their processes: the launcher, or the process monitor of a watched container, writes down
+which rank holds a socket (`runtime.sockets`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pacekeeper.runtime_folder import RuntimeFolder, read_json, write_json
 from pacekeeper_analysis.protocol.reports import BlockedConnection, Evidence, FaultKind, FaultReport, LinkWindow
@@ -109,8 +111,12 @@ class _EarlyWindows:
 class ConnectionSampler:
     """The last samples. If the kernel does not answer or count, there are no windows, and links stay unknown."""
 
-    def __init__(self, runtime: RuntimeFolder) -> None:
+    def __init__(
+        self, runtime: RuntimeFolder, read_socket_ranks: Callable[[], Mapping[int, int]] | None = None
+    ) -> None:
+        """`read_socket_ranks` returns the rank that holds each socket, by inode. None: it is in the launcher's file."""
         self._runtime = runtime
+        self._read_socket_ranks = read_socket_ranks or partial(read_launcher_sockets, runtime)
         self._samples: deque[_ConnectionSample] = deque(maxlen=LINK_WINDOW_COUNT * SAMPLES_PER_LINK_WINDOW + 1)
         self._early: dict[bytes, _EarlyWindows] = {}
         self._failed = ""
@@ -216,13 +222,14 @@ class ConnectionSampler:
                 totals[ranks[inode]] = acked + counters.acked_bytes, busy + counters.busy
         return totals
 
-    def _read_socket_ranks(self) -> dict[int, int]:
-        """Return the rank of each socket inode, as the launcher last wrote it."""
-        try:
-            content = read_json(self._runtime.sockets) or {}
-            return {int(inode): int(rank) for inode, rank in content.items()}
-        except (ValueError, TypeError, AttributeError):
-            return {}
+
+def read_launcher_sockets(runtime: RuntimeFolder) -> dict[int, int]:
+    """Return the rank of each socket inode, as the launcher last wrote it."""
+    try:
+        content = read_json(runtime.sockets) or {}
+        return {int(inode): int(rank) for inode, rank in content.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _build_windows(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pacekeeper_analysis.protocol.decoding import parse_json
-from pacekeeper_analysis.protocol.plan import WorkerPlan
+from pacekeeper_analysis.protocol.poll import PollAnswer
 from pacekeeper_analysis.protocol.reports import Evidence, FaultReport, Heartbeat
 
 from .leader_address import LeaderAddress, parse_named_leader
@@ -50,20 +50,21 @@ class OperatorClient:
         self._leader = LeaderAddress()
         self._name = urlsplit(settings.operator).hostname
 
-    async def fetch_plan(
-        self, heartbeat: Heartbeat, after: int | None, wait: float, hold: float = 0.0
-    ) -> WorkerPlan | None:
-        """Return this worker's part of the first plan with a version above `after`; None: with any version.
+    async def poll(
+        self, heartbeat: Heartbeat, after: int | None, received: str, wait: float, hold: float = 0.0
+    ) -> PollAnswer | None:
+        """Return this worker's part of the first plan with a version above `after`, or of new requests.
 
-        None: no plan came within `wait` seconds, or within up to `hold` seconds if the operator has very many workers.
+        `after` None: with any version. `received`: identity of the requests that were received last. The result is None
+        if nothing came within `wait` seconds, or within up to `hold` seconds if the operator has very many workers.
         Raises OperatorUnavailable or RequestRejected.
         """
-        query = {"wait": f"{wait:g}", "hold": f"{hold:g}"}
+        query = {"wait": f"{wait:g}", "hold": f"{hold:g}", "requests": received}
         if after is not None:
             query["after"] = str(after)
         stamped = replace(heartbeat, sent_at=time.time())
         answer = await self._post("/v1/plan", stamped.to_json(), query, max(wait, hold) + OPERATOR_ANSWER_SECONDS)
-        return None if answer is None else WorkerPlan.from_json(answer)
+        return None if answer is None else PollAnswer.from_json(answer)
 
     async def send_fault(self, fault: FaultReport) -> None:
         await self._post("/v1/faults", replace(fault, sent_at=time.time()).to_json(), {}, OPERATOR_ANSWER_SECONDS)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pacekeeper.health.rank_rings import ObservedRank, RankRings
+
 from .connection_sampler import ConnectionSampler
-from .rank_rings import ObservedRank, RankRings
 from .settings import SidecarSettings
 
 RANK_METRIC_LABELS = ("trainingjob", "worker", "rank")

@@ -16,13 +16,19 @@ class SidecarSettings:
     """Settings of the sidecar. Durations are seconds."""
 
     runtime: RuntimeFolder
-    job: str
+    job: str  # "" in a watched container
     worker: str
     operator: str  # https URL
     authority: str  # PEM of the certificate authority; "": the system's
     token_file: Path
     metrics_port: int = 9464
     window_steps: int = 32
+    watched: bool = False
+    """Whether the container is watched: no launcher runs in it, and its processes are not trusted."""
+    kubeflow_port: int = 0
+    """Port on which a watched container's script reports its progress; 0: none."""
+    samples_connections: bool = False
+    """Whether the connections of a watched container's ranks are sampled. Next to a launcher, they always are."""
     poll_seconds: float = 3.0
     """How long the operator holds a poll. Its answers are heartbeats in both directions."""
     hold_seconds: float = 30.0
@@ -31,23 +37,28 @@ class SidecarSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> SidecarSettings:
         """Read the settings. Raises InputError that names the variable."""
-        missing = [name for name in _REQUIRED_VARIABLES if not environment.get(name)]
+        watched = environment.get("PACEKEEPER_WATCHED", "") == "1"
+        required = _REQUIRED_VARIABLES if watched else ("PACEKEEPER_JOB", *_REQUIRED_VARIABLES)
+        missing = [name for name in required if not environment.get(name)]
         if missing:
             raise InputError(f"{', '.join(missing)} must be set; the operator sets them on the sidecars that it adds")
         return cls(
             runtime=RuntimeFolder.from_environment(environment),
-            job=environment["PACEKEEPER_JOB"],
+            job=environment.get("PACEKEEPER_JOB", ""),
             worker=environment["PACEKEEPER_WORKER"],
             operator=environment["PACEKEEPER_OPERATOR"].rstrip("/"),
             authority=environment.get("PACEKEEPER_CA", ""),
             token_file=Path(environment["PACEKEEPER_TOKEN_FILE"]),
             metrics_port=_read_integer(environment, "PACEKEEPER_METRICS_PORT", cls.metrics_port),
             window_steps=_read_integer(environment, "PACEKEEPER_WINDOW_STEPS", cls.window_steps),
+            watched=watched,
+            kubeflow_port=_read_integer(environment, "PACEKEEPER_KUBEFLOW_PORT", cls.kubeflow_port),
+            samples_connections=environment.get("PACEKEEPER_WATCH_LINKS", "") == "1",
             poll_seconds=float(environment.get("PACEKEEPER_POLL_SECONDS") or cls.poll_seconds),
         )
 
 
-_REQUIRED_VARIABLES = ("PACEKEEPER_JOB", "PACEKEEPER_WORKER", "PACEKEEPER_OPERATOR", "PACEKEEPER_TOKEN_FILE")
+_REQUIRED_VARIABLES = ("PACEKEEPER_WORKER", "PACEKEEPER_OPERATOR", "PACEKEEPER_TOKEN_FILE")
 
 
 def _read_integer(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from pacekeeper.observe.collectives.cpu_group import CpuGroup
-from pacekeeper.observe.recorder import Recorder
 from pacekeeper_analysis.protocol.plan import SYNC_MODES
+from pacekeeper_rank.recorder import Recorder
 
 from .training_config import TrainingConfig
 

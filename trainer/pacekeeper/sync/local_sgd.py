@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pacekeeper import torch_internals
 from pacekeeper.data.ticket_counter import TicketCounter
 from pacekeeper_analysis.protocol.plan import SyncMode
-from pacekeeper_analysis.protocol.records import Phase
+from pacekeeper_rank.records import Phase
 
 from .agreement import AgreementResult
 from .report_writer import ReportWriter

@@ -9,9 +9,9 @@ import time
 from pacekeeper.checkpointing.state_store import StateStore
 from pacekeeper.checkpointing.storage.checkpoint_writer import WriteOutcome
 from pacekeeper.data.loader import Loader
-from pacekeeper.observe.recorder import Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper_analysis.protocol.records import Phase, StateOrigin
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import Phase, StateOrigin
 
 from .progress import Progress
 from .training_config import crosses_multiple
@@ -60,6 +60,8 @@ class StateSaver:
             self._checkpoint_step = self._published_step = restored.checkpoint_step
             self._state.checkpoint_step = -1 if restored.checkpoint_step is None else restored.checkpoint_step
             self._state.samples = progress.own_samples = restored.samples
+            if restored.is_in_memory and self._store.stores_snapshots:
+                self._state.snapshot_step = restored.step
         self._state.restored_step = progress.step
         return progress.step
 
@@ -137,6 +139,7 @@ class StateSaver:
         """
         if (step := self._store.settle(wait)) is not None:
             self._state.snapshot_step = step
+        self._state.replicated_step = self._store.replicated_step
 
     def finish(self) -> None:
         """Save the state after the last step; the rank has nothing left to do then.

@@ -12,11 +12,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from pacekeeper.observe.recorder import Recorder
-from pacekeeper.observe.work_clock import Mark
 from pacekeeper.replication.local_sgd.replicas import Synchronization
 from pacekeeper.replication.replication import Replication
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import Phase, RecordKind
+from pacekeeper_rank.work_clock import Mark
 
 from .agreement import Agreement
 from .training_config import should_synchronize

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from pacekeeper.data.loader import Loader
-from pacekeeper.observe.recorder import Recorder
 from pacekeeper.replication.replication import Replication
+from pacekeeper_rank.recorder import Recorder
 
 from .agreement import Agreement, AgreementResult
 from .plan_reader import PlanReader

@@ -8,14 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.protocol.records import (
-    RING_HEADER_BYTES,
-    RING_MAGIC,
-    RING_RECORD,
-    RING_STATE,
-    RecordKind,
-    compute_ring_bytes,
-)
+from pacekeeper_analysis.protocol.records import RING_RECORD, RING_STATE
 from pacekeeper_analysis.protocol.reports import RankWindow
 from pacekeeper_analysis.whatif.data_parallel import (
     ALL_REDUCE,
@@ -31,6 +24,7 @@ from pacekeeper_analysis.whatif.data_parallel import (
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import GC, TraceError
 from pacekeeper_analysis.whatif.window import RecordedWindow
+from pacekeeper_rank.records import RING_HEADER_BYTES, RING_MAGIC, RecordKind, compute_ring_bytes
 
 SECONDS_PER_NANOSECOND = 1e-9
 

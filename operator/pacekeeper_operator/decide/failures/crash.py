@@ -41,6 +41,10 @@ CRASH_SETTLE_SECONDS = 2.0
 """Seconds before a crash is decided on. It may be the consequence of a lost worker, which shows a moment later. The
 restart itself does not wait for this."""
 
+SILENT_DEATH_REPORT_SECONDS = 3.0
+"""Seconds by which the death of a watched rank that leaves no message may be reported later than its peers' errors: its
+sidecar waits 2 s for a report of torchrun's agent."""
+
 
 def check_crashes(observation: Observation, policy: Policy) -> Decision | None:
     """Decide on the crash that came first in the oldest round with crashes."""
@@ -51,7 +55,10 @@ def check_crashes(observation: Observation, policy: Policy) -> Decision | None:
     round_faults = tuple(fault for fault in faults if fault.round == round_)
     # A rank that failed by itself explains its peers' errors.
     first = min(round_faults, key=lambda fault: (is_peer_consequence(fault), fault.noticed_at))
-    waits = observation.is_younger(first, CRASH_SETTLE_SECONDS)
+    settle_seconds = CRASH_SETTLE_SECONDS
+    if policy.observes_only and is_peer_consequence(first):
+        settle_seconds += SILENT_DEATH_REPORT_SECONDS
+    waits = observation.is_younger(first, settle_seconds)
     if waits and observation.progress.round <= round_ and not first.out_of_memory:
         return None
     return _decide_crash(observation, policy, first, round_faults)
@@ -81,12 +88,14 @@ def _decide_crash(
     elif backs_off:
         actions = (BackOff(),)
     remedy = None if job_failure is not None or chosen is None else Remedy(chosen.option.remedy)
+    is_silent = policy.observes_only and not fault.exit_code and not fault.out_of_memory
+    how = "ended without an exception, by a signal or os._exit" if is_silent else _describe_exit(fault)
     return Decision(
         incident_key=IncidentKey(
             IncidentCause.OUT_OF_MEMORY if fault.out_of_memory else IncidentCause.CRASH, fault.round
         ),
         class_=IncidentClass.APPLICATION if fault.exit_code > 0 or history.follows_rank else IncidentClass.UNKNOWN,
-        message=f"rank {fault.rank} on {fault.worker} {_describe_exit(fault)} {_describe_progress(fault)}",
+        message=f"rank {fault.rank} on {fault.worker} {how} {_describe_progress(fault)}",
         first_sign=fault.noticed_at,
         actions=actions,
         remedy=remedy,

@@ -6,7 +6,8 @@ node they only raise a suspicion. Only series that the platform vouches for are 
 DCGM's gauge of XIDs keeps the last XID indefinitely, and its counters never fall. So only a change is an error, and
 values from before the job first used a node are a baseline. A new series is not a change: an exporter that was down
 returns with the counts of months. A value that the job has not recorded yet is compared with the same series two
-minutes earlier; an earlier change that the operator could not observe stays undetected.
+minutes earlier; an earlier change that the operator could not observe stays undetected. A value that has become zero (a
+GPU or its driver was reset) is recorded, so that the same error counts again.
 `pacekeeper_analysis.failures.gpu_health` classifies XIDs by their origin.
 """
 
@@ -92,16 +93,17 @@ def check_gpu_errors(observation: Observation, policy: Policy) -> Decision | Non
 
 
 def record_gpu_baseline(observation: Observation, _policy: Policy) -> DesiredState:
-    """Record the GPU values of nodes that are new to the job; drop those of nodes that it has left."""
+    """Record the GPU values of nodes that are new to the job, and resets; drop the values of nodes that it has left."""
     desired, gpus = observation.desired, observation.state.gpus
     if observation.metrics.prometheus_error:
         return desired
     present = tuple(sorted({view.record.node for view in observation.workers if view.record.node}))
-    if present == gpus.nodes:
-        return desired
     retained = {key: value for key, value in gpus.values.items() if key.split("/", 1)[0] in present}
     added = {v.key: v.value for v in observation.metrics.gpu_values if v.node in present and v.node not in gpus.nodes}
-    return desired.with_gpus(nodes=present, values={**retained, **added})
+    reset = {v.key: 0.0 for v in observation.metrics.gpu_values if not v.value and gpus.values.get(v.key)}
+    if present == gpus.nodes and not reset:
+        return desired
+    return desired.with_gpus(nodes=present, values={**retained, **added, **reset})
 
 
 def _find_reported_faults(observation: Observation) -> Iterator[GpuFault]:
@@ -121,7 +123,7 @@ def _find_measured_faults(observation: Observation) -> Iterator[GpuFault]:
         previous = gpus.values.get(value.key, value.previous_value)
         if previous is None:
             continue
-        if value.value == previous or (value.metric != DCGM_XID_METRIC and value.value < previous):
+        if value.value in (0.0, previous) or (value.metric != DCGM_XID_METRIC and value.value < previous):
             continue
         workers = tuple(v.name for v in observation.workers if v.record.node == value.node and not v.record.leaving)
         if workers:

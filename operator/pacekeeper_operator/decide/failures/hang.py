@@ -8,8 +8,8 @@ from pacekeeper_analysis.failures import hang
 from pacekeeper_analysis.failures.finding import FaultClass, Finding, Signal, SignalKind, merge_findings
 from pacekeeper_analysis.failures.hang import HangKind, HangVerdict
 from pacekeeper_analysis.protocol.plan import Plan
-from pacekeeper_analysis.protocol.records import Phase
 from pacekeeper_analysis.protocol.reports import BlockedConnection, FaultKind, FaultReport, RankState
+from pacekeeper_rank.records import Phase
 
 from ...api.conditions import Reason
 from ...api.incident import IncidentCause, IncidentClass
@@ -100,7 +100,7 @@ def check_hangs(observation: Observation, policy: Policy) -> Decision | None:
         worker=worker,
         node=node,
         settled_faults=() if waits else tuple(fault.name for fault in stalls),  # evaluated again once a restart is left
-        last_step=observation.progress.step,
+        last_step=_find_last_step(observation, stalls),
         repetition=repetition,
         finding=_build_finding(observation.plan, verdict, stalls, history),
     )
@@ -303,6 +303,12 @@ def _find_first_sign(stalls: Sequence[FaultReport]) -> float:
     return min(
         fault.noticed_at - max((state.waiting_seconds for state in fault.ranks), default=0.0) for fault in stalls
     )
+
+
+def _find_last_step(observation: Observation, stalls: Sequence[FaultReport]) -> int | None:
+    """Return the last step that some rank has completed; None: none has. Heartbeats may be older than stalls."""
+    steps = (observation.progress.step, *(state.step for fault in stalls for state in fault.ranks))
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _propose_quarantines(

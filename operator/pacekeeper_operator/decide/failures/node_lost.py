@@ -105,6 +105,13 @@ def compute_silent_seconds(observation: Observation, view: WorkerView) -> float:
     return _LivenessSigns(observation).compute_silent_seconds(view)
 
 
+def is_node_down(observation: Observation, name: str) -> bool:
+    """Return whether the API server shows the node as not Ready or gone. It counts only while any node is Ready."""
+    nodes = observation.cluster_view.nodes
+    node = nodes.get(name)
+    return (node is None or not node.ready) and any(node.ready for node in nodes.values())
+
+
 @dataclass(frozen=True)
 class _LivenessSigns:
     """Signs of life from members, peers, and nodes, computed once for any number of workers."""
@@ -118,9 +125,7 @@ class _LivenessSigns:
         )
 
     def is_node_down(self, view: WorkerView) -> bool:
-        """Return whether the API server shows the node as not Ready or gone. It counts only while any node is Ready."""
-        node = self.observation.cluster_view.nodes.get(view.node)
-        return self._has_ready_node and (node is None or not node.ready)
+        return is_node_down(self.observation, view.node)
 
     def compute_silent_seconds(self, view: WorkerView) -> float:
         peer_seconds = next((seconds for seconds, name in self._last_steps if name != view.name), math.inf)
@@ -157,10 +162,6 @@ class _LivenessSigns:
                 workers = reporters.get(address, frozenset())
                 reporters[address] = workers if len(workers) > 1 else workers | {fault.worker}
         return reporters
-
-    @cached_property
-    def _has_ready_node(self) -> bool:
-        return any(node.ready for node in self.observation.cluster_view.nodes.values())
 
     @cached_property
     def _last_steps(self) -> Sequence[tuple[float, str]]:

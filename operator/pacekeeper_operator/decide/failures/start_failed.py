@@ -24,9 +24,13 @@ trained, nodes, volumes or DNS may be at fault, so the next worker backs off ins
 
 WARM_UP_TIMEOUT_SECONDS = 120.0
 """Seconds that a trainer's container may run until its launcher is warm. Most of it is the import of torch, which takes
-seconds from a warm disk and a minute from a slow volume."""
+seconds from a warm disk and a minute from a slow volume. Behind a shell, whose commands come first, it is the job's
+`schedulingTimeout`, if that is longer."""
 
-_COMMAND_ADVICE = "the command of container trainer must run `pacekeeper run …` (instead of python or torchrun)"
+_COMMAND_ADVICE = (
+    "the command of the container with the ranks must call torchrun or `pacekeeper run`, or its variable "
+    "PACEKEEPER_LAUNCH_SCRIPT name the script that it starts by Python (docs/running-jobs.md#commands)"
+)
 
 
 def check_failed_starts(observation: Observation, policy: Policy) -> Decision | None:
@@ -43,11 +47,17 @@ def check_failed_starts(observation: Observation, policy: Policy) -> Decision | 
         since = view.record.starting_since
         if since is None or not observation.clock_agrees:
             continue
-        if view.usable and since < observation.now - WARM_UP_TIMEOUT_SECONDS:
-            reason = f"it was not ready {WARM_UP_TIMEOUT_SECONDS:.0f} s after its container had begun to run"
+        limit = _get_warm_up_limit(observation, view)
+        if view.usable and since < observation.now - limit:
+            reason = f"it was not ready {limit:.0f} s after its container had begun to run"
             reason += _describe_missing_launcher(view)
             return _build_replacement(observation, policy, view, reason, IncidentClass.UNKNOWN, since)
     return None
+
+
+def _get_warm_up_limit(observation: Observation, view: WorkerView) -> float:
+    is_behind_shell = view.heartbeat is not None and view.heartbeat.commands_may_follow is not False
+    return max(WARM_UP_TIMEOUT_SECONDS, observation.job.spec.scheduling_timeout if is_behind_shell else 0.0)
 
 
 def newest_incident(observation: Observation) -> Incident | None:

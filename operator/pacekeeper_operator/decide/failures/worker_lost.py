@@ -53,21 +53,31 @@ def _classify_loss(
 
     `sigterm_at`: when its launcher received SIGTERM, in seconds since the epoch.
     """
-    pod = view.pod
+    pod, ended = view.pod, classify_external_end(view)
+    if ended is not None:
+        return (*ended, pod is not None and not pod.ended)
     if pod is None:
-        return ("its pod is gone", IncidentClass.DISRUPTION, False) if view.record.uid else None
-    if pod.self_inflicted_reason:
-        return f"its kubelet ended its pod: {pod.self_inflicted_reason}", IncidentClass.APPLICATION, not pod.ended
-    if pod.disruption_reason:
-        detail = f": {pod.exit_reason}: {pod.exit_message}" if pod.phase == "Failed" and pod.exit_code is None else ""
-        return f"its pod is disrupted ({pod.disruption_reason}){detail}", IncidentClass.DISRUPTION, not pod.ended
-    if pod.deleting:
-        return "its pod was deleted", IncidentClass.DISRUPTION, not pod.ended
+        return None
     if sigterm_at is not None:
         return _classify_termination(observation, view, pod, sigterm_at)
     if pod.finished or pod.exit_code == 0:
         return _classify_clean_exit(view, pod)
     return (_describe_exit(pod), IncidentClass.UNKNOWN, False) if pod.ended else None
+
+
+def classify_external_end(view: WorkerView) -> tuple[str, IncidentClass] | None:
+    """Return why Kubernetes has ended or is ending the worker's pod, and the incident's class; None: it does not."""
+    pod = view.pod
+    if pod is None:
+        return ("its pod is gone", IncidentClass.DISRUPTION) if view.record.uid else None
+    if pod.self_inflicted_reason:
+        return f"its kubelet ended its pod: {pod.self_inflicted_reason}", IncidentClass.APPLICATION
+    if pod.disruption_reason:
+        detail = f": {pod.exit_reason}: {pod.exit_message}" if pod.phase == "Failed" and pod.exit_code is None else ""
+        return f"its pod is disrupted ({pod.disruption_reason}){detail}", IncidentClass.DISRUPTION
+    if pod.deleting:
+        return "its pod was deleted", IncidentClass.DISRUPTION
+    return None
 
 
 def _classify_termination(

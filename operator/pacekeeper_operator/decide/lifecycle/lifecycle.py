@@ -6,7 +6,7 @@ from pacekeeper_analysis.protocol.plan import Stop
 from pacekeeper_analysis.protocol.reports import LauncherState
 
 from ...api.conditions import Reason
-from ...state.cluster_view import WorkerView
+from ...state.cluster_view import PodView, WorkerView
 from ...state.desired_state import DesiredState
 from ...state.observation import Observation
 from ...state.policy import Policy
@@ -41,8 +41,11 @@ def _suspend_job(observation: Observation) -> DesiredState:
     desired = observation.desired
     if not observation.job.spec.suspend:
         return desired
-    if desired.plan.stop is Stop.NO:
-        desired = desired.with_plan(stop=Stop.SUSPEND, evidence_request="").with_lifecycle(stopped_at=observation.now)
+    # A job whose ranks have finished runs its other commands again after it is resumed.
+    if desired.plan.stop is Stop.NO or list_followed_members(observation):
+        desired = (
+            desired.with_plan(stop=Stop.SUSPEND).with_requests(evidence=None).with_lifecycle(stopped_at=observation.now)
+        )
     if not desired.state.placement.workers and desired.plan.members:
         desired = desired.with_plan(members=(), shares=None, paths=None)
     without_pod = {view.name for view in observation.workers if view.pod is None}
@@ -73,6 +76,9 @@ def _record_start(observation: Observation) -> DesiredState:
         desired = desired.with_lifecycle(start_time=observation.now)
     if observation.plan.members and progress.round > state.placement.highest_round:
         desired = desired.with_placement(highest_round=progress.round)
+        # Until the new round completes a step, heartbeats have the last one of the round before.
+        if state.lifecycle.has_trained and progress.training_since is None:
+            desired = desired.with_lifecycle(earlier_step=_find_earlier_step(observation))
     no_progress_round = state.budget.no_progress_round
     if no_progress_round is not None and no_progress_round < progress.round and progress.training_since is not None:
         desired = desired.with_budget(no_progress_round=None, no_progress_error="", no_progress_worker="")
@@ -85,6 +91,14 @@ def _record_start(observation: Observation) -> DesiredState:
     if (state.placement.failed_starts or state.placement.refused_pods) and is_complete(observation):
         desired = desired.with_placement(failed_starts=0, refused_pods=0, refused_until=None)
     return desired
+
+
+def _find_earlier_step(observation: Observation) -> int | None:
+    """Return the last step that is known to be completed before the present round; None: none is."""
+    incidents, lifecycle = observation.state.incidents, observation.state.lifecycle
+    lost = [incident.last_step for incident in incidents.open if incident.round < observation.progress.round]
+    steps = (lifecycle.earlier_step, observation.progress.step, *lost)
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _has_resumed_training(observation: Observation) -> bool:
@@ -111,8 +125,10 @@ def is_complete(observation: Observation) -> bool:
 
 
 def _finish_job(observation: Observation) -> DesiredState:
-    """Complete the job once the trainers of all members have finished successfully."""
+    """Complete the job once the ranks of all members have finished, and what follows them in their containers."""
     desired = observation.desired
+    if desired.plan.stop is Stop.FINISH:
+        return _complete_job(observation)
     if not desired.plan.members or desired.plan.stop is not Stop.NO:
         return desired
     finished = desired.state.lifecycle.finished_names
@@ -124,9 +140,39 @@ def _finish_job(observation: Observation) -> DesiredState:
         desired = desired.with_lifecycle(finished=(*still_finished, *newly_finished))
     if any(member.worker not in desired.state.lifecycle.finished_names for member in desired.plan.members):
         return desired
-    return desired.with_plan(stop=Stop.FINISH, evidence_request="").with_lifecycle(
-        completed_at=observation.now, stopped_at=observation.now
+    finishing = desired.with_plan(stop=Stop.FINISH).with_requests(evidence=None)
+    return _complete_job(observation.with_desired(finishing.with_lifecycle(stopped_at=observation.now)))
+
+
+def _complete_job(observation: Observation) -> DesiredState:
+    """Complete or fail a job whose ranks have finished, unless commands still run after a launcher."""
+    if list_followed_members(observation):
+        return observation.desired
+    for view in observation.members:
+        if view.pod is not None and _may_be_followed(view) and _has_failed_by_itself(view.pod):
+            message = f"the ranks have finished, but then the command of {view.name} ended with {view.pod.exit_code}"
+            return _fail_job(observation, Reason.SCRIPT_FAILED, message)
+    return observation.desired.with_lifecycle(completed_at=observation.now, stopped_at=observation.now)
+
+
+def list_followed_members(observation: Observation) -> tuple[str, ...]:
+    """Return the workers of a job whose ranks have finished, in which other commands may run."""
+    if observation.plan.stop is not Stop.FINISH or observation.state.lifecycle.is_over:
+        return ()
+    return tuple(
+        view.name
+        for view in observation.members
+        if _may_be_followed(view) and view.pod is not None and not view.pod.ended and not view.pod.deleting
     )
+
+
+def _has_failed_by_itself(pod: PodView) -> bool:
+    return bool(pod.exit_code) and not pod.disruption_reason and not pod.deleting
+
+
+def _may_be_followed(view: WorkerView) -> bool:
+    """Return whether other commands may run in the container after its launcher. Without a report, they may."""
+    return view.heartbeat is None or view.heartbeat.commands_may_follow is True
 
 
 def _has_finished(view: WorkerView, membership: int) -> bool:
@@ -152,7 +198,9 @@ def _has_rejoined(view: WorkerView) -> bool:
 def _enforce_deadline(observation: Observation) -> DesiredState:
     desired, limit = observation.desired, observation.job.spec.run_policy.active_deadline_seconds
     state = desired.state
-    if limit is None or state.lifecycle.start_time is None or desired.plan.stop is not Stop.NO:
+    if limit is None or state.lifecycle.start_time is None or state.lifecycle.is_over:
+        return desired
+    if desired.plan.stop is Stop.SUSPEND:
         return desired
     # An operator whose clock was behind may have recorded a start before the job's creation.
     started_at = max(state.lifecycle.start_time, observation.job.created_at or 0.0)
@@ -207,6 +255,8 @@ def describe_stuck_worker(view: WorkerView) -> str:
 
 
 def _fail_job(observation: Observation, reason: Reason, message: str) -> DesiredState:
-    return observation.desired.with_plan(stop=Stop.FINISH, evidence_request="").with_lifecycle(
-        failed_reason=str(reason), failed_message=message, stopped_at=observation.now
+    return (
+        observation.desired.with_plan(stop=Stop.FINISH)
+        .with_requests(evidence=None)
+        .with_lifecycle(failed_reason=str(reason), failed_message=message, stopped_at=observation.now)
     )

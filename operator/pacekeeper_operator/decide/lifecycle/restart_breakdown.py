@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pacekeeper_analysis.protocol.records import StateOrigin
 from pacekeeper_analysis.protocol.reports import Heartbeat, StartStage
+from pacekeeper_rank.records import StateOrigin
 
 from ...api.incident import Restart, RestartPart, RestartPartName
 
@@ -50,10 +50,10 @@ def break_down_restart(seconds: float, heartbeats: Sequence[Heartbeat], ranks: i
     )
     longest = max(parts, key=lambda part: part.seconds)
     suffix = "" if longest.rank is None else f" (rank {longest.rank})"
-    return Restart(parts, _find_state_origin(heartbeats), f"{longest.name}{suffix}")
+    return Restart(parts, find_state_origin(heartbeats), f"{longest.name}{suffix}")
 
 
-def _find_state_origin(heartbeats: Sequence[Heartbeat]) -> str | None:
+def find_state_origin(heartbeats: Sequence[Heartbeat]) -> str | None:
     """Return the farthest origin of the state that a member reports, as a word for users; None: none reports one."""
     origin = max((StateOrigin[heartbeat.start.origin] for heartbeat in heartbeats), default=StateOrigin.UNKNOWN)
     return None if origin is StateOrigin.UNKNOWN else origin.name.capitalize()

@@ -12,7 +12,7 @@ from pacekeeper_analysis.protocol.reports import LauncherState, PathFault
 from ...api.conditions import ConditionStatus, JobCondition, Reason
 from ...api.formats import format_time
 from ...api.node_quarantine import QuarantineVerdict
-from ...api.training_job import JobPhase, JobStatus, WorkerCounts
+from ...api.training_job import JobPhase, JobStatus, ResumePoint, WorkerCounts
 from ...formatting import format_list, shorten_text
 from ...pods.manifests import choose_checkpoint_sub_path, identify_checkpoint_folder
 from ...state.cluster_view import FRESH_WORKER_SECONDS
@@ -22,9 +22,10 @@ from ...state.observation import Observation
 from ...state.policy import Policy
 from ..failures import back_off, node_lost, start_failed
 from ..network import paths
-from ..placement import preflight, rank_assignment, workforce
+from ..placement import checkpoint_server, preflight, rank_assignment, workforce
 from . import progress as progresses
-from .lifecycle import classify_stuck_reason, describe_stuck_worker, find_stuck_worker
+from .lifecycle import classify_stuck_reason, describe_stuck_worker, find_stuck_worker, list_followed_members
+from .restart_breakdown import find_state_origin
 
 MIN_UNIFORM_SLOWDOWN = 1.2
 """Step time of the fastest rank, over that of the job's first steady steps, from which the whole job counts as slow."""
@@ -91,6 +92,7 @@ def build_job_status(observation: Observation, policy: Policy, before: JobStatus
         if observation.progress.checkpoint_step is None
         else observation.progress.checkpoint_step,
         checkpoint_sub_path=choose_checkpoint_sub_path(job),
+        resumed_from=_find_resume_point(observation) or before.resumed_from,
         workers=WorkerCounts.from_counts(
             job.spec.replicas, ready if members else 0, _count_running_spares(observation) if members else 0
         ),
@@ -102,6 +104,14 @@ def build_job_status(observation: Observation, policy: Policy, before: JobStatus
         bottleneck=_describe_bottleneck(observation) if phase is JobPhase.RUNNING else None,
         leaf_crossings=rank_assignment.count_leaf_crossings(observation),
     )
+
+
+def _find_resume_point(observation: Observation) -> ResumePoint | None:
+    """Return from which step the present round continued; None: its ranks have not reported it."""
+    progress = observation.progress
+    if progress.resumed_step is None:
+        return None
+    return ResumePoint(progress.round, progress.resumed_step, find_state_origin(progress.heartbeats))
 
 
 def _count_running_spares(observation: Observation) -> int:
@@ -157,7 +167,7 @@ def compute_phase(observation: Observation) -> JobPhase:
         return JobPhase.PENDING
     if any(not incident.live for incident in state.incidents.open):
         return JobPhase.RECOVERING
-    if observation.progress.training_since is not None:
+    if observation.progress.training_since is not None or plan.stop is Stop.FINISH:
         return JobPhase.RUNNING
     return JobPhase.RECOVERING if state.lifecycle.has_trained else JobPhase.STARTING
 
@@ -358,6 +368,9 @@ def _format_preflight_timeout(observation: Observation) -> str:
 
 
 def _build_running_condition(observation: Observation, phase: JobPhase) -> _JobConditionState:
+    if phase is JobPhase.RUNNING and (followed := list_followed_members(observation)):
+        message = f"the ranks have finished, and the command of {format_list(followed)} goes on"
+        return _JobConditionState(JobCondition.RUNNING, True, Reason.RANKS_FINISHED, message)
     if phase is JobPhase.RUNNING:
         return _JobConditionState(JobCondition.RUNNING, True, Reason.TRAINING, f"round {observation.progress.round}")
     if phase is JobPhase.PENDING:
@@ -387,8 +400,8 @@ def _explain_waiting(observation: Observation) -> _JobConditionState:
         folder = identify_checkpoint_folder(observation.job)
         message = (
             f"job {holder} writes its checkpoints to the same folder ({folder}), so no worker is created: give this "
-            "job its own folder (spec.checkpoint.path, or spec.checkpoint.subPath of a claim), or wait until the other "
-            f"has ended; to resume from its checkpoints then, set spec.checkpoint.adopt: {holder}"
+            "job its own folder (spec.checkpoint.path, or spec.checkpoint.subPath of a claim or URI), or wait until "
+            f"the other has ended; to resume from its checkpoints then, set spec.checkpoint.adopt: {holder}"
         )
         return _JobConditionState(JobCondition.RUNNING, False, Reason.FOLDER_IN_USE, message)
     stuck = find_stuck_worker(observation)
@@ -506,9 +519,20 @@ def _explain_cannot_start(observation: Observation) -> str:
     slow = (view for view in observation.workers if view.pod is not None and view.node and view.pod.phase == "Pending")
     late = next((v for v in slow if v.pod is not None and observation.now - v.pod.created_at > timeout), None)
     if late is None:
-        return ""
+        missing = checkpoint_server.explain_missing_server(observation)
+        return f"checkpoints cannot be read: {missing}" if missing else ""
     message = f"worker {late.name} is on {late.node}, and has not started for more than {timeout:.0f} s"
-    return f"{message}: kubectl describe pod {late.name} shows what it waits for (a volume, an init container)"
+    claim = observation.job.spec.checkpoint.volume_claim_name
+    others_started = any(v.pod is not None and v.pod.started and v.node != late.node for v in observation.workers)
+    mounts_claim = claim and not observation.job.spec.checkpoint.uses_server
+    hint = (
+        f". If claim {claim} has access mode ReadWriteOnce, the pods of one node alone can mount it: set "
+        "spec.checkpoint.accessMode to ReadWriteOnce, or use a claim with ReadWriteMany"
+    )
+    return (
+        f"{message}: kubectl describe pod {late.name} shows what it waits for (a volume, an init container)"
+        f"{hint if mounts_claim and others_started else ''}"
+    )
 
 
 def _did_not_start(observation: Observation) -> str:
@@ -557,6 +581,8 @@ def _find_checkpoint_failure(observation: Observation) -> _JobConditionState | N
     message = (
         f"{rank_name} could not save its part of the newest checkpoint: {failing.error}; {last_good or 'there is none'}"
     )
+    if missing := checkpoint_server.explain_missing_server(observation):
+        message = f"{message}; the checkpoint server does not serve: {missing}"
     return _JobConditionState(JobCondition.DEGRADED, True, Reason.CHECKPOINT_FAILING, message)
 
 

@@ -24,7 +24,7 @@ MAX_PORT_DRAWS = 4
 
 
 def check_port_reroll(observation: Observation, policy: Policy) -> Decision | None:
-    network, link_check = observation.cluster_view.network, observation.state.adaptation.link_check
+    network, link_check = observation.cluster_view.network, observation.requests.link_check
     if (
         network is None
         or network.spec.path_control.mode is not PathControl.REROLL

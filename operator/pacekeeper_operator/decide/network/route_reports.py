@@ -140,7 +140,7 @@ def _report_dead_routes(flows: _PlannedFlows) -> Iterator[RouteObservation]:
 
 def _report_measured_routes(flows: _PlannedFlows) -> Iterator[RouteObservation]:
     """Yield reports of the measured flows, in the pass in which the connections' evidence is recorded."""
-    observation, link_check = flows.observation, flows.observation.state.adaptation.link_check
+    observation, link_check = flows.observation, flows.observation.requests.link_check
     if link_check is None or link_check.at != observation.now:
         return
     in_force = {

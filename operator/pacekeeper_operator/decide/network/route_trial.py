@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import median
 
-from pacekeeper_analysis.protocol.plan import EvidencePart
+from pacekeeper_analysis.protocol.requests import EvidencePart, EvidenceRequest
 from pacekeeper_analysis.stragglers import price
 
 from ...api.incident import IncidentCause, IncidentClass, IncidentOutcome
@@ -26,6 +26,7 @@ from ...state.desired_state import MAX_FAILED_ROUTES, DesiredState, FailedRoute,
 from ...state.incident_key import IncidentKey
 from ...state.observation import Observation
 from ...state.policy import Policy
+from ...state.restart_estimates import RestartKind
 from ...state.routes import TRIED_ROUTE_TTL_SECONDS
 from ..decision import Decision, PlanTraffic
 from ..stragglers.pricing import build_plan_traffic_option, build_remedy_prices
@@ -44,12 +45,13 @@ REROUTE_EVIDENCE_TTL_SECONDS = 30.0
 """Time in which the connections are not asked again before a round."""
 ROUTE_EVIDENCE_PERIOD_SECONDS = 5.0
 """Time between two requests of this module: a window of the connections' statistics."""
-ROUTE_EVIDENCE_PREFIX = "routes-"
+ROUTE_EVIDENCE_KIND = "routes"
+"""First part of the names of this module's requests."""
 
 
 def is_baseline_known(observation: Observation) -> bool:
     """Return whether the connections have reported their throughput by the present routes, or had the time to."""
-    requested_at = observation.state.adaptation.connections_requested_at
+    requested_at = observation.requests.connections_requested_at
     return slow_communication.has_link_evidence(observation) or (
         requested_at is not None
         and slow_communication.REROUTE_EVIDENCE_WAIT_SECONDS
@@ -65,7 +67,10 @@ def begin_trial_measurement(desired: DesiredState, incident: Incident) -> Desire
     assert incident.recovered is not None
     seconds = incident.recovered - incident.decided
     lost = desired.state.budget.lost_seconds + seconds
-    desired = desired.with_budget(lost_seconds=lost, restart_seconds=seconds)
+    measurements = desired.state.budget.measurements
+    if incident.measured_cost is not None:  # otherwise, rounds in between have failed
+        measurements = measurements.add_restart(RestartKind.SAME_WORKERS, seconds)
+    desired = desired.with_budget(lost_seconds=lost, measurements=measurements)
     return desired.with_adaptation(route_trial=replace(trial, since=incident.recovered))
 
 
@@ -120,7 +125,7 @@ def advance_route_trial(observation: Observation, policy: Policy) -> DesiredStat
         desired = desired.with_adaptation(failed_routes=remaining)
     if adaptation.route_trial is not None and _is_trial_over(observation, adaptation.route_trial):
         desired = desired.with_adaptation(route_trial=None)
-    requested_at = adaptation.connections_requested_at
+    requested_at = observation.requests.connections_requested_at
     is_requested = (
         requested_at is not None and now - requested_at <= REROUTE_EVIDENCE_TTL_SECONDS
     ) or slow_communication.has_link_evidence(observation)
@@ -130,7 +135,7 @@ def advance_route_trial(observation: Observation, policy: Policy) -> DesiredStat
         and is_steady(observation)
         and paths.get_due_reroute(observation) is not None
     ):
-        desired = desired.with_adaptation(connections_requested_at=now)
+        desired = desired.with_requests(connections_requested_at=now)
     return _request_link_evidence(observation.with_desired(desired))
 
 
@@ -177,21 +182,23 @@ def check_worse_routes(observation: Observation, policy: Policy) -> Decision | N
 def _request_link_evidence(observation: Observation) -> DesiredState:
     """Request the connections if no other request is pending; again if the answers were not sufficient."""
     desired, now = observation.desired, observation.now
-    request, requested_at = desired.plan.evidence_request, desired.state.adaptation.connections_requested_at
+    requests = desired.requests
+    request, requested_at = requests.evidence_name, requests.connections_requested_at
     if not slow_communication.needs_pair_throughput(desired, now):
-        return desired.with_plan(evidence_request="") if request.startswith(ROUTE_EVIDENCE_PREFIX) else desired
+        return desired.with_requests(evidence=None) if request.startswith(ROUTE_EVIDENCE_KIND) else desired
     again = (
-        request.startswith(ROUTE_EVIDENCE_PREFIX)
+        request.startswith(ROUTE_EVIDENCE_KIND)
         and slow_communication.has_link_evidence(observation)
         and (requested_at is None or now - requested_at >= ROUTE_EVIDENCE_PERIOD_SECONDS)
     )
     if (request and not again) or desired.state.adaptation.investigation is not None or not is_steady(observation):
         return desired
-    parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-    desired = desired.with_plan(
-        evidence_request=f"{ROUTE_EVIDENCE_PREFIX}{desired.plan.version + 1}", evidence_parts=parts
+    name = requests.build_next_name(ROUTE_EVIDENCE_KIND, observation.nonce)
+    return desired.with_requests(
+        evidence=EvidenceRequest(name, (EvidencePart.WINDOWS, EvidencePart.LINKS)),
+        issued=requests.issued + 1,
+        connections_requested_at=now,
     )
-    return desired.with_adaptation(connections_requested_at=now)
 
 
 @dataclass(frozen=True)

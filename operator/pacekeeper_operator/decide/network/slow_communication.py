@@ -22,23 +22,16 @@ from pacekeeper_analysis.failures.finding import FaultClass, Finding, Signal, Si
 from pacekeeper_analysis.network import delay_matrix, link_probe
 from pacekeeper_analysis.network.delay_matrix import MIN_SLOW_CELL_BYTES, DelayCell, LinkDiagnosis, SpotKind
 from pacekeeper_analysis.network.link_probe import LinkProbeResult, LinkProbeVerdict, ProbeParty
-from pacekeeper_analysis.protocol.plan import EvidencePart
+from pacekeeper_analysis.protocol.requests import EvidencePart
 from pacekeeper_analysis.stragglers import price
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Diagnosis
 
 from ...api.incident import IncidentCause, IncidentClass
 from ...api.training_job import Remedy
 from ...state.cluster_view import FRESH_WORKER_SECONDS, WorkerView
-from ...state.desired_state import (
-    MAX_LINK_VERDICTS,
-    DesiredState,
-    HottestPlace,
-    Incident,
-    LinkCheck,
-    LinkSide,
-    LinkVerdict,
-)
+from ...state.desired_state import MAX_LINK_VERDICTS, DesiredState, Incident, LinkVerdict
 from ...state.incident_key import IncidentKey
+from ...state.job_requests import HottestPlace, LinkCheck, LinkSide
 from ...state.network import RankPair
 from ...state.observation import Observation
 from ...state.policy import Policy
@@ -82,7 +75,7 @@ LINK_VERDICT_ADVICE: Mapping[LinkProbeVerdict, str] = {
 
 def record_link_evidence(observation: Observation, _policy: Policy) -> DesiredState:
     """Return the state with the evidence of all members' connections, once it is complete."""
-    desired, request = observation.desired, observation.plan.evidence_request
+    desired, request = observation.desired, observation.requests.evidence_name
     if not _has_new_evidence(observation):
         return desired
     diagnosis = compute_delay_matrix(observation)
@@ -97,7 +90,7 @@ def record_link_evidence(observation: Observation, _policy: Policy) -> DesiredSt
         conclusive=diagnosis.is_known,
         sides=tuple(sorted(sides, key=lambda side: -side.ratio)[:MAX_LINK_SIDES]),
     )
-    return desired.with_adaptation(link_check=link_check)
+    return desired.with_requests(link_check=link_check)
 
 
 def compute_delay_matrix(observation: Observation) -> LinkDiagnosis:
@@ -148,7 +141,7 @@ def measure_pair_rates(observation: Observation) -> Mapping[RankPair, float]:
 
 def needs_pair_throughput(desired: DesiredState, now: float) -> bool:
     """Return whether routes are to be compared, so that every evidence request includes the connections."""
-    trial, requested_at = desired.state.adaptation.route_trial, desired.state.adaptation.connections_requested_at
+    trial, requested_at = desired.state.adaptation.route_trial, desired.requests.connections_requested_at
     needs_new_rates = (
         trial is not None
         and trial.since is not None
@@ -175,17 +168,16 @@ def _has_new_evidence(observation: Observation) -> bool:
 
     Evidence whose hottest place is being probed stays until the probe is answered.
     """
-    link_check = observation.state.adaptation.link_check
-    if link_check is not None and (link_check.probe or link_check.request == observation.plan.evidence_request):
+    link_check = observation.requests.link_check
+    if link_check is not None and (link_check.probe or link_check.request == observation.requests.evidence_name):
         return False
     return has_link_evidence(observation)
 
 
 def has_link_evidence(observation: Observation) -> bool:
     """Return whether the connections have been asked for, and all members have answered."""
-    plan = observation.plan
-    is_requested = bool(plan.evidence_request) and EvidencePart.LINKS in plan.evidence_parts
-    return is_requested and len(observation.evidence) >= len(plan.members)
+    is_requested = EvidencePart.LINKS in observation.requests.evidence_parts
+    return is_requested and len(observation.evidence) >= len(observation.plan.members)
 
 
 def _list_worker_nodes(observation: Observation) -> tuple[tuple[str, str], ...]:
@@ -204,7 +196,7 @@ def _join_cells(evidence_key: EvidenceKey, nodes: tuple[tuple[str, str], ...]) -
 
 def needs_link_evidence(observation: Observation) -> bool:
     """Return whether the next request is to include connections: an incident is open, and nothing hot was seen."""
-    incident, link_check = _find_open_incident(observation), observation.state.adaptation.link_check
+    incident, link_check = _find_open_incident(observation), observation.requests.link_check
     if incident is None or observation.now - incident.decided > LINK_EVIDENCE_REQUEST_SECONDS:
         return False
     return link_check is None or not (link_check.hot_places or link_check.probe)
@@ -217,19 +209,19 @@ def build_communication_finding(observation: Observation, diagnosis: Diagnosis) 
     steps_text = f"steps take {diagnosis.slowdown:.2f} × as long as they need, and the ranks' own work has not grown"
     history_text = "communication takes longer than in the job's first steady steps"
     signals = [Signal(SignalKind.TIMES, steps_text), Signal(SignalKind.HISTORY, history_text)]
-    link_check = observation.state.adaptation.link_check
+    link_check = observation.requests.link_check
     if link_check is None or not link_check.conclusive or observation.now - link_check.at > FRESH_LINK_EVIDENCE_SECONDS:
         return merge_findings(None, Finding(FaultClass.NETWORK, "", tuple(signals)))
     places_text = "; ".join(link_check.hot_places) or "no connection is much slower than the others"
     transport = Signal(SignalKind.TRANSPORT, places_text)
     return merge_findings(
-        None, Finding(FaultClass.NETWORK, _describe_culprit(link_check.hottest), (*signals, transport))
+        None, Finding(FaultClass.NETWORK, describe_culprit(link_check.hottest), (*signals, transport))
     )
 
 
 def advance_link_probe(observation: Observation, policy: Policy) -> DesiredState:
     """Begin a probe where one is called for, and record its result once its answers are there."""
-    desired, link_check = observation.desired, observation.state.adaptation.link_check
+    desired, link_check = observation.desired, observation.requests.link_check
     if link_check is None:
         return desired
     if not link_check.probe:
@@ -237,8 +229,7 @@ def advance_link_probe(observation: Observation, policy: Policy) -> DesiredState
     result = get_probe_result(observation)
     if result is None:
         return desired
-    if desired.plan.probe is not None:
-        desired = desired.with_plan(probe=None)
+    desired = desired.with_requests(probe=None)
     view = _find_slow_worker(observation, result.verdict)
     verdict = LinkVerdict(observation.now, result.verdict)
     if view is not None:
@@ -248,11 +239,11 @@ def advance_link_probe(observation: Observation, policy: Policy) -> DesiredState
     if result.verdict is LinkProbeVerdict.REVERSED and hottest is not None:  # the opposite direction is to be probed
         opposite = HottestPlace(SpotKind.PAIR, hottest.destination, hottest.source, hottest.bytes_per_second)
         reversed_check = replace(link_check, hottest=opposite, incident="", probe="")
-        updated = desired.with_adaptation(link_check=reversed_check, link_verdicts=verdicts)
+        updated = desired.with_requests(link_check=reversed_check).with_adaptation(link_verdicts=verdicts)
         return _begin_probe(
             observation.with_desired(updated), policy, reversed_check
         )  # at once: the incident waits for nothing else
-    desired = desired.with_adaptation(link_check=replace(link_check, probe=""), link_verdicts=verdicts)
+    desired = desired.with_requests(link_check=replace(link_check, probe="")).with_adaptation(link_verdicts=verdicts)
     incident = desired.state.incidents.find(link_check.incident)
     if incident is None or hottest is None:
         return desired
@@ -262,7 +253,7 @@ def advance_link_probe(observation: Observation, policy: Policy) -> DesiredState
 
 def check_slow_link_sides(observation: Observation, policy: Policy) -> Decision | None:
     """Decide to replace a worker whose side is slow, where that pays in addition to what has been done."""
-    link_check = observation.state.adaptation.link_check
+    link_check = observation.requests.link_check
     result = None if link_check is None or not link_check.probe else get_probe_result(observation)
     if link_check is None or link_check.hottest is None or result is None:
         return None
@@ -315,7 +306,7 @@ def check_slow_link_sides(observation: Observation, policy: Policy) -> Decision 
 def _begin_probe(observation: Observation, policy: Policy, link_check: LinkCheck) -> DesiredState:
     desired, incident, now = observation.desired, _find_open_incident(observation), observation.now
     if now - link_check.at > LINK_EVIDENCE_TTL_SECONDS:
-        return desired.with_adaptation(link_check=None)
+        return desired.with_requests(link_check=None)
     if (
         now - link_check.at > FRESH_LINK_EVIDENCE_SECONDS
         or link_check.incident
@@ -337,30 +328,30 @@ def _begin_probe(observation: Observation, policy: Policy, link_check: LinkCheck
     )
     if source is None or destination is None or source == destination:
         return desired
-    name = f"probe-{desired.plan.version + 1}"
+    name = desired.requests.build_next_name("probe", observation.nonce)
     probe = link_probe.plan_probe(name, source, destination, _choose_control_parties(observation, source, destination))
     updated = replace(link_check, incident=incident.name, probe=name, probed_at=now)
-    return desired.with_plan(probe=probe).with_adaptation(link_check=updated)
+    return desired.with_requests(probe=probe, issued=desired.requests.issued + 1, link_check=updated)
 
 
 def get_probe_result(observation: Observation) -> LinkProbeResult | None:
     """Return the result of the pending probe; None: some have not answered, and have time left."""
-    link_check, plan = observation.state.adaptation.link_check, observation.plan
+    link_check, request = observation.requests.link_check, observation.requests.probe
     assert link_check is not None
     hottest = link_check.hottest
-    if hottest is None or plan.probe is None or plan.probe.name != link_check.probe:
+    if hottest is None or request is None or request.name != link_check.probe:
         return LinkProbeResult(LinkProbeVerdict.INCONCLUSIVE, "the workers changed before it was answered")
     wanted_targets = {
         worker: {target.worker for target in targets}
-        for worker, targets in zip(plan.probe.sources, plan.probe.targets, strict=True)
+        for worker, targets in zip(request.sources, request.targets, strict=True)
     }
     answers = {
         report.worker: [probe for probe in report.probes if probe.target in wanted_targets.get(report.worker, ())]
         for report in observation.probes
     }
-    patience = link_probe.estimate_probe_seconds(plan.probe) + LINK_PROBE_ANSWER_SECONDS
+    patience = link_probe.estimate_probe_seconds(request) + LINK_PROBE_ANSWER_SECONDS
     has_time = link_check.probed_at is not None and observation.now - link_check.probed_at < patience
-    if has_time and any(source not in answers for source in plan.probe.sources):
+    if has_time and any(source not in answers for source in request.sources):
         return None
     source, destination = (
         observation.find_worker_of_rank(hottest.source),
@@ -419,7 +410,7 @@ def get_remaining_slowdown(incident: Incident) -> float:
 
 
 def _find_slow_worker(observation: Observation, verdict: LinkProbeVerdict) -> WorkerView | None:
-    link_check = observation.state.adaptation.link_check
+    link_check = observation.requests.link_check
     hottest = None if link_check is None else link_check.hottest
     rank = (
         None
@@ -460,7 +451,8 @@ def _choose_control_parties(
     return tuple(parties)
 
 
-def _describe_culprit(hottest: HottestPlace | None) -> str:
+def describe_culprit(hottest: HottestPlace | None) -> str:
+    """Return what the connections' evidence blames, for people; "": nothing."""
     if hottest is None:
         return ""
     if hottest.kind is SpotKind.PAIR:

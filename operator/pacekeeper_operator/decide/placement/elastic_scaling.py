@@ -29,6 +29,7 @@ from ...state.cluster_view import PodView, WorkerView
 from ...state.desired_state import DesiredState
 from ...state.observation import Observation
 from ...state.policy import Policy
+from ...state.restart_estimates import SavedState
 
 
 def can_shrink(observation: Observation, policy: Policy, members: Sequence[Member]) -> bool:
@@ -128,4 +129,4 @@ def _compute_redone_seconds(observation: Observation) -> float:
     """Return the seconds of training that only a change of the number of ranks costs."""
     if (observation.progress.replica_ranks or 1) <= 1:
         return 0.0
-    return observation.restarts.estimate_cost(snapshots=False) - observation.restarts.estimate_cost()
+    return observation.restarts.estimate_cost(state=SavedState.CHECKPOINT) - observation.restarts.estimate_cost()

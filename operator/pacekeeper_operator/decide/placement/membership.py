@@ -85,9 +85,7 @@ def _assign_first_members(observation: Observation) -> DesiredState:
     wanted = observation.job.spec.replicas
     views = sorted((view for view in observation.workers if view.usable), key=lambda view: view.record.ordinal)
     chosen = views[:wanted]
-    if len(chosen) < wanted or not all(
-        view.warm and not preflight.is_check_awaited(observation, view) for view in chosen
-    ):
+    if len(chosen) < wanted or not all(_can_take_ranks(observation, view) for view in chosen):
         return observation.desired
     return rounds.begin_round(
         observation,
@@ -98,8 +96,7 @@ def _assign_first_members(observation: Observation) -> DesiredState:
 def _change_members(observation: Observation, policy: Policy) -> DesiredState:
     desired, plan = observation.desired, observation.plan
     wanted = observation.job.spec.replicas
-    warm = (view for view in observation.spares if view.warm)
-    spares = [_build_member(view) for view in warm if not preflight.is_check_awaited(observation, view)]
+    spares = [_build_member(view) for view in observation.spares if _can_take_ranks(observation, view)]
     selector: rank_assignment.SpareSelector | None = None
     # Keep members that stay, replace those that leave by the nearest spare, and keep the latter until there is one.
     members: list[Member] = []
@@ -124,16 +121,34 @@ def _change_members(observation: Observation, policy: Policy) -> DesiredState:
         )
     ]
     members += rank_assignment.order_new_members(observation, newcomers)
-    if [member.worker for member in members] == [member.worker for member in plan.members]:
+    is_outdated = any(_follows_later_membership(observation, view) for view in observation.workers)
+    if [member.worker for member in members] == [member.worker for member in plan.members] and not is_outdated:
         return _request_final_save(observation, _clear_waiting(desired))
-    # If all present members can still save, wait for a checkpoint before the change.
-    if all(view.can_checkpoint for view in observation.members) and len(observation.members) == len(plan.members):
+    # If all present members can still save, wait for a checkpoint before the change. They ignore an outdated plan.
+    if (
+        not is_outdated
+        and all(view.can_checkpoint for view in observation.members)
+        and len(observation.members) == len(plan.members)
+    ):
         if not elastic_scaling.can_grow(observation, members):
             return _clear_waiting(desired)
         waiting = _await_checkpoint(observation)
         if waiting is not None:
             return waiting
     return rounds.begin_round(observation, _number_ranks(observation.job, members))
+
+
+def _can_take_ranks(observation: Observation, view: WorkerView) -> bool:
+    ready = view.warm or (view.responsive and _follows_later_membership(observation, view))
+    return ready and not preflight.is_check_awaited(observation, view)
+
+
+def _follows_later_membership(observation: Observation, view: WorkerView) -> bool:
+    """Return whether the worker is in a membership above the plan's: etcd was restored from an older backup.
+
+    It ignores the plan until a later membership begins.
+    """
+    return view.usable and view.heartbeat is not None and view.heartbeat.membership > observation.plan.membership
 
 
 def _request_final_save(observation: Observation, desired: DesiredState) -> DesiredState:
@@ -250,3 +265,20 @@ def allow_restarts(observation: Observation, policy: Policy) -> DesiredState:
         remaining = 0  # the operator decides when the next round begins
     restarts = budget.membership_restarts + max(0, remaining) if is_allowed else 0
     return desired if restarts == desired.plan.restarts else desired.with_plan(restarts=restarts)
+
+
+def raise_plan_version(observation: Observation, _policy: Policy) -> DesiredState:
+    """Raise the plan's version above those that workers follow, which they prefer: etcd was restored from a backup.
+
+    Workers of a later membership must not return to the plan's. They get a new one (`update_membership`), unless they
+    are to stop.
+    """
+    plan = observation.plan
+    heartbeats = (view.heartbeat for view in observation.workers if view.heartbeat is not None)
+    followed = (
+        heartbeat.plan_version
+        for heartbeat in heartbeats
+        if heartbeat.membership <= plan.membership or plan.stop is not Stop.NO
+    )
+    latest = max(followed, default=plan.version)
+    return observation.desired.with_plan(version=latest + 1) if latest > plan.version else observation.desired

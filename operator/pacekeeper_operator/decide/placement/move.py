@@ -20,7 +20,7 @@ from ...state.incident_key import IncidentKey
 from ...state.observation import Observation
 from ...state.policy import Policy
 from ..decision import Action, Decision, QuarantineNode, ReplaceWorker
-from ..stragglers.pricing import NO_WARM_SPARE, build_remedy_prices, build_replace_option, estimate_exchange_seconds
+from ..stragglers.pricing import NO_WARM_SPARE, build_remedy_prices, build_replace_option
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _build_decision(
     option = build_replace_option(observation, policy, refused=move.stay_reason or no_spare)
     if not is_assigned and option.refused == NO_WARM_SPARE:
         option = replace(option, refused="")  # a worker without ranks needs no replacement
-    cost = estimate_exchange_seconds(observation) if is_assigned else 0.0
+    cost = observation.restarts.estimate_exchange_seconds() if is_assigned else 0.0
     price = Price(replace(option, cost_seconds=cost), math.inf, not option.refused, option.refused or move.benefit)
     actions: tuple[Action, ...] = ()
     if price.due:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import count, islice
@@ -13,6 +14,7 @@ from pacekeeper_analysis.protocol.reports import LauncherState
 from ...api.conditions import Reason
 from ...api.training_job import CleanPodPolicy
 from ...pods.gangs import Gang
+from ...pods.queues import SPARES_POD_SET, WORKERS_POD_SET
 from ...state.cluster_view import FRESH_WORKER_SECONDS, PodView, WorkerView
 from ...state.desired_state import DesiredState, WorkerRecord
 from ...state.observation import Observation
@@ -96,6 +98,38 @@ def count_needed_workers(observation: Observation, missing: Sequence[WorkerRecor
     return observation.job.spec.replicas - len(present)
 
 
+def assign_pod_sets(observation: Observation, spares: Sequence[bool]) -> Sequence[str]:
+    """Return the pod set of each new pod, given whether it is a spare. Texts are empty for a job in no queue.
+
+    A pod keeps its set when a spare becomes a member. The next pod then has the place that is free in the other set.
+    """
+    job = observation.job
+    if not job.queue:
+        return [""] * len(spares)
+    free = Counter({WORKERS_POD_SET: job.spec.replicas, SPARES_POD_SET: job.spec.spares})
+    free.subtract(
+        view.pod.pod_set or WORKERS_POD_SET
+        for view in observation.workers
+        if view.pod is not None and not view.record.leaving
+    )
+    pod_sets = []
+    for spare in spares:
+        preferred, other = (SPARES_POD_SET, WORKERS_POD_SET) if spare else (WORKERS_POD_SET, SPARES_POD_SET)
+        pod_sets.append(other if free[preferred] <= 0 < free[other] else preferred)
+        free[pod_sets[-1]] -= 1
+    return pod_sets
+
+
+def runs_completely(observation: Observation) -> bool:
+    """Return whether the containers of as many workers run as the job has replicas."""
+    running = sum(
+        view.pod is not None and view.pod.started and not view.pod.ended and not view.pod.deleting
+        for view in observation.workers
+        if not view.record.leaving
+    )
+    return running >= observation.job.spec.replicas
+
+
 def build_gang(observation: Observation) -> Gang | None:
     """Return the gang in which new pods are to be placed; None: each pod alone.
 
@@ -111,9 +145,12 @@ def list_surplus_workers(observation: Observation) -> tuple[WorkerView, ...]:
     """Return the workers whose pods are to be deleted now."""
     if observation.state.lifecycle.is_over:
         return _list_pods_to_clean_up(observation)
-    if _is_job_ending(observation):
-        return _list_stopping_workers(observation)
     assigned = {member.worker for member in observation.plan.members}
+    if _is_job_ending(observation):
+        stopping = _list_stopping_workers(observation)
+        # Commands may follow the ranks of members, whose pods show how they ended.
+        finishing = observation.plan.stop is Stop.FINISH
+        return tuple(view for view in stopping if not finishing or view.name not in assigned)
     return tuple(
         view
         for view in observation.workers
@@ -163,17 +200,17 @@ def _update_records(observation: Observation, policy: Policy) -> DesiredState:
 
 def _update_record(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> WorkerRecord:
     record, node = view.record, pod.node or view.record.node
-    force = record.force or _is_end_unconfirmed(observation, pod)
+    force = record.force or is_end_unconfirmed(observation, pod)
     since = _get_starting_since(observation, policy, view, pod)
     if (record.uid, record.node, record.force, record.starting_since) == (pod.uid, node, force, since):
         return record
     return replace(record, uid=pod.uid, node=node, force=force, starting_since=since)
 
 
-def _is_end_unconfirmed(observation: Observation, pod: PodView) -> bool:
+def is_end_unconfirmed(observation: Observation, pod: PodView) -> bool:
     """Return whether the pod is being deleted, and its node will not confirm its end."""
     overdue = observation.clock_agrees and is_overdue(pod, observation.now)
-    return overdue or (pod.deleting and _is_node_lost(observation, pod))
+    return overdue or (pod.deleting and is_node_lost(observation, pod))
 
 
 def is_overdue(pod: PodView, now: float) -> bool:
@@ -181,7 +218,7 @@ def is_overdue(pod: PodView, now: float) -> bool:
     return pod.delete_by is not None and now > pod.delete_by + POD_DELETION_OVERDUE_SECONDS
 
 
-def _is_node_lost(observation: Observation, pod: PodView) -> bool:
+def is_node_lost(observation: Observation, pod: PodView) -> bool:
     """Return whether the API server has no such node, or reports it as not ready."""
     nodes = observation.cluster_view.nodes
     node = nodes.get(pod.node)
@@ -268,7 +305,7 @@ def _give_up_ended(observation: Observation, desired: DesiredState) -> DesiredSt
         pod = view.pod
         if pod is None or view.name in assigned or view.record.leaving:
             continue
-        silent = view.silent_seconds > FRESH_WORKER_SECONDS and _is_node_lost(observation, pod)
+        silent = view.silent_seconds > FRESH_WORKER_SECONDS and is_node_lost(observation, pod)
         taken_away = pod.deleting or bool(pod.disruption_reason) or silent
         died = not taken_away and pod.ended and pod.exit_code != 0
         if taken_away or died:

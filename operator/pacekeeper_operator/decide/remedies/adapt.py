@@ -14,9 +14,7 @@ from .action_result import ActionResult
 
 
 def apply_strategy(action: Adapt, decision: Decision, observation: Observation) -> ActionResult:
-    desired = replace(
-        observation.desired, plan=replace(action.strategy.apply_to(observation.plan), evidence_request="")
-    )
+    desired = replace(observation.desired, plan=action.strategy.apply_to(observation.plan)).with_requests(evidence=None)
     if action.strategy.mode is not SyncMode.SYNC:
         incident_name = decision.incident_name(observation.job)
         desired = sync_mode_changes.enter_local_sgd(

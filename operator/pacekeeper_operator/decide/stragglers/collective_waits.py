@@ -12,8 +12,7 @@ import numpy as np
 
 from pacekeeper_analysis.failures.finding import FaultClass, Finding, Signal, SignalKind, merge_findings
 from pacekeeper_analysis.failures.wait_graph import name_ranks
-from pacekeeper_analysis.protocol.plan import EvidencePart
-from pacekeeper_analysis.protocol.records import Collective
+from pacekeeper_analysis.protocol.requests import EvidencePart
 from pacekeeper_analysis.stragglers import pipeline_stages
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Diagnosis
 from pacekeeper_analysis.stragglers.wait_attribution import (
@@ -25,6 +24,7 @@ from pacekeeper_analysis.stragglers.wait_attribution import (
     find_usual_transfer_times,
     measure_transfers,
 )
+from pacekeeper_rank.records import Collective
 
 from ...state.observation import Observation
 from .evidence_key import EvidenceKey
@@ -55,7 +55,7 @@ def is_holding_up_peers(observation: Observation, diagnosis: Diagnosis, rank: in
 
 def can_have_pipeline_stages(observation: Observation) -> bool:
     """Return whether this answer covers own work alone, in a monitored script: its ranks may differ by nature."""
-    has_operations = EvidencePart.OPERATIONS in observation.plan.evidence_parts
+    has_operations = EvidencePart.OPERATIONS in observation.requests.evidence_parts
     is_monitored = any(
         view.heartbeat is not None and not view.heartbeat.training.managed for view in observation.members
     )

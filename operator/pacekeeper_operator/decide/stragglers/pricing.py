@@ -12,6 +12,7 @@ from ...api.incident import RemedyPrice
 from ...api.training_job import Remedy
 from ...state.observation import Observation
 from ...state.policy import Policy
+from ...state.restart_estimates import RestartKind, SavedState
 
 STANDSTILL_SLOWDOWN = math.inf
 """The slowdown of a job that stands still."""
@@ -40,10 +41,11 @@ def build_restart_option(observation: Observation, policy: Policy, *, helps: boo
 
 def build_replace_option(observation: Observation, policy: Policy, *, refused: str = "") -> Option:
     """Return the option that a spare takes over the ranks."""
-    no_spare = "" if _has_warm_spare(observation) else NO_WARM_SPARE
+    # A watched job is priced as if it had a spare: that is what a TrainingJob would have.
+    no_spare = "" if _has_warm_spare(observation) or policy.observes_only else NO_WARM_SPARE
     return Option(
         Remedy.REPLACE_WORKER,
-        observation.restarts.estimate_cost() + _estimate_spare_seconds(observation),
+        observation.restarts.estimate_cost(RestartKind.REPLACEMENT),
         1.0,
         refused or policy.find_refusal(Remedy.REPLACE_WORKER) or no_spare,
     )
@@ -55,8 +57,8 @@ def build_replace_lost_option(observation: Observation, policy: Policy) -> Optio
     Without a spare, its ranks wait for the worker that is created instead. It costs less where the others go on at the
     same time (`elastic_scaling`).
     """
-    wait = _estimate_spare_seconds(observation) if _has_warm_spare(observation) else observation.restarts.start_seconds
-    cost = observation.restarts.estimate_cost(snapshots=False) + wait
+    wait = 0.0 if _has_warm_spare(observation) else observation.restarts.start_seconds
+    cost = observation.restarts.estimate_cost(RestartKind.REPLACEMENT, SavedState.REPLICA) + wait
     return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.find_refusal(Remedy.REPLACE_WORKER))
 
 
@@ -86,20 +88,7 @@ def _has_warm_spare(observation: Observation) -> bool:
     return any(view.warm for view in observation.spares)
 
 
-def estimate_exchange_seconds(observation: Observation) -> float:
-    """Return the seconds that a round with a spare costs if it waits for a checkpoint: no steps are lost."""
-    return observation.restarts.restart_seconds + _estimate_spare_seconds(observation)
-
-
-def _estimate_spare_seconds(observation: Observation) -> float:
-    """Return by how much a round with a spare takes longer than one with the same workers, as measured last."""
-    measured = observation.state.budget.spare_restart_seconds
-    return max(0.0, measured - observation.restarts.restart_seconds) if measured is not None else DEFAULT_SPARE_SECONDS
-
-
 NO_WARM_SPARE = "no spare is warm"
-DEFAULT_SPARE_SECONDS = 0.5
-"""The same before the first measurement: the first steps of the spare's ranks are cold."""
 
 
 def build_remedy_prices(prices: Sequence[Price], chosen: Price | None) -> tuple[RemedyPrice, ...]:

@@ -1,11 +1,14 @@
 """Profile windows: when the ranks sample what they spend their time on, and what is done with the result.
 
-1. `advance_profile_window` puts a window into the plan. Its reason is an open incident that names no function,
+1. `advance_profile_window` requests a window. Its reason is an open incident that names no function,
    a slowdown of all ranks alike, or a user's request.
 2. The ranks send their patterns. `list_profile_effects` has them localized outside of the reconcile loop.
 3. `check_profile` and `advance_profile_window` add the result to an incident.
 
 Answers are awaited for the window and some seconds. The result reports which ones are missing.
+
+The job's state records a window once it has ended. A new leader does not know a window that was open when the leader
+changed. It drops the answers, and requests another window if the reason still holds.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from dataclasses import replace
 
 from pacekeeper_analysis.failures.finding import FaultClass, Finding, SignalKind, merge_findings
 from pacekeeper_analysis.profiling.localize import Localization, describe_localization
-from pacekeeper_analysis.protocol.plan import ProfileRequest, Stop, SyncMode
+from pacekeeper_analysis.protocol.plan import Stop, SyncMode
+from pacekeeper_analysis.protocol.requests import ProfileRequest
 from pacekeeper_analysis.stragglers.strategies import Bottleneck
 
 from ...api.incident import IncidentCause, IncidentClass
-from ...state.desired_state import DesiredState, Incident
+from ...state.desired_state import DesiredState, Incident, Profiling
 from ...state.effect_results import LocalizedProfile
 from ...state.incident_key import IncidentKey
+from ...state.job_requests import ProfileWindow
 from ...state.observation import Observation
 from ...state.policy import Policy
 from ..decision import Decision
@@ -39,7 +44,7 @@ SLOW_WORK_BOTTLENECKS = frozenset({Bottleneck.COMPUTE, Bottleneck.VOLATILE})
 UNEXPLAINED_SLOWNESS_SECONDS = 6.0
 """Time that all ranks may be slow while answers show nothing that an incident can report."""
 PROFILE_LEAD_SECONDS = 6.0
-"""Time before a window's first step: a reported step is up to 3 s old, and a plan arrives within as long."""
+"""Time before a window's first step: a reported step is up to 3 s old, and a request arrives within as long."""
 PROFILE_WINDOW_STEPS, MAX_PROFILE_WINDOW_SECONDS = 32, 20.0
 """Least number of steps of a window, and its longest duration."""
 MIN_PROFILE_WINDOW_SECONDS = 8.0
@@ -49,15 +54,13 @@ PROFILE_LATE_ANSWER_SECONDS = 3.0
 """Time after the newest answer: all ranks end a window with the same step, so later answers are ignored."""
 LOCALIZATION_TIMEOUT_SECONDS = 60.0
 PROFILE_RATE_WINDOW_SECONDS = 3600.0
-PROFILE_NAME_PREFIX = "profile-"
-"""Prefix of a window's name; the plan's version behind it tells windows apart."""
 MAX_INVESTIGATED_INCIDENTS = 32
 
 
 def check_profile(observation: Observation, _policy: Policy) -> Decision | None:
     """Decide on an incident for what a window has shown, if there is none to report it."""
-    result, profiling = _get_localization_result(observation), observation.state.profiling
-    if result is None or not result.localization.explanations:
+    result, window = _get_localization_result(observation), observation.requests.profile_window
+    if result is None or window is None or not result.localization.explanations:
         return None
     if _find_target_incident(observation) is not None:
         return None
@@ -65,10 +68,10 @@ def check_profile(observation: Observation, _policy: Policy) -> Decision | None:
     if localization.finding.fault is FaultClass.UNKNOWN and _compute_slowdown(localization) < threshold:
         return None
     return Decision(
-        incident_key=_build_incident_key(observation),
+        incident_key=_build_incident_key(observation, window),
         class_=IncidentClass.PERFORMANCE,
         message=f"steps take {localization.excess_seconds:.3f} s longer than usual: {_describe_culprit(localization)}",
-        first_sign=observation.now if profiling.requested_at is None else profiling.requested_at,
+        first_sign=window.requested_at,
         evidence=describe_localization(localization),
         live=True,
         last_step=observation.progress.step,
@@ -79,23 +82,19 @@ def check_profile(observation: Observation, _policy: Policy) -> Decision | None:
 
 def advance_profile_window(observation: Observation, policy: Policy) -> DesiredState:
     """Begin a window where one is wanted, and end the pending one once it has a result or has timed out."""
-    desired, plan = observation.desired, observation.plan
-    if observation.state.lifecycle.is_over or plan.stop is not Stop.NO:
-        return _end_window(desired) if plan.profile is not None else desired
-    if plan.profile is None:
+    desired, window = observation.desired, observation.requests.profile_window
+    if observation.state.lifecycle.is_over or observation.plan.stop is not Stop.NO:
+        return _end_window(desired)
+    if window is None:
         return _begin_window(observation.with_desired(_record_explained_slowdown(observation)), policy)
     result = _get_localization_result(observation)
     if result is not None:
-        return _record_localization(observation, result)
-    until, extra = (
-        observation.state.profiling.until,
-        LOCALIZATION_TIMEOUT_SECONDS if observation.profile_answers else 0.0,
-    )
+        return _record_localization(observation, window, result)
+    extra = LOCALIZATION_TIMEOUT_SECONDS if observation.profile_answers else 0.0
     return (
         _end_window(desired)
-        if until is None
-        or observation.now > until + extra
-        or (_is_round_over(observation) and not observation.profile_answers)
+        if observation.now > window.until + extra
+        or (_is_round_over(observation, window) and not observation.profile_answers)
         else desired
     )
 
@@ -106,12 +105,13 @@ def list_profile_effects(observation: Observation) -> Iterator[Effect]:
     Its answers are localized once all have arrived or the time is over. The result is saved once an incident reports
     it.
     """
-    profile, profiling = observation.plan.profile, observation.state.profiling
-    if profile is not None and observation.profile_answers and _get_localization_result(observation) is None:
+    profile, window = observation.requests.profile, observation.requests.profile_window
+    is_pending = observation.profile_answers and _get_localization_result(observation) is None
+    if profile is not None and window is not None and is_pending:
         complete = observation.profile_answers >= observation.plan.world_size
-        if complete or _is_late(observation) or _is_round_over(observation):
+        if complete or _is_late(observation, window) or _is_round_over(observation, window):
             yield LocalizeProfile(profile.name, observation.plan.world_size)
-    result = observation.localized_profile
+    result, profiling = observation.localized_profile, observation.state.profiling
     if (
         result is not None
         and result.page
@@ -121,11 +121,11 @@ def list_profile_effects(observation: Observation) -> Iterator[Effect]:
         yield SaveProfile(result.window, profiling.reporting_incident)
 
 
-def _is_late(observation: Observation) -> bool:
+def _is_late(observation: Observation, window: ProfileWindow) -> bool:
     """Return whether no further answers are awaited: the time is over, or none has arrived for a while."""
-    until, last = observation.state.profiling.until, observation.last_profile_answer_at
+    last = observation.last_profile_answer_at
     is_silent = last is None or observation.now >= last + PROFILE_LATE_ANSWER_SECONDS
-    return is_silent or until is None or observation.now >= until
+    return is_silent or observation.now >= window.until
 
 
 def _begin_window(observation: Observation, policy: Policy) -> DesiredState:
@@ -133,10 +133,8 @@ def _begin_window(observation: Observation, policy: Policy) -> DesiredState:
     user_requested = (
         bool(observation.job.profile_request) and observation.job.profile_request != profiling.followed_annotation
     )
-    recent_times = tuple(at for at in profiling.requested_times if at > now - PROFILE_RATE_WINDOW_SECONDS)
-    if observation.progress.training_since is None or (
-        not user_requested and len(recent_times) >= policy.profiles_per_hour
-    ):
+    is_limited = len(_list_recent_times(profiling, now)) >= policy.profiles_per_hour
+    if observation.progress.training_since is None or (is_limited and not user_requested):
         return desired
     incident = _find_unexplained_incident(observation)
     uniform_slowdown = _measure_uniform_slowdown(observation)
@@ -152,26 +150,29 @@ def _begin_window(observation: Observation, policy: Policy) -> DesiredState:
         reason = "the ranks' evidence shows slow work, and names no function"
     else:
         return desired
-    window = _plan_window(observation)
+    request = _plan_window(observation)
     step_seconds = observation.progress.step_seconds or 0.0
-    lead_seconds = (window.first_step - (observation.progress.step or 0)) * step_seconds
-    window_seconds = max(min(window.steps * step_seconds, window.seconds), step_seconds)
-    investigated = profiling.investigated if incident is None else (*profiling.investigated, incident.name)
-    return desired.with_plan(profile=window).with_profiling(
-        incident="" if incident is None else incident.name,
-        round=observation.progress.round,
+    lead_seconds = (request.first_step - (observation.progress.step or 0)) * step_seconds
+    window_seconds = max(min(request.steps * step_seconds, request.seconds), step_seconds)
+    window = ProfileWindow(
         requested_at=now,
         until=now
         + min(
             max(lead_seconds, PROFILE_LEAD_SECONDS) + 1.5 * window_seconds + PROFILE_ANSWER_SECONDS,
             PROFILE_RATE_WINDOW_SECONDS,
         ),
+        round=observation.progress.round,
+        incident="" if incident is None else incident.name,
         reason=reason,
-        requested_times=recent_times if user_requested else (*recent_times, now),
-        investigated=investigated[-MAX_INVESTIGATED_INCIDENTS:],
+        annotation=observation.job.profile_request if user_requested else "",
         uniform_slowdown=max(uniform_slowdown or 0.0, profiling.uniform_slowdown),
-        followed_annotation=observation.job.profile_request if user_requested else profiling.followed_annotation,
     )
+    return desired.with_requests(profile=request, profile_window=window, issued=desired.requests.issued + 1)
+
+
+def _list_recent_times(profiling: Profiling, now: float) -> tuple[float, ...]:
+    """Return the times of the windows of the last hour that the operator chose to open."""
+    return tuple(at for at in profiling.requested_times if at > now - PROFILE_RATE_WINDOW_SECONDS)
 
 
 def _record_explained_slowdown(observation: Observation) -> DesiredState:
@@ -192,7 +193,7 @@ def _plan_window(observation: Observation) -> ProfileRequest:
     """Return a request for the same steps of all ranks, far enough ahead for each of them to have received it."""
     step_seconds = max(observation.progress.step_seconds or 0.0, 1e-3)
     return ProfileRequest(
-        name=f"{PROFILE_NAME_PREFIX}{observation.plan.version + 1}",
+        name=observation.requests.build_next_name("profile", observation.nonce),
         first_step=(observation.progress.step or 0) + 2 + math.ceil(PROFILE_LEAD_SECONDS / step_seconds),
         steps=max(PROFILE_WINDOW_STEPS, math.ceil(MIN_PROFILE_WINDOW_SECONDS / step_seconds)),
         seconds=min(MAX_PROFILE_WINDOW_SECONDS, max(MIN_PROFILE_WINDOW_SECONDS, PROFILE_WINDOW_STEPS * step_seconds)),
@@ -261,16 +262,16 @@ def _measure_uniform_slowdown(observation: Observation) -> float | None:
 
 def _get_localization_result(observation: Observation) -> LocalizedProfile | None:
     """Return the result of the pending window."""
-    profile, result = observation.plan.profile, observation.localized_profile
+    profile, result = observation.requests.profile, observation.localized_profile
     return result if result is not None and profile is not None and result.window == profile.name else None
 
 
-def _is_round_over(observation: Observation) -> bool:
+def _is_round_over(observation: Observation, window: ProfileWindow) -> bool:
     """Return whether the ranks that were asked are gone."""
-    return observation.progress.round != observation.state.profiling.round
+    return observation.progress.round != window.round
 
 
-def _record_localization(observation: Observation, result: LocalizedProfile) -> DesiredState:
+def _record_localization(observation: Observation, window: ProfileWindow, result: LocalizedProfile) -> DesiredState:
     """Add the result to the incident that it is for. `check_profile` has opened one where there was none."""
     desired, incident = observation.desired, _find_target_incident(observation)
     localization = result.localization
@@ -280,20 +281,21 @@ def _record_localization(observation: Observation, result: LocalizedProfile) -> 
             replace(incident, evidence=evidence, finding=_join_findings(incident, localization.finding))
         )
         return _end_window(desired).with_profiling(reported_window=result.window, reporting_incident=incident.name)
-    incident_name = _build_incident_key(observation).incident_name(observation.job)
+    incident_name = _build_incident_key(observation, window).incident_name(observation.job)
     reporting_incident = incident_name if desired.state.incidents.find(incident_name) is not None else ""
     return _end_window(desired).with_profiling(reported_window=result.window, reporting_incident=reporting_incident)
 
 
 def _find_target_incident(observation: Observation) -> Incident | None:
     """Return the incident that the window is for, or one about slowness that was opened since."""
-    incidents, profiling = observation.state.incidents, observation.state.profiling
-    target = incidents.find(profiling.incident)
+    incidents, window = observation.state.incidents, observation.requests.profile_window
+    if window is None:
+        return None
+    target = incidents.find(window.incident)
     opened_since = (
         incident
         for incident in reversed(incidents.current)
-        if incident.cause in SLOWNESS_CAUSES
-        and (profiling.requested_at is None or incident.decided >= profiling.requested_at)
+        if incident.cause in SLOWNESS_CAUSES and incident.decided >= window.requested_at
     )
     return target or next((incident for incident in opened_since if incident.round == observation.progress.round), None)
 
@@ -311,14 +313,26 @@ def _join_findings(incident: Incident, finding: Finding) -> Finding | None:
 
 
 def _end_window(desired: DesiredState) -> DesiredState:
-    return desired.with_plan(profile=None).with_profiling(incident="", until=0.0)
+    """Return the state without the open window, if any, and with the record that it was open."""
+    window, profiling = desired.requests.profile_window, desired.state.profiling
+    if window is None:
+        return desired
+    times = _list_recent_times(profiling, window.requested_at)
+    investigated = (*profiling.investigated, window.incident) if window.incident else profiling.investigated
+    return desired.with_requests(profile=None, profile_window=None).with_profiling(
+        round=window.round,
+        reason=window.reason,
+        requested_times=times if window.annotation else (*times, window.requested_at),
+        investigated=investigated[-MAX_INVESTIGATED_INCIDENTS:],
+        uniform_slowdown=window.uniform_slowdown,
+        followed_annotation=window.annotation or profiling.followed_annotation,
+    )
 
 
-def _build_incident_key(observation: Observation) -> IncidentKey:
-    """Return the key of the pending window's incident."""
-    assert observation.plan.profile is not None
-    number = int(observation.plan.profile.name.removeprefix(PROFILE_NAME_PREFIX))
-    return IncidentKey(IncidentCause.SLOW_STEPS, observation.progress.round, occurrence=number)
+def _build_incident_key(observation: Observation, window: ProfileWindow) -> IncidentKey:
+    """Return the key of the open window's incident. The time of the window tells it apart from earlier ones."""
+    occurrence = int(window.requested_at)
+    return IncidentKey(IncidentCause.SLOW_STEPS, observation.progress.round, occurrence=occurrence)
 
 
 def _describe_culprit(localization: Localization) -> str:

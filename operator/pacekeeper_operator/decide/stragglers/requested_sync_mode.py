@@ -20,9 +20,13 @@ def apply_requested_sync_mode(observation: Observation, _policy: Policy) -> Desi
         return desired
     mode = SyncMode.SYNC if requested is RequestedSyncMode.AUTO else SyncMode(requested)
     if desired.plan.sync_mode is not mode:
-        desired = desired.with_plan(sync_mode=mode, evidence_request="").with_adaptation(
-            mode_changes=desired.state.adaptation.mode_changes.with_change(observation.now),
-            mode_reason=f"spec.syncMode is {requested}",
-            investigation=None,
+        desired = (
+            desired.with_plan(sync_mode=mode)
+            .with_requests(evidence=None)
+            .with_adaptation(
+                mode_changes=desired.state.adaptation.mode_changes.with_change(observation.now),
+                mode_reason=f"spec.syncMode is {requested}",
+                investigation=None,
+            )
         )
     return desired if local_sgd is None else desired.with_adaptation(local_sgd=None)

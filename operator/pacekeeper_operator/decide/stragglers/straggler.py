@@ -14,25 +14,29 @@ from functools import partial
 import numpy as np
 
 from pacekeeper_analysis.failures.finding import Finding, merge_findings
-from pacekeeper_analysis.protocol.plan import EvidencePart, Stop, SyncMode
+from pacekeeper_analysis.protocol.plan import Stop, SyncMode
+from pacekeeper_analysis.protocol.requests import EvidencePart, EvidenceRequest
 from pacekeeper_analysis.stragglers import pipeline_stages, price, strategies
 from pacekeeper_analysis.stragglers.mode_changes import VOLATILE_SLOWDOWN
 from pacekeeper_analysis.stragglers.price import Choice, Option
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Diagnosis, Strategy
-from pacekeeper_analysis.stragglers.windows import count_window_steps
+from pacekeeper_analysis.stragglers.windows import count_window_steps, sample_step_times
 
 from ...api.incident import IncidentCause, IncidentClass
 from ...api.training_job import Remedy, RequestedSyncMode
 from ...state.desired_state import DesiredState, FruitlessInvestigation, StragglerInvestigation
 from ...state.incident_key import IncidentKey
 from ...state.job_metrics import MIN_WAITING_SHARE, PersistentSlowness
+from ...state.job_requests import InvestigationRequest
 from ...state.observation import Observation
 from ...state.policy import Policy
 from ..decision import Action, Adapt, Decision, PlanTraffic, ReplaceWorker
 from ..failures import gpu_warning
 from ..network import route_alternatives, slow_communication
-from . import collective_waits
-from .pricing import build_remedy_prices, build_replace_option, estimate_exchange_seconds
+from . import collective_waits, diagnosis_cache
+from .diagnosis_cache import DiagnosisKey
+from .pricing import build_remedy_prices, build_replace_option
+from .starting_pods import find_starting_neighbor
 
 EXACT_SYNC_MODE = SyncMode.SYNC
 SPARE_FIRST_SLOWDOWN = strategies.MIN_BROKEN_RANK_SLOWDOWN
@@ -121,7 +125,7 @@ def diagnose_evidence(observation: Observation, min_slowdown: float = SPARE_FIRS
 
     In a Local-SGD mode, None also means that no rank takes `min_slowdown` × its peers' time.
     """
-    if observation.state.adaptation.investigation is None or not observation.plan.evidence_request:
+    if observation.state.adaptation.investigation is None or observation.requests.evidence is None:
         return None  # or the answers are from before a change in this pass
     if not is_steady(observation):
         return None
@@ -136,8 +140,8 @@ def diagnose_evidence(observation: Observation, min_slowdown: float = SPARE_FIRS
         relative_times = None if slowness is None else slowness.relative_times
         staged_diagnosis = collective_waits.diagnose_stages(observation)
         suppressed = (Bottleneck.COMMUNICATION,) if observation.plan.world_size == 1 else ()  # it has no peers
-        diagnosis = staged_diagnosis or strategies.diagnose_bottleneck(
-            windows, threshold, relative_times, suppressed=suppressed
+        diagnosis = staged_diagnosis or diagnosis_cache.diagnose_answers(
+            observation.evidence, threshold, relative_times, suppressed
         )
         if (
             diagnosis is None
@@ -147,8 +151,8 @@ def diagnose_evidence(observation: Observation, min_slowdown: float = SPARE_FIRS
             return diagnosis
         if staged_diagnosis is not None:
             return pipeline_stages.exclude_bottleneck(staged_diagnosis, Bottleneck.VOLATILE, threshold)
-        return strategies.diagnose_bottleneck(
-            windows, threshold, relative_times, suppressed=(Bottleneck.VOLATILE, *suppressed)
+        return diagnosis_cache.diagnose_answers(
+            observation.evidence, threshold, relative_times, (Bottleneck.VOLATILE, *suppressed)
         )
     return strategies.diagnose_broken_ranks(
         windows, observation.plan, threshold=min_slowdown, global_batch=observation.progress.global_batch
@@ -162,7 +166,7 @@ def _is_explained_by_profile(observation: Observation, diagnosis: Diagnosis) -> 
     """
     profiling = observation.state.profiling
     reported = bool(profiling.reporting_incident) and profiling.round == observation.progress.round
-    has_window = observation.plan.profile is not None or reported
+    has_window = observation.requests.profile is not None or reported
     return has_window and diagnosis.bottleneck is Bottleneck.COMMUNICATION and has_all_work_grown(observation)
 
 
@@ -211,7 +215,7 @@ def update_investigation(observation: Observation, policy: Policy) -> DesiredSta
     if observation.plan.sync_mode is not EXACT_SYNC_MODE:
         return _investigate_broken(observation, policy)
     if not is_steady(observation):
-        is_requested = bool(observation.plan.evidence_request)
+        is_requested = observation.requests.evidence is not None
         return _drop_investigation(desired) if is_requested or investigation is not None else desired
     slow = _has_slow_rank(observation)
     waits = (_has_long_waits(observation) or _has_outdated_shares(observation)) and not _is_negatively_cached(
@@ -221,7 +225,7 @@ def update_investigation(observation: Observation, policy: Policy) -> DesiredSta
     if investigation is None:
         suppressed = _is_suppressed(observation) and not _is_spare_due(observation, policy)
         needs_investigation = (slow and not suppressed) or waits
-        return _request_evidence(observation, _begin_investigation(observation)) if needs_investigation else desired
+        return _begin_with_request(observation) if needs_investigation else desired
     # Restart it for another bottleneck, or end it without result.
     step_seconds, threshold = observation.progress.step_seconds, observation.job.spec.detection.straggler_slowdown
     grown = step_seconds is not None and step_seconds > (investigation.step_seconds or 0.0) * threshold
@@ -230,15 +234,15 @@ def update_investigation(observation: Observation, policy: Policy) -> DesiredSta
     elif waits and not slow and _is_fruitless(observation, investigation) and not _has_bottleneck(observation, policy):
         return _cache_negative_result(observation, investigation.step_seconds)
     # Wait for the next request to be due, and for the answers to the last one.
-    recovering = _has_recovered(observation, investigation.requested_relative_time)
+    last_request, seconds_since = observation.requests.investigation, _compute_seconds_since_request(observation)
+    recovering = last_request is not None and _has_recovered(observation, last_request.relative_time)
     pause = MIN_EVIDENCE_REQUEST_SECONDS if recovering else compute_evidence_pause(now - investigation.since)
-    requested_at = investigation.requested_at
-    if requested_at is not None and now - requested_at <= pause:
+    if seconds_since <= pause:
         return desired
     if not slow and not waits:
         return _drop_investigation(desired)
-    awaited = bool(observation.plan.evidence_request) and len(observation.evidence) < len(observation.plan.members)
-    if awaited and requested_at is not None and now - requested_at <= EVIDENCE_ANSWER_SECONDS:
+    awaited = observation.requests.evidence is not None and len(observation.evidence) < len(observation.plan.members)
+    if awaited and seconds_since <= EVIDENCE_ANSWER_SECONDS:
         return desired
     # Record what the answers show, and stop if nothing is left to do.
     diagnosis = None if recovering else _diagnose_actionable(observation, policy)  # the answers are outdated
@@ -246,12 +250,15 @@ def update_investigation(observation: Observation, policy: Policy) -> DesiredSta
         bottleneck = Bottleneck.NONE if _is_already_optimal(observation, diagnosis) else diagnosis.bottleneck
         if (
             bottleneck is investigation.last_bottleneck is Bottleneck.NONE
-            and observation.progress.step == investigation.requested_step
+            and last_request is not None
+            and observation.progress.step == last_request.step
         ):
             return desired  # the same steps would give the same answers
-        clear_at = now if bottleneck is Bottleneck.NONE else investigation.last_clear_at
-        investigation = replace(investigation, last_bottleneck=bottleneck, last_clear_at=clear_at)
+        clear_at = now if bottleneck is Bottleneck.NONE else _get_last_clear_time(observation)
+        if bottleneck is not investigation.last_bottleneck:  # else the investigation is unchanged, and is not written
+            investigation = replace(investigation, last_bottleneck=bottleneck, last_clear_at=clear_at)
         desired = _account_loss(observation.with_desired(desired), diagnosis)
+        desired = _record_clear_time(desired, clear_at)
         settled = _shares_fit(observation, diagnosis) or _is_beyond_remedy(observation, policy, diagnosis)
         if slow and settled and not _is_spare_due(observation.with_desired(desired), policy):
             return _suppress_current_times(
@@ -261,10 +268,47 @@ def update_investigation(observation: Observation, policy: Policy) -> DesiredSta
     return _request_evidence(observation.with_desired(desired), investigation)
 
 
-def _begin_investigation(observation: Observation) -> StragglerInvestigation:
-    return StragglerInvestigation(
+def _begin_with_request(observation: Observation) -> DesiredState:
+    desired = _begin_investigation(observation)
+    investigation = desired.state.adaptation.investigation
+    assert investigation is not None
+    return _request_evidence(observation.with_desired(desired), investigation)
+
+
+def _begin_investigation(observation: Observation) -> DesiredState:
+    investigation = StragglerInvestigation(
         since=observation.now, step=observation.progress.step, step_seconds=observation.progress.step_seconds
     )
+    return observation.desired.with_requests(investigation=None).with_adaptation(investigation=investigation)
+
+
+def _compute_seconds_since_request(observation: Observation) -> float:
+    """Return the time since the last evidence request of this investigation; infinity: this leader has made none."""
+    last_request = observation.requests.investigation
+    return math.inf if last_request is None else observation.now - last_request.requested_at
+
+
+def _record_clear_time(desired: DesiredState, clear_at: float | None) -> DesiredState:
+    """Return the state with the time of the last answer without a bottleneck. It is not written."""
+    last_request = desired.requests.investigation
+    if last_request is None:
+        return desired
+    return desired.with_requests(investigation=replace(last_request, last_clear_at=clear_at))
+
+
+def _get_first_sign(observation: Observation) -> float:
+    """Return the first sign of the bottleneck that the last answers show."""
+    investigation, clear_at = observation.state.adaptation.investigation, _get_last_clear_time(observation)
+    assert investigation is not None
+    return investigation.since if clear_at is None else max(investigation.since, clear_at)
+
+
+def _get_last_clear_time(observation: Observation) -> float | None:
+    """Return when an answer last showed no bottleneck; None: none has in this investigation."""
+    investigation, last_request = observation.state.adaptation.investigation, observation.requests.investigation
+    recorded = None if investigation is None else investigation.last_clear_at
+    latest = None if last_request is None else last_request.last_clear_at
+    return recorded if latest is None else latest
 
 
 def _reset_suppression(observation: Observation, policy: Policy) -> DesiredState:
@@ -323,13 +367,12 @@ def _find_first_sign(observation: Observation, diagnosis: Diagnosis) -> float:
 
     In a Local-SGD mode, these steps are a sample.
     """
-    investigation = observation.state.adaptation.investigation
-    assert investigation is not None
     if observation.plan.sync_mode is not EXACT_SYNC_MODE:
-        return investigation.first_sign
+        return _get_first_sign(observation)
     covered_seconds = float(np.median(diagnosis.window.step_seconds, axis=1).sum())
-    requested_at = observation.now if investigation.requested_at is None else investigation.requested_at
-    since = min(investigation.first_sign, requested_at - covered_seconds)
+    last_request = observation.requests.investigation
+    requested_at = observation.now if last_request is None else last_request.requested_at
+    since = min(_get_first_sign(observation), requested_at - covered_seconds)
     slowness, slow_ranks = (
         observation.metrics.persistent_slowness,
         diagnosis.bottleneck in {Bottleneck.NONE, Bottleneck.COMPUTE} and diagnosis.culprits,
@@ -356,7 +399,7 @@ def _investigate_broken(observation: Observation, policy: Policy) -> DesiredStat
         return desired if investigation is None else desired.with_adaptation(investigation=None)
     if investigation is not None:
         return desired
-    return desired.with_adaptation(investigation=_begin_investigation(observation))
+    return _begin_investigation(observation)
 
 
 def compute_evidence_pause(elapsed: float) -> float:
@@ -575,31 +618,36 @@ def _cache_negative_result(
 
 
 def _request_evidence(observation: Observation, investigation: StragglerInvestigation) -> DesiredState:
-    desired, now = observation.desired, observation.now
-    request = f"straggler-{desired.plan.version + 1}"
+    """Return the state with the next evidence request.
+
+    An earlier leader may have seen answers without a bottleneck until now. Then the next bottleneck begins now.
+    """
+    desired, now, requests = observation.desired, observation.now, observation.requests
+    last_request = requests.investigation
     slow_links = investigation.last_bottleneck is Bottleneck.COMMUNICATION or slow_communication.needs_pair_throughput(
         desired, now
     )
     max_ranks = (
-        collective_waits.SECOND_REQUEST_MAX_RANKS if investigation.request else collective_waits.FIRST_REQUEST_MAX_RANKS
+        collective_waits.FIRST_REQUEST_MAX_RANKS if last_request is None else collective_waits.SECOND_REQUEST_MAX_RANKS
     )
     collectives = desired.plan.world_size <= max_ranks
     wanted_parts = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
     parts = tuple(part for part, is_wanted in wanted_parts.items() if is_wanted)
-    return desired.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
-        investigation=replace(
-            investigation,
-            request=request,
-            requested_at=now,
-            requested_step=observation.progress.step,
-            requested_relative_time=observation.metrics.relative_time,
-        )
-    )
+    is_unknown = last_request is None and investigation.last_bottleneck is Bottleneck.NONE
+    return desired.with_requests(
+        evidence=EvidenceRequest(requests.build_next_name("straggler", observation.nonce), parts),
+        issued=requests.issued + 1,
+        investigation=InvestigationRequest(
+            now,
+            observation.progress.step,
+            observation.metrics.relative_time,
+            now if is_unknown else None if last_request is None else last_request.last_clear_at,
+        ),
+    ).with_adaptation(investigation=investigation)
 
 
 def _drop_investigation(desired: DesiredState) -> DesiredState:
-    changed = desired.with_adaptation(investigation=None)
-    return changed.with_plan(evidence_request="") if desired.plan.evidence_request else changed
+    return desired.with_adaptation(investigation=None).with_requests(evidence=None, investigation=None)
 
 
 def _decide_remedy(observation: Observation, policy: Policy, diagnosis: Diagnosis) -> Decision | None:
@@ -639,7 +687,11 @@ def _decide_remedy(observation: Observation, policy: Policy, diagnosis: Diagnosi
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
         remedies=build_remedy_prices(choice.prices, chosen),
-        evidence=(*diagnosis.evidence, *gpu_warning.describe_gpu_signs(observation, view)),
+        evidence=(
+            *diagnosis.evidence,
+            *gpu_warning.describe_gpu_signs(observation, view),
+            *(() if observation.estimate is None else observation.estimate.sentences),
+        ),
         rank=culprit,
         worker=worker,
         node=None if view is None else view.record.node or None,
@@ -649,6 +701,7 @@ def _decide_remedy(observation: Observation, policy: Policy, diagnosis: Diagnosi
         slowdown_before=diagnosis.slowdown,
         slowdown_after=None if chosen is None else chosen.option.slowdown_after,
         reference_seconds=diagnosis.step_seconds / diagnosis.slowdown,
+        steps_before=sample_step_times(diagnosis.window),
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
         finding=finding,
     )
@@ -662,7 +715,7 @@ def _find_culprit(diagnosis: Diagnosis) -> int | None:
 
 def _is_bottleneck_recent(observation: Observation, diagnosis: Diagnosis) -> bool:
     """Return whether the bottleneck is so recent that the connections' windows may still name its place."""
-    link_check = observation.state.adaptation.link_check
+    link_check = observation.requests.link_check
     return (
         link_check is not None
         and link_check.conclusive
@@ -727,7 +780,9 @@ def _weigh_remedies(
     is_sufficient = (best is not None or bool(exact_preference)) and (not is_broken or slowdown_after < threshold)
     actions: list[Action] = [Adapt(strategy, diagnosis.bottleneck, is_sufficient) for strategy in candidates]
     if culprit is not None and diagnosis.bottleneck is Bottleneck.COMPUTE:
-        spare = _build_spare_option(observation, policy, culprit, diagnosis.rank_slowdown[culprit])
+        spare = _build_spare_option(
+            observation, policy, culprit, diagnosis.rank_slowdown[culprit], slowdown=diagnosis.slowdown
+        )
         options.append(replace(spare, slowdown_after=_compute_slowdown_without(observation, diagnosis, culprit)))
         reason = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.find_worker_of_rank(culprit) or "", reason, dead=False))
@@ -765,11 +820,16 @@ def _refuse_repetition(option: Option) -> Option:
 
 
 def _build_spare_option(
-    observation: Observation, policy: Policy, rank: int | None, last_relative_time: float = 1.0
+    observation: Observation,
+    policy: Policy,
+    rank: int | None,
+    last_relative_time: float = 1.0,
+    slowdown: float = 1.0,
 ) -> Option:
     """Return the option of a spare for a slow rank; None: it is not known which.
 
-    `last_relative_time`: its relative step time in its last answer.
+    `last_relative_time`: its relative step time in its last answer. `slowdown`: what it costs the job until the
+    exchange begins.
     """
     if _are_ranks_alike(observation) or _has_recovered(observation, last_relative_time):
         refused = "no rank is so slow any more"
@@ -778,7 +838,7 @@ def _build_spare_option(
     # What remains of a rank that is surely slow may be little. For one that is slightly slow, it may be chance.
     min_win = price.MIN_LASTING_WIN if observation.has_straggler else price.MIN_REMEDY_WIN
     option = build_replace_option(observation, policy, refused=refused)
-    return replace(option, cost_seconds=estimate_exchange_seconds(observation), min_win=min_win)
+    return replace(option, cost_seconds=observation.restarts.estimate_exchange_seconds(slowdown), min_win=min_win)
 
 
 def _has_recovered(observation: Observation, last_relative_time: float | None) -> bool:
@@ -788,13 +848,13 @@ def _has_recovered(observation: Observation, last_relative_time: float | None) -
     a window. Before that share of a window is done, they cannot have fallen that far. For a rank that has just become
     slow, they still rise.
     """
-    relative_time, investigation = observation.metrics.relative_time, observation.state.adaptation.investigation
+    relative_time, last_request = observation.metrics.relative_time, observation.requests.investigation
     if relative_time is None or last_relative_time is None:
         return False
     steps_since = (
         get_window_steps(observation)
-        if investigation is None
-        else observation.progress.count_steps_since(investigation.requested_step)
+        if observation.state.adaptation.investigation is None
+        else observation.progress.count_steps_since(None if last_request is None else last_request.step)
     )
     is_covered = steps_since >= RECOVERED_SHARE * get_window_steps(observation)
     return is_covered and relative_time - 1.0 < RECOVERED_SHARE * (last_relative_time - 1.0)
@@ -808,7 +868,7 @@ def _is_spare_due(observation: Observation, policy: Policy) -> bool:
     loss = observation.state.adaptation.loss
     if loss is None or not policy.applies_remedies or _is_remedy_measured(observation):
         return False
-    spare = _build_spare_option(observation, policy, observation.metrics.slowest_rank)
+    spare = _build_spare_option(observation, policy, observation.metrics.slowest_rank, slowdown=loss.slowdown)
     is_worth_it = (
         price.is_worth_change(loss.slowdown, 1.0, spare.min_win)
         and loss.compute_seconds(observation.now) >= spare.cost_seconds
@@ -817,13 +877,17 @@ def _is_spare_due(observation: Observation, policy: Policy) -> bool:
 
 
 def _explain_stay(observation: Observation, policy: Policy, rank: int | None) -> str:
-    """Return why this rank gets no other worker (any more); "": it may."""
+    """Return why this rank gets no other worker now, or any more; "": it may."""
     window_start, present_worker = (
         observation.now - policy.restart_window,
         None if rank is None else observation.find_worker_of_rank(rank),
     )
     if observation.is_budget_spent(policy):
         return "no restart is left in this window"
+    window_seconds = get_window_steps(observation) * (observation.progress.step_seconds or 0.0)
+    starting = None if present_worker is None else find_starting_neighbor(observation, present_worker, window_seconds)
+    if starting is not None:
+        return f"{starting} of this job starts on the same machine, which passes"
     slow_workers = {
         incident.worker
         for incident in observation.state.incidents.past
@@ -843,9 +907,7 @@ def _list_strategies(observation: Observation, diagnosis: Diagnosis) -> tuple[St
         return ()
     threshold = observation.job.spec.detection.straggler_slowdown
     plan = observation.plan
-    return strategies.propose_strategies(
-        diagnosis, threshold=threshold, sequence_cost=plan.sequence_cost, gc_every=plan.gc_every
-    )
+    return diagnosis_cache.list_strategies(DiagnosisKey(diagnosis), threshold, plan.sequence_cost, plan.gc_every)
 
 
 def _list_permitted_strategies(observation: Observation, policy: Policy, diagnosis: Diagnosis) -> list[Strategy]:

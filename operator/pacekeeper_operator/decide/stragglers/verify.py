@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from pacekeeper_analysis.protocol.plan import SyncMode
 from pacekeeper_analysis.stragglers import price
 from pacekeeper_analysis.stragglers.windows import MIN_COMMON_STEPS
 
@@ -13,6 +14,7 @@ from ...state import sync_mode_changes
 from ...state.desired_state import MAX_PAST_INCIDENTS, DesiredState, Incident, PastIncident, RouteTrial
 from ...state.observation import Observation
 from ...state.policy import Policy
+from ...state.restart_estimates import RestartKind
 from ..failures import gpu_warning, start_failed
 from ..lifecycle import lifecycle, restart_breakdown
 from ..network import route_trial
@@ -25,8 +27,10 @@ REMEDY_SETTLE_WINDOWS = 1.5
 """Windows after a live change from which the metrics cover only the time since."""
 SHARES_SETTLE_SECONDS = 2.0
 """Least time with new shares that shows their effect, in addition to MIN_COMMON_STEPS."""
-HELPED_RATIO = 0.98
-"""Ratio of two slowdowns. A smaller change is noise."""
+MAX_CHANCE_ERRORS = 2.0
+"""A difference of two mean step times that is larger than this many standard errors is not chance."""
+UNMEASURED_RATIO_ERROR = 0.01
+"""Standard error of the ratio of two step times whose noise is not known."""
 GAIN_HORIZON_SECONDS = 600.0
 """Horizon of gains where the fault's duration is not known."""
 PERSISTENCE_CHECKS = {
@@ -45,14 +49,18 @@ def verify_incidents(observation: Observation, policy: Policy) -> DesiredState:
             continue
         desired = desired.with_incident(updated)
         trial = _get_route_trial(observation, updated)
-        if trial is not None and updated.live and not incident.live:
-            desired = route_trial.begin_trial_measurement(desired, updated)
+        if not incident.live and incident.recovered is None and updated.recovered is not None:
+            desired = (
+                _record_round(desired, updated)
+                if trial is None
+                else route_trial.begin_trial_measurement(desired, updated)
+            )
         if updated.outcome is not None:
             desired = _revert_remedy(desired, updated, observation) if updated.live and trial is None else desired
             desired = (
                 desired if trial is None else route_trial.conclude_route_trial(observation, desired, updated, trial)
             )
-            desired = _close_incident(desired, updated, policy, observation.now)
+            desired = close_incident(desired, updated, policy, observation.now)
     return desired
 
 
@@ -63,21 +71,24 @@ def evaluate_incident(observation: Observation, incident: Incident) -> Incident:
         return replace(incident, outcome=IncidentOutcome.FAILED)
     if observation.job.spec.suspend or state.lifecycle.completed_at is not None:
         return replace(incident, outcome=IncidentOutcome.SUPERSEDED)
+    if incident.cause is IncidentCause.STARTED_OVER:
+        return replace(
+            incident, recovered=observation.now, steps_lost=incident.last_step, outcome=IncidentOutcome.OBSERVED
+        )
     if incident.mode is RemediationMode.RECOMMEND:
         return replace(incident, outcome=IncidentOutcome.RECOMMENDED)
     newer = start_failed.newest_incident(observation) if start_failed.is_about_start(incident) else None
     if newer is not None and newer.decided > incident.decided:
         return replace(incident, outcome=IncidentOutcome.SUPERSEDED)
     if incident.cause in PERSISTENCE_CHECKS:
-        return _evaluate_move(observation, incident)
+        return evaluate_move(observation, incident)
     trial = _get_route_trial(observation, incident)
+    if incident.live and trial is not None:
+        return route_trial.evaluate_route_trial(observation, incident, trial)
     if incident.live:
-        return (
-            _evaluate_live_remedy(observation, incident)
-            if trial is None
-            else route_trial.evaluate_route_trial(observation, incident, trial)
-        )
-    evaluated = _evaluate_round(observation, incident)
+        has_begun_round = incident.recovered is not None
+        return (_evaluate_new_round if has_begun_round else _evaluate_live_remedy)(observation, incident)
+    evaluated = evaluate_round(observation, incident)
     # A round for other routes is over once their value is known.
     return evaluated if evaluated.outcome is None or trial is None else replace(evaluated, outcome=None, live=True)
 
@@ -88,7 +99,7 @@ def _get_route_trial(observation: Observation, incident: Incident) -> RouteTrial
     return trial if trial is not None and trial.incident == incident.name else None
 
 
-def _evaluate_move(observation: Observation, incident: Incident) -> Incident:
+def evaluate_move(observation: Observation, incident: Incident) -> Incident:
     """End the incident once its worker holds no ranks and the others have gone on, or once its reason is gone."""
     if incident.applied is None:
         closed = replace(incident, recovered=observation.now, outcome=IncidentOutcome.RECOVERED)
@@ -96,10 +107,10 @@ def _evaluate_move(observation: Observation, incident: Incident) -> Incident:
     holds_ranks = any(member.worker == incident.worker for member in observation.plan.members)
     if incident.rank is None and not holds_ranks:
         return replace(incident, recovered=observation.now, steps_lost=0, outcome=IncidentOutcome.RECOVERED)
-    return incident if holds_ranks else _evaluate_round(observation, incident)
+    return incident if holds_ranks else evaluate_round(observation, incident)
 
 
-def _evaluate_round(observation: Observation, incident: Incident) -> Incident:
+def evaluate_round(observation: Observation, incident: Incident) -> Incident:
     """End the incident once all members have completed the first step of a later round."""
     since = observation.progress.training_since
     if since is None or observation.progress.round <= incident.round:
@@ -111,9 +122,56 @@ def _evaluate_round(observation: Observation, incident: Incident) -> Incident:
     breakdown = restart_breakdown.break_down_restart(
         recovered - incident.first_sign, heartbeats, observation.plan.world_size
     )
-    return replace(
-        incident, recovered=recovered, steps_lost=steps_lost, restart=breakdown, outcome=IncidentOutcome.RECOVERED
+    training = replace(
+        incident,
+        recovered=recovered,
+        steps_lost=steps_lost,
+        restart=breakdown,
+        measured_cost=(
+            _measure_cost(observation, incident, recovered, restored_step)
+            if _is_first_round_since(observation, incident)
+            else None
+        ),
+        outcome=IncidentOutcome.RECOVERED,
     )
+    # A job that was only slow has recovered once its steps are faster.
+    is_measured = incident.class_ is IncidentClass.PERFORMANCE and incident.reference_seconds is not None
+    return replace(training, outcome=None, live=True) if is_measured else training
+
+
+def _is_first_round_since(observation: Observation, incident: Incident) -> bool:
+    """Return whether the present round is the first one since the incident.
+
+    If rounds between them have failed, for example because the storage was away, the time until this one's first step
+    is not the cost of one restart.
+    """
+    return observation.progress.round == incident.round + 1
+
+
+def _measure_cost(observation: Observation, incident: Incident, recovered: float, restored_step: int) -> float:
+    """Return the seconds of training from the decision to the first step of the new round.
+
+    They are the time that has passed, without the useful steps in it at their time without this fault. Steps that are
+    repeated add to it. Launchers restart crashed ranks before the operator decides.
+    """
+    since = incident.first_sign if incident.cause is IncidentCause.CRASH else incident.decided
+    useful_steps = 1 if incident.last_step is None else restored_step + 1 - incident.last_step
+    step_seconds = incident.reference_seconds or observation.progress.step_seconds
+    return max(0.0, recovered - since - useful_steps * (step_seconds or 0.0))
+
+
+def _evaluate_new_round(observation: Observation, incident: Incident) -> Incident:
+    """End the incident of a slow job once the steps of its new round have been measured, or cannot be."""
+    assert incident.recovered is not None
+    ended = replace(incident, outcome=IncidentOutcome.RECOVERED)
+    training_since = observation.progress.training_since
+    if training_since is not None and training_since > incident.recovered:
+        return ended  # a later round
+    ratio = _measure_step_time_ratio(observation, incident)
+    if ratio is not None:
+        return _conclude_measurement(observation, incident, ratio)
+    is_late = observation.now - incident.recovered > REMEDY_MEASURE_SECONDS
+    return ended if is_late and not observation.metrics.unreported_members else incident
 
 
 def _evaluate_live_remedy(observation: Observation, incident: Incident) -> Incident:
@@ -131,20 +189,10 @@ def _evaluate_live_remedy(observation: Observation, incident: Incident) -> Incid
     if observation.progress.refusal:
         evidence = (*incident.evidence, f"the ranks do not follow the plan: {observation.progress.refusal}")
         return replace(incident, evidence=evidence, outcome=IncidentOutcome.INEFFECTIVE)
+    ratio = _measure_step_time_ratio(observation, incident)
+    if ratio is not None and (_has_settled(observation, incident) or _shows_gain_early(observation, incident, ratio)):
+        return _conclude_measurement(observation, incident, ratio)
     window = REMEDY_SETTLE_WINDOWS * get_window_steps(observation)
-    before, after = incident.slowdown_before or 1.0, _measure_slowdown(observation, incident)
-    if after is not None and _has_settled(observation, incident):
-        after = max(1.0, after)
-        limit = observation.job.spec.detection.straggler_slowdown
-        outcome = IncidentOutcome.RECOVERED if after < limit else IncidentOutcome.MITIGATED
-        return replace(
-            incident,
-            recovered=observation.now,
-            steps_lost=0,
-            slowdown_after=after,
-            measured_gain=(price.compute_loss_rate(before) - price.compute_loss_rate(after)) * GAIN_HORIZON_SECONDS,
-            outcome=outcome if _has_helped(before, after) else IncidentOutcome.INEFFECTIVE,
-        )
     patience = max(REMEDY_MEASURE_SECONDS, 2 * window * (observation.progress.step_seconds or 0.0))
     if observation.now - incident.decided > patience and not observation.metrics.unreported_members:
         return replace(incident, outcome=IncidentOutcome.INEFFECTIVE)
@@ -161,46 +209,89 @@ def awaits_worker(incident: Incident) -> bool:
     )
 
 
-def _has_helped(before: float, after: float) -> bool:
-    """Return whether the slowdown has fallen. If all of it is noise, it only must not have grown."""
-    return HELPED_RATIO * after <= before if _is_noise(before) else after < HELPED_RATIO * before
+@dataclass(frozen=True)
+class StepTimeRatio:
+    """The mean step time since a remedy, over that before it, for the same work: a step of the whole job."""
+
+    value: float
+    error: float  # standard error
+
+    @property
+    def is_gain(self) -> bool:
+        """Whether steps are faster by more than chance."""
+        return self.value < 1.0 - MAX_CHANCE_ERRORS * self.error
+
+    def has_helped(self, predicted: float) -> bool:
+        """Return whether the remedy has helped. If as little was `predicted` as chance is, no growth suffices."""
+        can_show = predicted < 1.0 - MAX_CHANCE_ERRORS * self.error
+        return self.is_gain or (not can_show and self.value <= 1.0 + MAX_CHANCE_ERRORS * self.error)
 
 
-def _is_noise(slowdown: float) -> bool:
-    return HELPED_RATIO * slowdown <= 1.0
+def _measure_step_time_ratio(observation: Observation, incident: Incident) -> StepTimeRatio | None:
+    """Return the ratio as far as the metrics show it; None: not known yet."""
+    after_seconds, sample = _compute_step_seconds(observation), incident.steps_before
+    if after_seconds is None or not is_steady(observation):
+        return None
+    if sample is not None:
+        error = sample.compute_ratio_error(after_seconds, observation.metrics.steps or get_window_steps(observation))
+        return StepTimeRatio(after_seconds / sample.mean_seconds, error)
+    if not incident.reference_seconds:
+        return None
+    before_seconds = incident.reference_seconds * (incident.slowdown_before or 1.0)
+    return StepTimeRatio(after_seconds / before_seconds, UNMEASURED_RATIO_ERROR)
+
+
+def _compute_step_seconds(observation: Observation) -> float | None:
+    """Return the mean time of a step's worth of samples of the whole job; None: not known."""
+    metrics, batch = observation.metrics, observation.progress.global_batch
+    if metrics.throughput and batch:
+        return batch / metrics.throughput
+    return metrics.step_seconds if observation.plan.sync_mode is SyncMode.SYNC else None
+
+
+def _conclude_measurement(observation: Observation, incident: Incident, ratio: StepTimeRatio) -> Incident:
+    """End the incident by what the step times show."""
+    before = incident.slowdown_before or 1.0
+    after = max(1.0, before * ratio.value)
+    predicted_after = incident.predicted_after or 1.0
+    limit = observation.job.spec.detection.straggler_slowdown
+    outcome = IncidentOutcome.RECOVERED if after < limit else IncidentOutcome.MITIGATED
+    saved_rate = price.compute_loss_rate(before) - price.compute_loss_rate(after)
+    predicted_rate = price.compute_loss_rate(before) - price.compute_loss_rate(predicted_after)
+    is_predicted = incident.predicted_gain is not None and predicted_rate > 0
+    horizon = (incident.predicted_gain or 0.0) / predicted_rate if is_predicted else GAIN_HORIZON_SECONDS
+    return replace(
+        incident,
+        recovered=observation.now if incident.recovered is None else incident.recovered,
+        steps_lost=incident.steps_lost or 0,
+        slowdown_after=after,
+        measured_gain=saved_rate * horizon,
+        measured_cost=incident.measured_cost or 0.0,
+        outcome=outcome if ratio.has_helped(predicted_after / before) else IncidentOutcome.INEFFECTIVE,
+    )
 
 
 def _is_link_probed(observation: Observation, incident: Incident) -> bool:
     """Return whether the incident's remedy, if there is any, waits for the result of a link probe."""
-    link_check = observation.state.adaptation.link_check
+    link_check = observation.requests.link_check
     return link_check is not None and bool(link_check.probe) and link_check.incident == incident.name
 
 
 def _has_settled(observation: Observation, incident: Incident) -> bool:
-    """Return whether the metrics cover the time since the remedy.
-
-    With other shares, they include the number of steps that they cover.
-    """
-    if incident.remedy == Remedy.REBALANCE and observation.plan.shares is not None:
-        seconds = observation.metrics.steps * (observation.progress.step_seconds or 0.0)
-        enough = observation.metrics.steps >= MIN_COMMON_STEPS and seconds >= SHARES_SETTLE_SECONDS
-        return enough and observation.now > incident.decided  # before, they were compared with another plan
+    """Return whether the metrics cover a whole window since the remedy, and nothing before it."""
+    if observation.plan.shares is not None and incident.remedy == Remedy.REBALANCE and not observation.metrics.steps:
+        return False  # some rank still trains with other shares
     needed_steps = REMEDY_SETTLE_WINDOWS * get_window_steps(observation)
     return observation.progress.count_steps_since(incident.last_step) >= needed_steps
 
 
-def _measure_slowdown(observation: Observation, incident: Incident) -> float | None:
-    """Return the slowdown that remains; None: not known yet.
-
-    Shares are judged by the ranks' own work, all other remedies by the samples per second. Shares against mere noise
-    are judged by the latter, too: own work shows less effect than chance there.
-    """
-    metrics = observation.metrics
-    if incident.remedy == Remedy.REBALANCE and not _is_noise(incident.slowdown_before or 1.0):
-        return metrics.peer_slowdown
-    if not metrics.throughput or not incident.reference_seconds or not is_steady(observation):
-        return None
-    return (observation.progress.global_batch or 0) / metrics.throughput / incident.reference_seconds
+def _shows_gain_early(observation: Observation, incident: Incident, ratio: StepTimeRatio) -> bool:
+    """Return whether the first steps with other shares, which the metrics count, show that these have helped."""
+    if incident.remedy != Remedy.REBALANCE or observation.plan.shares is None or not ratio.is_gain:
+        return False
+    seconds = observation.metrics.steps * (observation.progress.step_seconds or 0.0)
+    enough = observation.metrics.steps >= MIN_COMMON_STEPS and seconds >= SHARES_SETTLE_SECONDS
+    return enough and observation.now > incident.decided  # before, they were compared with another plan
 
 
 def _revert_remedy(desired: DesiredState, incident: Incident, observation: Observation) -> DesiredState:
@@ -221,11 +312,10 @@ def _revert_remedy(desired: DesiredState, incident: Incident, observation: Obser
     return sync_mode_changes.give_up_local_sgd(desired, f"{desired.plan.sync_mode} has not helped", observation.now)
 
 
-def _close_incident(desired: DesiredState, incident: Incident, policy: Policy, now: float) -> DesiredState:
+def close_incident(desired: DesiredState, incident: Incident, policy: Policy, now: float) -> DesiredState:
     state = desired.state
     was_applied = incident.outcome is not IncidentOutcome.RECOMMENDED
     seconds = (incident.recovered or now) - incident.first_sign
-    new_round = incident.outcome is IncidentOutcome.RECOVERED and not incident.live
     past = PastIncident(
         cause=incident.cause,
         at=incident.detected,
@@ -241,15 +331,30 @@ def _close_incident(desired: DesiredState, incident: Incident, policy: Policy, n
         desired = desired.with_incidents(closed=(*incidents.closed, incident.name)[-MAX_PAST_INCIDENTS:])
     else:
         desired = desired.with_incidents(recommended=(*incidents.recommended, incident.name)[-MAX_PAST_INCIDENTS:])
-    desired = desired.with_incidents(past=(*recent, past)[-MAX_PAST_INCIDENTS:])
-    if not new_round:
-        return desired
-    stopped_seconds = 0.0 if incident.cause is IncidentCause.STRAGGLER else seconds  # it trained, if slowly
-    desired = desired.with_budget(lost_seconds=state.budget.lost_seconds + stopped_seconds)
-    round_seconds = _compute_round_seconds(incident, state.placement.begun_at)
-    if incident.remedy == Remedy.REPLACE_WORKER:
-        return desired.with_budget(spare_restart_seconds=round_seconds)
-    return desired.with_budget(restart_seconds=round_seconds)
+    return desired.with_incidents(past=(*recent, past)[-MAX_PAST_INCIDENTS:])
+
+
+def _record_round(desired: DesiredState, incident: Incident) -> DesiredState:
+    """Return the state with the cost of the round that has ended this incident's standstill, or its slow steps."""
+    assert incident.recovered is not None
+    state = desired.state
+    measurements, kind = state.budget.measurements, _get_restart_kind(incident)
+    seconds, begun_at = _compute_round_seconds(incident, state.placement.begun_at), state.placement.begun_at
+    is_measured = incident.measured_cost is not None
+    if seconds is not None and is_measured:
+        measurements = measurements.add_restart(kind, seconds)
+    if kind is RestartKind.EXCHANGE and begun_at is not None and incident.steps_before is not None and is_measured:
+        wait_seconds = max(0.0, min(begun_at, incident.recovered) - incident.decided)
+        measurements = measurements.add_checkpoint_wait(wait_seconds / incident.steps_before.mean_seconds)
+    # A job with a straggler trained, if slowly.
+    stopped_seconds = 0.0 if kind is RestartKind.EXCHANGE else incident.recovered - incident.first_sign
+    return desired.with_budget(lost_seconds=state.budget.lost_seconds + stopped_seconds, measurements=measurements)
+
+
+def _get_restart_kind(incident: Incident) -> RestartKind:
+    if incident.remedy != Remedy.REPLACE_WORKER:
+        return RestartKind.SAME_WORKERS
+    return RestartKind.EXCHANGE if incident.class_ is IncidentClass.PERFORMANCE else RestartKind.REPLACEMENT
 
 
 def _compute_round_seconds(incident: Incident, begun_at: float | None) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from ... import metrics
@@ -34,6 +34,10 @@ class PrometheusPoller:
     pods: ResourceStore[PodView]
     passes: PassScheduler
     sample: PrometheusSample = field(default_factory=PrometheusSample)
+    has_watched_jobs: Callable[[], bool] = lambda: False
+    """Returns whether jobs are watched, for which the series of GPUs are read."""
+    wake_watched_jobs: Callable[[Collection[str]], None] = lambda _nodes: None
+    """Starts a pass over the watched jobs on these nodes."""
     _gpu_values: tuple[GpuValue, ...] = field(default=(), init=False)  # of the last answer
     _query_task: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -47,7 +51,7 @@ class PrometheusPoller:
         """Query GPU errors, more often than all other metrics, while Prometheus answers; until cancelled."""
         while True:
             await self.runtime.sleep(GPU_ERROR_POLL_SECONDS)
-            if not self.passes.active_jobs or self.sample.error:
+            if not (self.passes.active_jobs or self.has_watched_jobs()) or self.sample.error:
                 continue
             gpu_values = await self.client.read_gpu_errors()
             if gpu_values is not None and not self.sample.error:
@@ -58,7 +62,8 @@ class PrometheusPoller:
         """Start a query in the background: it may take long, and counts from its start."""
         if self._query_task is None or self._query_task.done():
             active = tuple(name for name, job in self.jobs if job.phase in MONITORED_PHASES)
-            self._query_task = self.runtime.start_task(self._query(active), "Prometheus query") if active else None
+            is_needed = bool(active) or self.has_watched_jobs()
+            self._query_task = self.runtime.start_task(self._query(active), "Prometheus query") if is_needed else None
 
     async def _query(self, jobs: Sequence[JobName]) -> None:
         now = self.runtime.now()
@@ -81,3 +86,5 @@ class PrometheusPoller:
         for (namespace, _), pod in self.pods.items() if changed_nodes else ():
             if pod.node in changed_nodes and self.jobs.wake(namespace, pod.job) is not None:
                 self.passes.jobs_with_new_gpu_errors.add((namespace, pod.job))
+        if changed_nodes:
+            self.wake_watched_jobs(changed_nodes)

@@ -59,6 +59,9 @@ def test_a_stopped_process_is_blamed_even_inside_the_collective() -> None:
         ("/clones/pacekeeper/job/train.py", HangKind.NEVER_ENTERED),
         ("/lib/python3.11/site-packages/pacekeeper/step.py", None),
         ("/clones/pacekeeper/trainer/pacekeeper/step.py", None),
+        ("/lib/python3.11/site-packages/pacekeeper_rank/recorder.py", None),
+        ("/clones/pacekeeper/trainer/pacekeeper_rank/recorder.py", None),
+        ("/pacekeeper/payload/importlib_bootstrap/_pacekeeper_rank/recorder.py", None),
     ],
 )
 def test_a_script_may_lie_in_a_folder_of_any_name(file: str, kind: HangKind | None) -> None:

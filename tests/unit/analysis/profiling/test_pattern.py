@@ -16,7 +16,7 @@ from pacekeeper_analysis.profiling.localize import localize_fault, localize_in_t
 from pacekeeper_analysis.profiling.page import MAX_PAGE_BYTES, ProfilePage, write_profile_page
 from pacekeeper_analysis.profiling.pattern import MAX_PROFILE_ANSWER_BYTES, ProcessSetup, ProfileAnswer, RankPattern
 from pacekeeper_analysis.profiling.table import MAX_TABLE_COLUMNS, read_table
-from pacekeeper_analysis.protocol.plan import SourceNaming
+from pacekeeper_analysis.protocol.requests import SourceNaming
 from testing.training.patterns import HEALTHY_WORK, SLOW_FUNCTION, build_answers, build_pattern
 
 ONE = build_pattern(

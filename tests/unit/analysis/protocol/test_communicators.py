@@ -6,11 +6,11 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.communicators import (
     Communicator,
     check_communicators_size,
-    format_ranks,
     parse_ranks,
     truncate_communicators,
 )
 from pacekeeper_analysis.protocol.reports import Evidence, FaultReport
+from pacekeeper_rank.collectives.communicators import format_ranks
 
 
 @pytest.mark.parametrize(

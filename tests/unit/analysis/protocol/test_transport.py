@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.protocol.records import Collective
 from pacekeeper_analysis.protocol.reports import FlowWindow
 from pacekeeper_analysis.protocol.transport import (
     MAX_TRANSFERS_NAMED,
@@ -18,6 +17,7 @@ from pacekeeper_analysis.protocol.transport import (
     collect_flow_windows,
     describe_running_transfers,
 )
+from pacekeeper_rank.records import Collective
 
 MS = 1_000_000
 

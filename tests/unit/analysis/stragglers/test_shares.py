@@ -232,6 +232,16 @@ def test_ranks_are_fitted_each_over_its_own_steps() -> None:
     assert costs.per_sample == pytest.approx([1.0, 2.0])
 
 
+def test_ranks_with_as_many_steps_are_fitted_as_if_each_were_alone() -> None:
+    samples = np.repeat([[8, 8, 6], [5, 9, 7]], 16, axis=0)
+    seconds = draw_steps(samples, np.array([3.0, 0.0, 1.0]), np.array([1.0, 2.0, 1.5])).T
+    costs = fit_costs_per_rank(list(seconds), list(samples.T))
+    alone = [fit_costs_per_rank([own], [amounts]) for own, amounts in zip(seconds, samples.T, strict=True)]
+    assert costs.identified.any()
+    for name in ("fixed", "per_sample", "identified"):
+        assert getattr(costs, name).tolist() == [getattr(one, name).item() for one in alone]
+
+
 def test_shares_that_cannot_help_are_detected_once_the_fixed_part_is_known() -> None:
     """Rank 3's cost hardly depends on its samples: less of them would only burden the others."""
     fixed, per_sample = np.array([0.0, 0.0, 0.0, 12.0]), np.array([1.0, 1.0, 1.0, 0.02])

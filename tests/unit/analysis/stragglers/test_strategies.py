@@ -329,26 +329,6 @@ def test_the_revert_gives_no_such_shares_either() -> None:
     assert strategy.shares is None
 
 
-def test_synchronizations_before_they_are_cheap_are_only_for_a_slow_link() -> None:
-    """Each shows whether it is well again."""
-    (for_link,) = (
-        strategy
-        for strategy in strategies.propose_strategies(
-            diagnose_windows(build_windows(draw_work(), 2.0)), threshold=THRESHOLD
-        )
-        if strategy.sync_seconds
-    )
-    turns = draw_work() * np.where(np.arange(STEPS)[:, None] % 4 == np.arange(4), 3.0, 1.0)
-    (for_turns,) = (
-        strategy
-        for strategy in strategies.propose_strategies(diagnose_windows(build_windows(turns, 0.6)), threshold=THRESHOLD)
-        if strategy.sync_seconds
-    )
-    assert for_link.sync_seconds == pytest.approx(20.0, rel=0.05), "a tenth of the time"
-    assert for_turns.sync_seconds is not None
-    assert for_turns.sync_seconds > 20.0, "three hundredths, where it is not longer than 30 s"
-
-
 @pytest.mark.parametrize(("longer", "every"), [(1, 128), (10, 16), (50, None)])
 def test_edit_synchronizes_soon_enough_for_ranks_to_leave(longer: int, every: int | None) -> None:
     """They checkpoint and end at a synchronization only, within their pod's 30 s, however long a transfer takes."""
@@ -363,11 +343,11 @@ def test_edit_synchronizes_soon_enough_for_ranks_to_leave(longer: int, every: in
 
 @pytest.mark.parametrize(
     ("own", "exposed", "mode"),
-    [(1.15, 0.25, SyncMode.ASYNC_EDIT), (3.5, 0.25, SyncMode.EDIT), (1.15, 0.2, SyncMode.EDIT)],
+    [(1.15, 0.25, SyncMode.ASYNC_EDIT), (3.5, 0.25, SyncMode.EDIT), (1.15, 0.18, SyncMode.EDIT)],
     ids=["becomes as fast", "a step in hand is long", "at first not worth it"],
 )
 def test_edit_is_compared_with_async_edit_after_its_warm_up(own: float, exposed: float, mode: SyncMode) -> None:
-    """That begins with a tenth of the time, and ends with the wait for a step in hand each 30 s: EDiT has none."""
+    """That begins with 3 % of the time, and ends with the wait for a step in hand each 30 s: EDiT has none."""
     strategy = choose_strategy(build_windows(draw_work(noise=0.002) * own / WORK, exposed * own, baseline=1.02 * own))
     assert strategy is not None
     assert (strategy.remedy, strategy.mode) == ("LocalSGD", mode)
@@ -411,7 +391,7 @@ def test_a_single_hiccup_is_no_bottleneck() -> None:
     assert diagnose_windows(build_windows(own)).bottleneck is Bottleneck.NONE
 
 
-@pytest.mark.parametrize("exposed", [0.04, 0.2])
+@pytest.mark.parametrize("exposed", [0.04, 0.2, 0.6])
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_a_link_that_has_become_slow_is_found(exposed: float, noise: float) -> None:
     diagnosis = diagnose_windows(build_windows(draw_work(12, noise=noise), exposed))
@@ -825,7 +805,7 @@ def test_three_steps_wait_for_the_next_answer() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "steps", "slow", "is_seen"),
-    [(1.0, 3, 3.5, True), (1.0, 4, 2.5, False), (0.1, 4, 3.5, False), (3.0, 2, 3.5, False)],
+    [(1.0, 3, 3.5, True), (1.0, 3, 2.5, False), (0.1, 3, 3.5, False), (3.0, 2, 3.5, False)],
     ids=["broken", "slow", "short", "two"],
 )
 def test_a_broken_rank_is_found_by_three_long_steps(seconds: float, steps: int, slow: float, is_seen: bool) -> None:
@@ -835,6 +815,18 @@ def test_a_broken_rank_is_found_by_three_long_steps(seconds: float, steps: int, 
     diagnosis = diagnose_windows(build_windows(own, baseline=seconds))
     assert (diagnosis.culprits == (2,)) is is_seen
     assert (diagnosis.bottleneck is Bottleneck.COMPUTE) is is_seen
+
+
+@pytest.mark.parametrize(
+    ("steps", "slow_steps", "is_seen"),
+    [(8, 3, False), (8, 4, True), (8, 6, True), (STEPS, 12, False), (STEPS, 16, True)],
+)
+def test_steps_that_take_most_of_the_time_show_a_slow_rank(steps: int, slow_steps: int, is_seen: bool) -> None:
+    """Of steps of half a second, four show a rank at 1.5 ×. Of many short ones, some may be a hiccup."""
+    own = draw_work(20)[:steps]
+    own[-slow_steps:, 2] *= 1.5
+    diagnosis = diagnose_windows(build_windows(own), 1.25)
+    assert (diagnosis.bottleneck is Bottleneck.COMPUTE and diagnosis.culprits == (2,)) is is_seen
 
 
 def test_insufficient_windows_have_no_diagnosis() -> None:

@@ -7,13 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.protocol.records import Collective
 from pacekeeper_analysis.stragglers.wait_attribution import (
     attribute_waits,
     find_slow_transfers,
     find_usual_transfer_times,
     measure_transfers,
 )
+from pacekeeper_rank.records import Collective
 from testing.training.nested_ranks import NestedRanks
 
 

@@ -34,20 +34,26 @@ def build_rank_state(step: int, snapshot_step: int = -1, **fields: int) -> np.vo
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "expected"),
+    ("snapshots", "replicated", "expected"),
     [
-        ((40, -1), 40),  # with replicas, one rank of a worker saves the snapshots for all
-        ((40, 38), 38),  # with shards, every rank saves its own, and all are needed
-        ((-1, -1), None),
+        ((40, -1), (40, 0), (40, 40)),  # with replicas, one rank of a worker saves the snapshots for all
+        ((40, 38), (36, 38), (38, 36)),  # with shards, every rank saves its own, and all are needed
+        ((40, 40), (40, 0), (40, None)),  # the copy of one has never arrived
+        ((-1, -1), (0, 0), (None, None)),
     ],
 )
-def test_the_newest_snapshot_that_helps_the_worker_is_reported(
-    snapshots: tuple[int, int], expected: int | None
+def test_the_newest_snapshots_that_help_the_worker_and_its_loss_are_reported(
+    snapshots: tuple[int, int], replicated: tuple[int, int], expected: tuple[int | None, int | None]
 ) -> None:
     running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
-    ranks = [build_rank_state(step=41, snapshot_step=step) for step in snapshots]
-    heartbeat = build_next_heartbeat(Heartbeat("w", round=1), running, None, ranks, wall=100.0, monotonic=9.0)
-    assert heartbeat.checkpoint.snapshot_step == expected
+    ranks = [
+        build_rank_state(step=41, snapshot_step=step, replicated_step=copied)
+        for step, copied in zip(snapshots, replicated, strict=True)
+    ]
+    checkpoint = build_next_heartbeat(
+        Heartbeat("w", round=1), running, None, ranks, wall=100.0, monotonic=9.0
+    ).checkpoint
+    assert (checkpoint.snapshot_step, checkpoint.replicated_step) == expected
 
 
 def test_the_slowest_rank_determines_the_workers_progress() -> None:

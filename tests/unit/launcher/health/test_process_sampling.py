@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.health.process_sampling import StackFile, sample_process
+from pacekeeper.health.stack_file import StackFile
+from pacekeeper.launcher.health.process_sampling import sample_process
 from pacekeeper.launcher.ranks.processes import has_signal_handler
-from pacekeeper.launcher.ranks.rank import STACK_SIGNAL
+from pacekeeper_rank.watching.process_files import STACK_SIGNAL
 
 A_RANK = """
 import os, signal, sys, time
-from pacekeeper.launcher.ranks.rank import STACK_SIGNAL, _write_stacks_on_signal
+from pacekeeper_rank.forking.rank import STACK_SIGNAL, _write_stacks_on_signal
 _write_stacks_on_signal(sys.argv[1])
 print("listens", flush=True)
 sys.stdin.readline()

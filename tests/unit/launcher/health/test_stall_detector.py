@@ -17,15 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pacekeeper.launcher.health import nccl_ras
-from pacekeeper.launcher.health.inspection import Inspector, is_reachable
-from pacekeeper.launcher.health.process_sampling import (
-    StackFile,
-    extract_main_stack,
-    read_process_state,
-    sample_process,
-)
-from pacekeeper.launcher.health.stall_detector import (
+from pacekeeper.health.stack_file import StackFile, extract_main_stack
+from pacekeeper.health.stall_detector import (
     ProcessSample,
     RankInspection,
     StallDetector,
@@ -33,12 +26,16 @@ from pacekeeper.launcher.health.stall_detector import (
     compute_stall_deadline,
     estimate_step_seconds,
 )
+from pacekeeper.launcher.health import nccl_ras
+from pacekeeper.launcher.health.inspection import Inspector, is_reachable
+from pacekeeper.launcher.health.process_sampling import read_process_state, sample_process
 from pacekeeper.launcher.rendezvous.rounds import RoundState
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.observe.record_ring import NO_PLACE, RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper_analysis.protocol.communicators import Communicator, parse_entered
-from pacekeeper_analysis.protocol.records import Collective, Device, Phase, RecordKind
 from pacekeeper_analysis.protocol.reports import FaultReport, LauncherState
+from pacekeeper_rank.record_ring import NO_PLACE, RingWriter, create_ring
+from pacekeeper_rank.records import Collective, Device, Phase, RecordKind
 
 SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
 RUNNING = RoundState(stage=LauncherState.RUNNING, membership=1, round=3, running=3)
@@ -431,7 +428,7 @@ def test_only_the_newest_stacks_of_a_rank_are_stored(tmp_path: Path) -> None:
 
 A_RANK = """
 import sys, time
-from pacekeeper.launcher.ranks.rank import _write_stacks_on_signal
+from pacekeeper_rank.forking.rank import _write_stacks_on_signal
 def waits():
     print("waits", flush=True)
     time.sleep(60)
@@ -475,7 +472,5 @@ async def test_a_refused_connection_is_an_answer_and_silence_is_none() -> None:
             knocking = stack.enter_context(socket.socket())
             knocking.setblocking(False)
             knocking.connect_ex(deaf.getsockname())
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        assert not await is_reachable("127.0.0.1", deaf.getsockname()[1])
-        assert loop.time() - began < 2
+        # The kernel would try for two minutes.
+        assert not await asyncio.wait_for(is_reachable("127.0.0.1", deaf.getsockname()[1]), 60)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.health.process_sampling import StackFile, read_process_state, sample_process
+from pacekeeper.health.stack_file import StackFile
+from pacekeeper.launcher.health.process_sampling import read_process_state, sample_process
 from pacekeeper.launcher.health.wait_reasons import count_helper_ticks, list_descendants
-from pacekeeper.launcher.ranks.rank import STACK_SIGNAL
 from pacekeeper_analysis.protocol.reports import DEBUGGER_WAIT
+from pacekeeper_rank.watching.process_files import STACK_SIGNAL
 
 HEAD = f"""
 import faulthandler, os, socket, subprocess, sys, threading, time

@@ -23,8 +23,8 @@ from pacekeeper.launcher.network.link_probes import (
 )
 from pacekeeper.message_authentication import AuthenticatedChannel, authenticate_to_server
 from pacekeeper.runtime_folder import read_json
-from pacekeeper_analysis.protocol.plan import LinkProbeTask, ProbeTarget
 from pacekeeper_analysis.protocol.reports import Evidence, LinkProbe
+from pacekeeper_analysis.protocol.requests import LinkProbeTask, ProbeTarget
 
 SECRET, OTHER = "5ec2e7" * 8, "0a" * 24
 

@@ -6,15 +6,14 @@ import signal
 
 import pytest
 
-from pacekeeper.launcher.ranks.end_signals import (
+from pacekeeper.launcher.ranks.end_signals import choose_rank_signal, parse_signals
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_rank.forking.handled_signals import (
     END_SIGNALS_VARIABLE,
     choose_default_signals,
-    choose_rank_signal,
-    parse_signals,
     read_handled_signals,
 )
-from pacekeeper.launcher.ranks.processes import read_initially_ignored_signals
-from pacekeeper_analysis.errors import InputError
+from pacekeeper_rank.forking.process_setup import read_initially_ignored_signals
 
 
 def test_named_signals_end_a_run_and_sigterm_and_sigint_always_do() -> None:

@@ -20,7 +20,6 @@ from pacekeeper.launcher.ranks.log_files import (
     read_recorded_error,
 )
 from pacekeeper.launcher.ranks.output_pipe import OutputPipe
-from pacekeeper.launcher.ranks.rank import RankStart
 from pacekeeper.launcher.ranks.rank_options import (
     OutputOptions,
     RankOptions,
@@ -30,6 +29,7 @@ from pacekeeper.launcher.ranks.rank_options import (
     StreamSelection,
 )
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_rank.forking.rank_start import RankStart
 
 ALL = StreamSelection(StandardStream.OUT | StandardStream.ERR)
 FOLDER = Path("/logs/x_1")

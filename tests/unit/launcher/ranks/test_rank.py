@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper.launcher.ranks import rank
-from pacekeeper.launcher.ranks.processes import die_with_parent, group_exists
-from pacekeeper.launcher.ranks.rank import STACK_SIGNAL, RankStart
+from pacekeeper.launcher.ranks.processes import group_exists
 from pacekeeper.launcher.ranks.warm_process import (
     RankExited,
     RankForked,
@@ -29,7 +28,12 @@ from pacekeeper.launcher.ranks.warm_process import (
     fork_warm_process,
     spawn_warm_process,
 )
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
+from pacekeeper_rank.forking import rank
+from pacekeeper_rank.forking.process_setup import die_with_parent
+from pacekeeper_rank.forking.rank_start import RankStart
+from pacekeeper_rank.forking.warm_server import fork_without_warning
+from pacekeeper_rank.watching.process_files import STACK_SIGNAL
 
 
 @dataclass
@@ -190,6 +194,19 @@ def test_a_warm_process_that_is_started_again_forks_ranks_like_the_first(
     runner.warm.connection.close()
 
 
+def test_a_fork_raises_no_warning_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 and later warn of threads at a fork, which `-W error` of the user's command makes an exception."""
+
+    def fork_and_warn() -> int:
+        warnings.warn("multi-threaded", DeprecationWarning, stacklevel=1)
+        return 7
+
+    monkeypatch.setattr(os, "fork", fork_and_warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fork_without_warning() == 7
+
+
 def test_a_rank_whose_warm_process_has_died_does_not_begin() -> None:
     pid = os.fork()
     if pid == 0:
@@ -217,7 +234,7 @@ def test_a_module_is_run_as_by_python_m(runner: Runner) -> None:
 PROGRAM = """
 import ctypes, os, signal, sys
 from pathlib import Path
-from pacekeeper.observe.record_ring import RingWriter
+from pacekeeper_rank.record_ring import RingWriter
 os.kill(os.getpid(), int(sys.argv[1]))
 death = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(death))
@@ -354,7 +371,7 @@ def test_a_script_reads_its_standard_input_and_writes_unbuffered(runner: Runner)
 
 def test_variables_that_come_too_late_are_named_once(runner: Runner) -> None:
     script = (
-        "import os, sys\nfrom pacekeeper.launcher.ranks.late_variables import handle_late_variables\n"
+        "import os, sys\nfrom pacekeeper_rank.forking.late_variables import handle_late_variables\n"
         "sys.modules['torch'] = os  # as if it were imported\nhandle_late_variables(dict(os.environ), True)\n"
         "os.environ['TORCH_LOGS'] = '+dynamo'\nos.environ['TORCH_LOGS'] = 'dynamo'\n"
         "os.environ.setdefault('OMP_NUM_THREADS', '3')\nos.environ['OMP_NUM_THREADS'] = '4'\nos.environ['OTHER'] = ''\n"
@@ -366,7 +383,7 @@ def test_variables_that_come_too_late_are_named_once(runner: Runner) -> None:
 def test_numpy_uses_as_many_threads_as_the_rank_may(runner: Runner) -> None:
     count = "openblas_get_num_threads"
     script = (
-        "import ctypes\nfrom pacekeeper.launcher.ranks.threads import find_loaded_libraries\n"
+        "import ctypes\nfrom pacekeeper_rank.forking.threads import find_loaded_libraries\n"
         "for library in map(ctypes.CDLL, find_loaded_libraries()):\n"
         f"    for name in ('{count}', '{count}64_', 'scipy_{count}', 'scipy_{count}64_'):\n"
         "        if hasattr(library, name): print(getattr(library, name)())\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.ranks.late_variables import is_read_at_import
 from pacekeeper.launcher.ranks.script_imports import ALWAYS_IMPORTED_MODULES, FIRST_STEP_MODULES, find_import_needs
+from pacekeeper_rank.forking.late_variables import is_read_at_import
 
 
 @pytest.mark.parametrize(

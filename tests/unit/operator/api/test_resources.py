@@ -30,6 +30,7 @@ from pacekeeper_operator.api.node_probe import ProbeResult
 from pacekeeper_operator.api.node_quarantine import QuarantinePhase, QuarantineSpec, QuarantineStatus
 from pacekeeper_operator.api.training_job import (
     MAX_JOB_NAME,
+    AccessMode,
     CheckpointSpec,
     CleanPodPolicy,
     DetectionSpec,
@@ -42,6 +43,7 @@ from pacekeeper_operator.api.training_job import (
     RemediationSpec,
     Remedy,
     RequestedSyncMode,
+    ResumePoint,
     RunPolicySpec,
     TrainingJob,
     WorkerCounts,
@@ -84,6 +86,8 @@ def test_a_job_spec_reads_every_field() -> None:
                 "subPath": "",
                 "adopt": "other",
                 "readOnly": True,
+                "uri": "s3://bucket",
+                "accessMode": "ReadWriteOnce",
             },
             "detection": {"stragglerSlowdown": 2, "windowSteps": 16, "hangSeconds": 9},
             "remediation": {
@@ -107,7 +111,7 @@ def test_a_job_spec_reads_every_field() -> None:
         suspend=True,
         sync_mode=RequestedSyncMode.ASYNC_EDIT,
         scheduling_timeout=90.0,
-        checkpoint=CheckpointSpec("/c", 7, 2, "claim", "", "other", True),
+        checkpoint=CheckpointSpec("/c", 7, 2, "claim", "", "other", True, "s3://bucket", AccessMode.READ_WRITE_ONCE),
         detection=DetectionSpec(2.0, 16, 9.0),
         remediation=RemediationSpec(
             RemediationMode.RECOMMEND, (Remedy.REBALANCE,), 0, 7200.0, 5, ExitCodesSpec((43, 44), (42,))
@@ -181,6 +185,7 @@ JOB_STATUS = JobStatus(
     remaining="5h20m",
     last_checkpoint_step=8,
     checkpoint_sub_path="gpt",
+    resumed_from=ResumePoint(2, 8, "Memory"),
     workers=WorkerCounts.from_counts(4, 3, 1),
     selector="pacekeeper.dev/job=gpt",
     slowdown=1.25,
@@ -207,6 +212,8 @@ INCIDENT_STATUS = IncidentStatus(
     slowdown_after=1.0,
     predicted_gain=100.0,
     measured_gain=90.0,
+    predicted_cost=5.0,
+    measured_cost=6.0,
     diagnosis=Finding(
         FaultClass.NETWORK, "link 0 → 1", (Signal(SignalKind.PROBE, "slow on no other link"),), 0.98, "look at it"
     ),

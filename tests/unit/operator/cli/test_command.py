@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 import time
@@ -21,12 +20,16 @@ from pacekeeper_operator.api.names import API_VERSION, Object
 from pacekeeper_operator.cli import command
 from pacekeeper_operator.cli.command import main
 from pacekeeper_operator.decide.evaluate import evaluate_job
-from testing.kubernetes import kubectl_stand_in
-from testing.kubernetes.cli_objects import build_incident_object, build_job_object, build_metadata
+from testing.kubernetes.cli_objects import (
+    build_incident_object,
+    build_job_object,
+    build_metadata,
+    install_kubectl_stand_in,
+)
+from testing.network.link_evidence import build_mesh
 from testing.operators.observations import build_policy, build_stalls, build_training
 from testing.training.patterns import HEALTHY_WORK, SLOW_FUNCTION, build_answers, build_pattern
 from testing.training.rings import write_ring
-from tests.unit.operator.decide.network.test_slow_communication import build_mesh
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -34,12 +37,6 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the stand-in, with a job, its incident, and a quarantine."""
-    program = tmp_path / "bin" / "kubectl"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {kubectl_stand_in.__file__} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("STAND_IN", str(tmp_path))
     result = evaluate_job(build_training(faults=build_stalls(build_training(), culprit=2)), build_policy())
     (incident,) = result.desired.state.incidents.current
     quarantine = {
@@ -66,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         quarantine,
         *histories,
     ]
-    (tmp_path / "objects.json").write_text(json.dumps(objects))
+    install_kubectl_stand_in(tmp_path, monkeypatch, objects)
     return tmp_path
 
 
@@ -100,6 +97,7 @@ def list_changes(folder: Path) -> list[list[str]]:
         (["incidents"], "j-r1-hang-u1d2c"),
         (["incidents", "j"], "open"),
         (["incidents", "j-r1-hang-u1d2c"], "hang of job j, round 1"),
+        (["injection"], "pods are not watched: no operator has led"),
         (["nodes"], "node-7  1     0     1     0     0    2.0 h ago"),
         (["nodes", "node-7"], "2.0 h ago  Hung  yes               ns/j-r1-hang"),
         (["nodes", "node-8"], "node node-8: 0 Incidents within 90 days"),
@@ -127,6 +125,14 @@ def test_read_commands_change_nothing(run_command: Run, folder: Path, arguments:
             ["resume", "--all"],
             "delete configmap pacekeeper-pause --namespace=pacekeeper-system --ignore-not-found",
         ),
+        (
+            ["injection", "on"],
+            "patch configmap pacekeeper-watch {'data': {'enabled': 'true', 'reason': None}}",
+        ),
+        (
+            ["injection", "off", "--operator-namespace", "ops"],
+            "patch configmap pacekeeper-watch {'data': {'enabled': 'false', 'reason': None}}",
+        ),
         (["approve", "node-7", "--yes"], "patch nodequarantines.pacekeeper.dev node-7 {'spec': {'approved': True}}"),
         (["release", "node-7", "--yes"], "delete nodequarantines.pacekeeper.dev node-7 --timeout=120s"),
     ],
@@ -136,6 +142,7 @@ def test_write_commands_make_one_call(run_command: Run, folder: Path, arguments:
     assert (code, err) == (0, "")
     (done,) = list_changes(folder)
     if done[0] == "patch":
+        done = [part for part in done if not part.startswith("--namespace=")]
         assert done[3:5] == ["--type=merge", "-p"]
         done = [*done[:3], str(json.loads(done[5]))]
     assert " ".join(done) == expected
@@ -254,7 +261,10 @@ def test_links_lists_the_links_of_all_workers_slowest_first(run_command: Run, fo
     assert sorted(path.name for path in (folder / "pods" / "j-w0-0").iterdir()) == ["answer"], "it tidies up"
 
 
-def test_links_shows_all_links_with_the_all_option(run_command: Run, folder: Path) -> None:
+def test_links_shows_all_links_with_the_all_option(
+    run_command: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pacekeeper_operator.cli.links.LINK_ANSWER_TIMEOUT_SECONDS", 120.0)  # on a busy machine, too
     add_objects(folder, *({"kind": "Pod", "metadata": {"name": f"j-w{n}-0"}, "spec": {}} for n in range(6)))
     for answer in build_mesh(ranks=6, slow=-1):
         place = folder / "pods" / answer.worker

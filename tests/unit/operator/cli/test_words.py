@@ -234,6 +234,8 @@ class TestIncident:
             slowdown_after=1.05,
             predicted_gain=50.0,
             measured_gain=40.0,
+            measured_cost=4.2,
+            remedies=(RemedyPrice("RestartRanks", None, 5.5, chosen=True),),
             finding=self.FINDING,
             remedy_result="a probe has passed",
             evidence=("x" * 300, 'File "/job/train.py", line 88\n  in load'),
@@ -249,6 +251,7 @@ class TestIncident:
             "its time: Wait 2.0 s, Load 4.3 s (rank 1); the state came from: Peer",
             "from 1.60 to 1.05",
             "the remedy has won 40 s of training, 50 s were expected",
+            "the remedy has cost 4.2 s of training, 5.5 s were expected",
             "a probe has passed",
             "line 88 in load",
         ):

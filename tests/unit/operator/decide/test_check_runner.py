@@ -28,6 +28,7 @@ from pacekeeper_operator.decide.decision import (
 from pacekeeper_operator.decide.remedies.fail_job import MAX_FAILURE_MESSAGE_CHARACTERS
 from pacekeeper_operator.state.desired_state import DesiredState
 from pacekeeper_operator.state.incident_key import IncidentKey
+from pacekeeper_operator.state.job_metrics import JobMetrics
 from pacekeeper_operator.state.observation import Observation
 from pacekeeper_operator.state.policy import Policy
 from testing.operators.observations import NOW, build_policy, build_training
@@ -51,6 +52,27 @@ def run_check(observation: Observation, found: Decision, policy: Policy | None =
     return observation.with_desired(
         check_runner.run_checks(observation, policy or build_policy(), [lambda _observation, _policy: found])
     )
+
+
+class TestReference:
+    @pytest.mark.parametrize(
+        ("class_", "measured", "reference"),
+        [
+            (IncidentClass.UNKNOWN, 0.1, 0.1),
+            (IncidentClass.UNKNOWN, None, 0.3),
+            (IncidentClass.PERFORMANCE, 0.1, 0.2),
+        ],
+        ids=["before", "planned", "slow"],
+    )
+    def test_the_time_of_a_step_is_recorded_with_the_fault(
+        self, class_: IncidentClass, measured: float | None, reference: float
+    ) -> None:
+        """The steps that a standstill costs are counted after it, when no rank has reported its time again."""
+        observation = build_training(metrics=JobMetrics(step_seconds=measured))
+        observation = observation.with_desired(observation.desired.with_plan(step_seconds=0.3))
+        decision = build_decision(class_=class_, reference_seconds=None if class_ is IncidentClass.UNKNOWN else 0.2)
+        (incident,) = run_check(observation, decision).state.incidents.current
+        assert incident.reference_seconds == reference
 
 
 class TestOnce:

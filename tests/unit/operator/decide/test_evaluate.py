@@ -8,14 +8,18 @@ import pytest
 
 from pacekeeper_analysis.protocol.plan import Stop
 from pacekeeper_analysis.protocol.reports import LauncherState
+from pacekeeper_operator.api.conditions import JobCondition, Reason
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass, IncidentOutcome
-from pacekeeper_operator.api.training_job import RemediationMode, Remedy, RunPolicySpec
-from pacekeeper_operator.decide.evaluate import PassResult, evaluate_job
+from pacekeeper_operator.api.training_job import JobPhase, JobStatus, RemediationMode, Remedy, RunPolicySpec
+from pacekeeper_operator.decide.effects import SyncWorkload
+from pacekeeper_operator.decide.evaluate import PassResult, evaluate_job, list_effects
+from pacekeeper_operator.decide.lifecycle.status import build_job_status
 from pacekeeper_operator.decide.placement.workforce import (
     OLDER_JOB_TURN_SECONDS,
     list_missing_workers,
     list_surplus_workers,
 )
+from pacekeeper_operator.pods.queues import restore_queue_decision
 from pacekeeper_operator.state.desired_state import DesiredState, PastIncident
 from pacekeeper_operator.state.job_metrics import JobMetrics
 from pacekeeper_operator.state.observation import Observation
@@ -575,6 +579,56 @@ class TestLifecycle:
         result = evaluate_job(observation, build_policy())
         assert result.desired.state.lifecycle.completed_at == NOW
         assert result.desired.plan.stop is Stop.FINISH
+
+    def build_followed(self) -> Observation:
+        """The ranks of both workers have finished, and other commands of their containers run. There is a spare."""
+        observation = build_training(replicas=2, spares=1)
+        for name in ("j-w0-0", "j-w1-0"):
+            report = {"state": LauncherState.FINISHED, "commands_may_follow": True}
+            observation = change_worker(observation, name, heartbeat=report)
+        result = evaluate_job(observation, build_policy())
+        assert (result.desired.plan.stop, result.desired.state.lifecycle.is_over) == (Stop.FINISH, False)
+        return apply_result(result, observation)
+
+    @pytest.mark.parametrize("known", [True, False], ids=["the same operator", "a new leader"])
+    def test_commands_after_the_ranks_run_for_as_long_as_they_take(self, known: bool) -> None:
+        observation = replace(self.build_followed(), now=NOW + 3600)
+        if not known:
+            observation = replace(
+                observation, workers=tuple(replace(view, heartbeat=None) for view in observation.workers)
+            )
+        result = evaluate_job(observation, build_policy())
+        assert not result.desired.state.lifecycle.is_over
+        assert [view.name for view in list_surplus_workers(result.observation)] == ["j-w2-0"], "the spare"
+        queued = replace(result.observation, job=replace(observation.job, queue="team"))
+        (workload,) = (
+            effect for effect in list_effects(queued, build_policy(), {}) if isinstance(effect, SyncWorkload)
+        )
+        assert workload.progress.ready
+        assert restore_queue_decision(result.desired).admitted, "the queue cannot be read"
+        status = build_job_status(result.observation, build_policy(), JobStatus())
+        running = next(condition for condition in status.conditions if condition.type == JobCondition.RUNNING)
+        assert (status.phase, running.reason) == (JobPhase.RUNNING, Reason.RANKS_FINISHED)
+        assert "j-w0-0, j-w1-0" in running.message
+
+    @pytest.mark.parametrize(
+        ("end", "failed"),
+        [
+            ({"exit_code": 0, "phase": "Succeeded"}, ""),
+            ({"exit_code": 3, "phase": "Failed"}, "ScriptFailed"),
+            ({"exit_code": 143, "phase": "Failed", "disruption_reason": "EvictionByEvictionAPI"}, ""),
+            ({"deleting": True}, ""),
+        ],
+    )
+    def test_the_job_ends_as_the_commands_after_its_ranks(self, end: dict[str, object], failed: str) -> None:
+        observation = change_worker(self.build_followed(), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        lifecycle = evaluate_job(change_worker(observation, "j-w1-0", pod=end), build_policy()).desired.state.lifecycle
+        assert (lifecycle.failed_reason, lifecycle.completed_at) == (failed, None if failed else NOW)
+        assert not failed or "j-w1-0 ended with 3" in lifecycle.failed_message
+
+    def test_a_job_that_is_suspended_runs_the_commands_after_its_ranks_again(self) -> None:
+        observation = replace(self.build_followed(), job=build_job(2, 1, suspend=True))
+        assert evaluate_job(observation, build_policy()).desired.plan.stop is Stop.SUSPEND
 
     def test_suspending_stops_the_ranks_and_then_deletes_the_pods(self) -> None:
         observation = build_training(2, 0, job=build_job(2, 0, suspend=True))

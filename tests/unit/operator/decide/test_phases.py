@@ -337,6 +337,14 @@ class TestDegraded:
         vacant = change_members(observation, start={"first_step_at": None})
         assert message in (build_status(vacant).message or ""), "the message also appears while the others wait for it"
 
+    def test_a_claim_that_other_nodes_may_not_mount_is_named(self) -> None:
+        job = build_job(checkpoint=CheckpointSpec(volume_claim_name="data"))
+        waiting = change_worker(build_training(job=job), "j-w4-0", pod={"phase": "Pending", "created_at": NOW - 301})
+        assert "ReadWriteOnce" not in (self.find_degraded(waiting).message or ""), "no worker has started elsewhere"
+        message = self.find_degraded(change_worker(waiting, "j-w0-0", pod={"started": True})).message or ""
+        assert "If claim data has access mode ReadWriteOnce" in message
+        assert "set spec.checkpoint.accessMode to ReadWriteOnce, or use a claim with ReadWriteMany" in message
+
     def test_a_single_rank_has_no_slow_communication(self) -> None:
         single_rank = replace(build_training(1, 0), metrics=JobMetrics(uniform_slowdown=2.0, wait_share=0.6))
         assert self.find_degraded(single_rank).reason == Reason.ALL_RANKS_SLOW

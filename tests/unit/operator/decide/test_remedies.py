@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.requests import EvidenceRequest
 from pacekeeper_analysis.stragglers.price import AccumulatedLoss
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Strategy
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass
@@ -32,7 +33,7 @@ def apply_adaptation(mode: SyncMode = SyncMode.SYNC, *, is_sufficient: bool = Tr
     """Return the desired state after other shares or another mode, applied during an investigation."""
     observation = build_training()
     observation = replace(observation, metrics=replace(observation.metrics, relative_time=2.0))
-    desired = observation.desired.with_plan(evidence_request="ask").with_adaptation(
+    desired = observation.desired.with_requests(evidence=EvidenceRequest("ask")).with_adaptation(
         investigation=StragglerInvestigation(NOW - 9)
     )
     strategy = Strategy(Remedy.REBALANCE, mode, 0.1, 1.05, "it fits", shares=(10, 9, 4, 9))
@@ -43,7 +44,7 @@ def apply_adaptation(mode: SyncMode = SyncMode.SYNC, *, is_sufficient: bool = Tr
 class TestAdapt:
     def test_a_sufficient_remedy_ends_the_investigation(self) -> None:
         desired = apply_adaptation()
-        assert (desired.plan.shares, desired.plan.evidence_request) == ((10, 9, 4, 9), "")
+        assert (desired.plan.shares, desired.requests.evidence_name) == ((10, 9, 4, 9), "")
         adaptation = desired.state.adaptation
         assert (adaptation.investigation, adaptation.suppressed_relative_time, adaptation.local_sgd) == (
             None,

@@ -94,9 +94,10 @@ def get_secret(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME) -> Objec
     return cluster.objects["secrets", "system", name]
 
 
-async def write_secret(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME, **data: str) -> None:
-    """Create a Secret with these texts, or change one that exists."""
-    encoded = {key.replace("_", "."): base64.b64encode(text.encode()).decode() for key, text in data.items()}
+async def write_secret(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME, **data: str | bytes) -> None:
+    """Create a Secret with these values, or change one that exists."""
+    content = {key: value.encode() if isinstance(value, str) else value for key, value in data.items()}
+    encoded = {key.replace("_", "."): base64.b64encode(value).decode() for key, value in content.items()}
     found = cluster.objects.get(("secrets", "system", name))
     if found is None:
         await cluster.create(SECRETS, {"metadata": {"name": name, "namespace": "system"}, "data": encoded})
@@ -202,14 +203,16 @@ class TestOwnAuthority:
             ({"tls_key": "garbage"}, "tls.key is not a private key"),
             ({"tls_key": certificates.create_authority(NOW).key}, "tls.key does not belong to tls.crt"),
             ({"tls_key": ""}, "tls.key is missing"),
+            ({"tls_crt": b"\x30\x82"}, "tls.crt is not text"),
         ],
-        ids=["certificate", "key", "another's key", "no key"],
+        ids=["certificate", "key", "another's key", "no key", "binary certificate"],
     )
     async def test_a_corrupt_secret_is_named_with_a_remedy(
-        self, cluster: FakeCluster, broken: dict[str, str], why: str
+        self, cluster: FakeCluster, broken: dict[str, str | bytes], why: str
     ) -> None:
         authority = certificates.create_authority(NOW)
-        await write_secret(cluster, **{"tls_crt": authority.certificate, "tls_key": authority.key} | broken)
+        values = {"tls_crt": authority.certificate, "tls_key": authority.key} | broken
+        await write_secret(cluster, AUTHORITY_SECRET_NAME, **values)
         with pytest.raises(
             InputError, match=f"Secret system/{AUTHORITY_SECRET_NAME}: {why}.*restore it from a backup, or delete it"
         ):

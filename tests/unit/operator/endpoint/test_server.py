@@ -26,12 +26,12 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from pacekeeper.checkpointing.server.job_secret import ServerSettings, obtain_secret
 from pacekeeper_analysis.failures import hang
 from pacekeeper_analysis.failures.gpu_health import GpuSign
-from pacekeeper_analysis.protocol.communicators import MAX_COMMUNICATORS, Communicator, format_entered
+from pacekeeper_analysis.protocol.communicators import Communicator, format_entered
 from pacekeeper_analysis.protocol.decoding import parse_json
-from pacekeeper_analysis.protocol.plan import EvidencePart, ProfileRequest, WorkerPlan
-from pacekeeper_analysis.protocol.records import MAX_ENTERED_GROUPS
+from pacekeeper_analysis.protocol.plan import CheckpointEndpoint, WorkerPlan
 from pacekeeper_analysis.protocol.reports import (
     MAX_WORKER_GPUS,
     MAX_WORKER_RANKS,
@@ -43,6 +43,14 @@ from pacekeeper_analysis.protocol.reports import (
     RankOperations,
     RankState,
     RankWindow,
+)
+from pacekeeper_analysis.protocol.requests import (
+    EvidencePart,
+    EvidenceRequest,
+    ProbeRequest,
+    ProbeTarget,
+    ProfileRequest,
+    WorkerRequests,
 )
 from pacekeeper_operator.async_runtime import OperatorRuntime
 from pacekeeper_operator.endpoint import certificates, connections, server, sidecars, token_review
@@ -59,6 +67,9 @@ from pacekeeper_operator.file_limits import FileLimits
 from pacekeeper_operator.kube.client import Cluster, Object, ResourceKind
 from pacekeeper_operator.observe import faults
 from pacekeeper_operator.observe.job_cache import JobCache, JobRegistry, WorkerContact
+from pacekeeper_operator.pods.checkpoint_server import build_checkpoint_server_name
+from pacekeeper_rank.collectives.communicators import MAX_COMMUNICATORS
+from pacekeeper_rank.records import MAX_ENTERED_GROUPS
 from testing.operators.observations import NOW, build_crash, build_stall, build_training
 
 OBSERVATION = build_training(replicas=2, spares=1)
@@ -219,7 +230,7 @@ async def test_a_malformed_body_is_refused(client: Client, body: bytes) -> None:
 async def test_a_huge_body_is_refused_before_it_is_read(
     client: Client, job: JobCache, path: str, limit: int, announced: bool
 ) -> None:
-    job.publish(OBSERVATION.desired.with_plan(evidence_request="why"), "2")
+    job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")), "2")
     sent, endless = 0, 2**30
 
     async def send_pieces() -> AsyncIterator[bytes]:
@@ -324,7 +335,7 @@ class TestBodies:
     async def test_too_many_values_are_refused_before_they_are_parsed(
         self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch, path: str, most: int, value: bytes
     ) -> None:
-        job.publish(OBSERVATION.desired.with_plan(evidence_request="why"), "2")
+        job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")), "2")
         monkeypatch.setattr(server, "parse_json", None)
         answer = await client.post(path, data=b'{"x":[' + b",".join([value] * most) + b"]}", **W0)
         assert answer.status == 400
@@ -446,7 +457,7 @@ class TestBodyCost:
 
         monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)
         monkeypatch.setattr(Communicator, "fits_world_size", fits_slowly)
-        job.publish(OBSERVATION.desired.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
+        job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why", PARTS)), "2")
         groups = (Communicator(1, "0-1"),)
         for _ in range(2):
             caller = await sidecar_service.authenticate(build_token("j-w0-0", "uid-0"), "")
@@ -556,7 +567,7 @@ async def test_a_worker_cannot_report_for_another(client: Client) -> None:
 
 
 async def test_evidence_is_stored_only_for_the_current_request(client: Client, job: JobCache) -> None:
-    job.publish(OBSERVATION.desired.with_plan(evidence_request="why"), "2")
+    job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")), "2")
     old, new = (Evidence(request, "j-w0-0", 1) for request in ("before", "why"))
     for evidence in (old, new):
         answer = await client.post(f"/v1/evidence/{evidence.request}", json=evidence.to_json(), **W0)
@@ -567,7 +578,7 @@ async def test_evidence_is_stored_only_for_the_current_request(client: Client, j
 
 
 async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(client: Client, job: JobCache) -> None:
-    job.publish(OBSERVATION.desired.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
+    job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why", PARTS)), "2")
     own, other = RankOperations(0, ""), RankOperations(1, "")
     for group, accepted in ((Communicator(1, "0-1"), (own,)), (Communicator(1, "0-1048575"), ())):
         report = Evidence("why", "j-w0-0", 1, communicators=(group,), operations=(own, other))
@@ -583,12 +594,12 @@ async def test_operations_beyond_the_memory_limit_are_to_be_sent_again(
     report = Evidence("why", "j-w0-0", 1).to_json()
     job.evidence["j-w1-0"] = Evidence("why", "j-w1-0", 1, operations=(RankOperations(1, "A" * 128),))
     for parts, status in ((PARTS, 503), (PARTS[:1], 202)):
-        job.publish(OBSERVATION.desired.with_plan(evidence_request="why", evidence_parts=parts), "2")
+        job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why", parts)), "2")
         assert (await client.post("/v1/evidence/why", json=report, **W0)).status == status
 
 
 async def test_malformed_operations_are_refused(client: Client, job: JobCache) -> None:
-    job.publish(OBSERVATION.desired.with_plan(evidence_request="why"), "2")
+    job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")), "2")
     body = Evidence("why", "j-w0-0", 1).to_json() | {"operations": [{"rank": 0, "operations": "!"}]}
     assert (await client.post("/v1/evidence/why", json=body, **W0)).status == 400
     assert not job.evidence
@@ -717,6 +728,84 @@ class TestPolls:
         assert (await client.post("/v1/plan", json=other, **build_worker_request("j-w1-0", "uid-1"))).status == 200
         clock.at += 1
         assert (await client.post("/v1/plan", json=HEARTBEAT, **W0)).status == 200
+
+
+class TestRequests:
+    """A poll also returns when the caller's part of the open requests changes."""
+
+    PROBE = ProbeRequest("probe-1", ("j-w0-0",), ((ProbeTarget("j-w1-0", "10.0.0.1:1"),),))
+    VERSION = OBSERVATION.plan.version
+
+    async def poll(self, client: Client, number: int = 0, received: str | None = "", wait: float = 0.0) -> Any:
+        """Return the answer to a poll of worker `number` that has received this; None: there is nothing new."""
+        name = f"j-w{number}-0"
+        query = {"after": str(self.VERSION), "wait": str(wait)}
+        query |= {} if received is None else {"requests": received}
+        headers = build_worker_request(name, f"uid-{number}")
+        answer = await client.post("/v1/plan", params=query, json=HEARTBEAT | {"worker": name}, **headers)
+        return await answer.json() if answer.status == 200 else None
+
+    async def hold_polls(self, client: Client, job: JobCache) -> dict[int, asyncio.Task[Any]]:
+        """Hold a poll of each worker: two members and a spare."""
+        polls = {number: asyncio.create_task(self.poll(client, number, wait=20.0)) for number in range(3)}
+        await wait_until(lambda: sum(contact.open_polls for contact in job.contacts.values()) == len(polls))
+        return polls
+
+    @pytest.mark.parametrize(
+        ("requests", "concerned"),
+        [
+            ({"evidence": EvidenceRequest("why-1")}, {0, 1}),
+            ({"profile": ProfileRequest("profile-1", 100)}, {0, 1}),
+            ({"probe": PROBE}, {0}),
+        ],
+        ids=["evidence", "profile", "probe"],
+    )
+    async def test_only_the_workers_concerned_are_answered(
+        self, client: Client, job: JobCache, requests: dict[str, Any], concerned: set[int]
+    ) -> None:
+        polls = await self.hold_polls(client, job)
+        job.publish_requests(replace(job.requests, **requests))
+        answers = {number: await asyncio.wait_for(polls[number], 60) for number in concerned}
+        assert {number for number, poll in polls.items() if poll.done()} == concerned
+        assert all(set(answer) == {"requests"} for answer in answers.values()), "the plan is unchanged"
+        assert job.plan is not None
+        assert job.plan.version == self.VERSION
+        for poll in polls.values():
+            poll.cancel()
+
+    async def test_a_part_is_sent_until_the_worker_returns_its_identity(self, client: Client, job: JobCache) -> None:
+        """The first answer may have been lost, or the sidecar has started again."""
+        job.publish_requests(replace(job.requests, evidence=EvidenceRequest("why-1")))
+        first, second = await self.poll(client, wait=20.0), await self.poll(client, wait=20.0)
+        assert first == second
+        assert first["requests"]["evidence"]["name"] == "why-1"
+        assert await self.poll(client, received=first["requests"]["identity"]) is None
+
+    async def test_a_new_leader_withdraws_the_requests_of_the_one_before(self, client: Client) -> None:
+        answer = await self.poll(client, received="why-9-ab,profile-8-cd", wait=20.0)
+        assert WorkerRequests.from_json(answer["requests"]) == WorkerRequests()
+
+    async def test_an_older_sidecar_is_answered_for_plans_only(self, client: Client, job: JobCache) -> None:
+        poll = asyncio.create_task(self.poll(client, received=None, wait=20.0))
+        await wait_until(lambda: any(contact.open_polls for contact in job.contacts.values()))
+        job.publish_requests(replace(job.requests, evidence=EvidenceRequest("why-1")))
+        await asyncio.sleep(0)
+        assert not poll.done()
+        assert job.desired is not None
+        job.publish(job.desired.with_plan(checkpoint_request=7), "2")
+        answer = await asyncio.wait_for(poll, 60)
+        assert (answer["checkpoint_request"], "requests" in answer) == (7, False)
+
+    async def test_answers_to_a_request_that_is_not_open_are_dropped(self, client: Client, job: JobCache) -> None:
+        job.publish_requests(replace(job.requests, evidence=EvidenceRequest("why-2")))
+        old = Evidence("why-1", "j-w0-0", 1)
+        assert (await client.post("/v1/evidence/why-1", json=old.to_json(), **W0)).status == 202
+        assert job.evidence == {}
+        new = replace(old, request="why-2")
+        await client.post("/v1/evidence/why-2", json=new.to_json(), **W0)
+        assert job.evidence == {"j-w0-0": new}
+        job.publish_requests(replace(job.requests, evidence=None))
+        assert job.evidence == {}
 
 
 class TestTokens:
@@ -1084,13 +1173,23 @@ class TestClocks:
         assert job.contacts["j-w0-0"].last_seen_at == clock.at
         assert not job.wake.is_set(), "nothing has happened"
 
+    async def test_the_last_step_is_dated_by_its_age_whatever_the_clock_of_the_pod(
+        self, client: Client, job: JobCache
+    ) -> None:
+        worker_now = NOW + 7.0
+        heartbeat = HEARTBEAT | {"progress": {"step": 5, "step_ended_at": worker_now - 40}, "sent_at": worker_now}
+        await client.post("/v1/plan", json=heartbeat, **W0)
+        received = job.contacts["j-w0-0"].heartbeat
+        assert received.progress.step_ended_at == pytest.approx(NOW - 40)
+        assert received.sent_at == NOW
+
     async def test_a_step_in_the_future_is_dated_now(self, client: Client, job: JobCache) -> None:
         await client.post("/v1/plan", json=HEARTBEAT | {"start": {"first_step_at": NOW + 999.0}, "sent_at": NOW}, **W0)
         assert job.contacts["j-w0-0"].heartbeat.start.first_step_at == NOW
 
 
 async def test_a_worker_cannot_send_evidence_for_another(client: Client, job: JobCache) -> None:
-    job.publish(OBSERVATION.desired.with_plan(evidence_request="why"), "2")
+    job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")), "2")
     anothers = Evidence("why", "j-w1-0", 1).to_json()
     assert (await client.post("/v1/evidence/why", json=anothers, **W0)).status == 403
     own, others = (RankWindow(rank, (1,), (0.1,), (0.1,), (1,)) for rank in (0, 1))
@@ -1100,7 +1199,7 @@ async def test_a_worker_cannot_send_evidence_for_another(client: Client, job: Jo
 
 
 async def test_a_spares_evidence_is_not_read(client: Client, job: JobCache) -> None:
-    job.publish(OBSERVATION.desired.with_plan(evidence_request="why"), "2")
+    job.publish(OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")), "2")
     answer = await client.post(
         "/v1/evidence/why", data=b"x" * 2 * MAX_EVIDENCE_BYTES, **build_worker_request("j-w2-0", "uid-2")
     )
@@ -1417,10 +1516,45 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+class TestCheckpointServer:
+    """It asks for the secret of its job, and is no worker."""
+
+    @pytest.fixture
+    def name(self, job: JobCache) -> str:
+        job.publish(OBSERVATION.desired.with_plan(checkpoint_server=CheckpointEndpoint("5a" * 32)), "2")
+        return build_checkpoint_server_name(OBSERVATION.job, "5a" * 32)
+
+    async def test_its_client_takes_the_secret_from_the_operator_once(
+        self, sidecar_service: SidecarService, clock: ManualClock, job: JobCache, name: str, tmp_path: Path
+    ) -> None:
+        authority = certificates.create_authority(datetime.now(UTC))
+        context = authority.issue_serving_certificate(("127.0.0.1",), datetime.now(UTC)).to_ssl_context()
+        token = tmp_path / "token"
+        token.write_text(build_token("j-checkpoints-00000000", "uid"))
+        async with serve_endpoint(sidecar_service, clock, 0, context, address="127.0.0.1") as port:
+            settings = ServerSettings(
+                "/checkpoints", 1, name, f"https://127.0.0.1:{port}", authority.trusted, token, tmp_path / "secret"
+            )
+            # The first token is that of a pod that serves another folder.
+            secret = await asyncio.to_thread(
+                obtain_secret, settings, lambda _: token.write_text(build_token(name, "uid"))
+            )
+        assert secret == "5a" * 32
+        assert await asyncio.to_thread(obtain_secret, settings) == secret, "without the operator"
+        assert settings.secret_file.stat().st_mode & 0o077 == 0
+        assert not job.contacts
+
+    async def test_it_may_report_nothing(self, client: Client, job: JobCache, name: str) -> None:
+        caller = build_worker_request(name, "uid")
+        for fault in (build_crash(name, 0), build_crash("j-w0-0", 0)):
+            assert (await client.post("/v1/faults", json=fault.to_json(), **caller)).status == 403
+        assert not job.faults
+
+
 class TestProfiles:
     @pytest.fixture
     async def profiled_job(self, job: JobCache) -> JobCache:
-        job.publish(OBSERVATION.desired.with_plan(profile=ProfileRequest("profile-7", 100)), "2")
+        job.publish(OBSERVATION.desired.with_requests(profile=ProfileRequest("profile-7", 100)), "2")
         return job
 
     async def test_patterns_are_stored_unparsed_while_they_are_requested(

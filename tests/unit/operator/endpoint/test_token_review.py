@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.plan import ProbeRequest, ProbeTarget
 from pacekeeper_analysis.protocol.reports import (
     CheckpointReport,
     Evidence,
@@ -22,6 +21,7 @@ from pacekeeper_analysis.protocol.reports import (
     RankWindow,
     StepProgress,
 )
+from pacekeeper_analysis.protocol.requests import EvidenceRequest, ProbeRequest, ProbeTarget
 from pacekeeper_operator.endpoint.sidecars import (
     MAX_FAULT_NAME_CHARACTERS,
     Caller,
@@ -116,7 +116,7 @@ class ServiceBench:
     def __init__(self) -> None:
         self.memory, self.runtime = JobRegistry(0.0), FixedTimeRuntime()
         self.job: JobCache = self.memory.get_or_create(OBSERVATION.job)
-        self.job.update(desired=OBSERVATION.desired.with_plan(evidence_request="why"))
+        self.job.update(desired=OBSERVATION.desired.with_requests(evidence=EvidenceRequest("why")))
         self.sidecars = SidecarService(cast(Cluster, Reviewer(GOOD)), self.memory, self.runtime)
 
 
@@ -172,7 +172,7 @@ class TestEvidence:
         assert bench.job.desired is not None
         target = ProbeTarget("j-w1-0", "10.0.0.1:1")
         probe = ProbeRequest("probe-9", ("j-w0-0",), ((target,),))
-        bench.job.update(desired=bench.job.desired.with_plan(probe=probe))
+        bench.job.update(desired=bench.job.desired.with_requests(probe=probe))
         report = Evidence("probe-9", "j-w0-0", 1, probes=(LinkProbe("j-w1-0", 1e8, 0.001),))
         is_awaited = bench.sidecars.needs_evidence
         assert (is_awaited(W0, "probe-9"), is_awaited(W1, "probe-9"), is_awaited(SPARE, "probe-9")) == (

@@ -11,11 +11,16 @@ import pytest
 
 from pacekeeper_operator.api.names import ANNOTATION_PROFILE
 from pacekeeper_operator.api.training_job import TrainingJob
+from pacekeeper_operator.async_runtime import OperatorRuntime
 from pacekeeper_operator.decide.effects import CreatePod
 from pacekeeper_operator.handlers import trainingjobs
 from pacekeeper_operator.observe.job_cache import JobRegistry
 from pacekeeper_operator.runtime.job_context import JobContext
+from pacekeeper_operator.services.shared.managed_jobsets import ManagedJobSets
+from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state.desired_state import WorkerRecord
+from testing.kubernetes.fake_cluster import FakeCluster
+from testing.operators.managed_jobsets import build_managed_jobset
 from testing.operators.observations import build_training
 from tests.unit.operator.runtime.test_job_context import open_bench
 
@@ -33,6 +38,7 @@ class Memo(kopf.Memo):
         self.operator = self
         self.jobs = JobRegistry(0.0)
         self.known = self.jobs.get_or_create(job)
+        self.jobsets = ManagedJobSets(Settings(), FakeCluster(), OperatorRuntime())
 
 
 def build_manifest(managed_by: str = "") -> dict[str, Any]:
@@ -46,6 +52,17 @@ async def wakes_loop(body: dict[str, Any], job: TrainingJob) -> bool:
     changed: Any = trainingjobs.on_job_changed  # kopf hands over more than it takes
     await changed(memo=memo, body=body, namespace="ns", name="j")
     return memo.known.wake.is_set()
+
+
+async def test_the_phase_of_a_jobsets_job_requests_a_pass_over_the_jobset() -> None:
+    memo, body = Memo(TrainingJob.parse(build_manifest())), build_manifest() | {"status": {"phase": "Running"}}
+    memo.jobsets.store.update(build_managed_jobset(name="j"))
+    assert memo.jobsets.take_due() == [("ns", "j")]
+    changed: Any = trainingjobs.on_job_changed
+    for step in (1, 2):  # only the first is news
+        body["status"]["step"] = step
+        await changed(memo=memo, body=body, namespace="ns", name="j")
+        assert memo.jobsets.take_due() == ([("ns", "j")] if step == 1 else [])
 
 
 @pytest.mark.parametrize("queued", ["", "waits for its queue"])

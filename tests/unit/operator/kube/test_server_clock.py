@@ -37,7 +37,8 @@ class ManualClock(OperatorRuntime):
     ("ahead", "agrees"),
     [
         (0.0, True),
-        (CLOCK_TOLERANCE_SECONDS - 1, True),
+        (CLOCK_TOLERANCE_SECONDS, True),
+        (-CLOCK_TOLERANCE_SECONDS, True),
         (CLOCK_TOLERANCE_SECONDS + 1, False),
         (-3600.0, False),
         (10_800.0, False),

@@ -303,6 +303,19 @@ class TestGpuSeries:
             f"node-1/GPU-b/{self.XID}": 31,
         }
 
+    async def test_a_gpu_value_names_the_pods_that_use_the_gpu(self, url: str) -> None:
+        """The label `pod` is the exporter's own; pods that share a GPU have a series each."""
+        users = [{"exported_namespace": "ns", "exported_pod": name} for name in ("a", "b")]
+        FakePrometheus.rows = [
+            *(
+                build_row("gpu", 79, __name__=self.XID, node="node-1", gpu="0", pod="exporter", **user)
+                for user in users
+            ),
+            build_row("gpu", 79, __name__=self.XID, node="node-1", gpu="1", pod="exporter", namespace="gpus"),
+        ]
+        found = (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).gpu_values
+        assert [set(value.pods) for value in found] == [{"ns/a", "ns/b"}, set()]
+
     async def test_the_sample_states_why_gpu_series_are_untrusted(self, url: str) -> None:
         FakePrometheus.rows = [build_row("node_from_target", 8)]
         assert not (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).gpu_untrusted_reason

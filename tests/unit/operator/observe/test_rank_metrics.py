@@ -233,6 +233,11 @@ class TestImmediatePasses:
         )
 
 
+@pytest.mark.parametrize(("last_step", "expected"), [(None, -1), (0, 0), (1234, 1234)])
+def test_the_last_step_of_an_older_sender_is_unknown(last_step: int | None, expected: int) -> None:
+    assert read_rank_rows([build_metrics(0, last_step=last_step)])["last_step"].tolist() == [expected]
+
+
 def test_forty_thousand_ranks_are_summarized_without_objects_per_rank() -> None:
     """There are as many rows as ranks, and no Python object per rank."""
     members = tuple(Member(f"w{n}", "10.0.0.1", tuple(range(8 * n, 8 * n + 8))) for n in range(5000))
@@ -251,6 +256,7 @@ def test_a_rank_takes_no_more_of_a_heartbeat_than_the_operator_allows() -> None:
     )
 
     full = build_metrics(1023, **{name: 1.2345e-05 for name in RANK_ROW.names or () if name.endswith("seconds")})
+    full = replace(full, last_step=10**12)
     heartbeat = Heartbeat(
         worker="w" * 253,
         rank_metrics=(full,) * 1024,

@@ -81,3 +81,15 @@ async def test_a_preferred_worker_does_not_wait_for_an_earlier_notification() ->
     await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert notified.index("spare") <= 2 * MAX_NOTIFIED_PER_ITERATION
     assert len(notified) == len(set(notified)) == 10 * MAX_NOTIFIED_PER_ITERATION + 1
+
+
+async def test_only_the_named_workers_are_notified() -> None:
+    waiters, notified = Waiters(), list[str]()
+    tasks = await _start_waiting(waiters, ["a", "b", "c"], notified)
+    waiters.notify_workers({"b", "absent"})
+    await tasks[1]
+    await asyncio.sleep(0)
+    assert notified == ["b"]
+    waiters.notify()
+    await asyncio.gather(*tasks)
+    assert notified == ["b", "a", "c"]

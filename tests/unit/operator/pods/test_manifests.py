@@ -333,9 +333,8 @@ def test_services_of_the_namespace_set_no_variables_unless_the_user_wants_them()
 
 def test_the_environment_is_that_of_the_architecture_document() -> None:
     text = Path(__file__).parents[4].joinpath("docs/architecture/environment.md").read_text()
-    section = text[text.index("## Environment of a worker's containers") :]
-    of_the_launcher = {"PACEKEEPER_ROUND", "PACEKEEPER_TRANSPORT", "PACEKEEPER_PATHS", "PACEKEEPER_NATIVE"}
-    documented = set(re.findall(r"`(PACEKEEPER_[A-Z_]+)", section)) - of_the_launcher
+    section = text[text.index("## Environment of a worker's containers") : text.index("## Environment of a rank")]
+    documented = set(re.findall(r"`(PACEKEEPER_[A-Z_]+)", section))
     given = read_environment(build_pod(), "pacekeeper-sidecar")
     assert documented <= given.keys()
     only_sidecar = {"PACEKEEPER_OPERATOR", "PACEKEEPER_CA", "PACEKEEPER_TOKEN_FILE", "PACEKEEPER_METRICS_PORT"}
@@ -359,6 +358,7 @@ def test_the_environment_contains_the_values_of_the_spec() -> None:
         "PACEKEEPER_POD_IP": "status.podIP",
         "PACEKEEPER_NPROC": "8",
         "PACEKEEPER_CHECKPOINT_PATH": "/ckpt",
+        "PACEKEEPER_CHECKPOINT_URI": "",
         "PACEKEEPER_CHECKPOINT_EVERY": "7",
         "PACEKEEPER_CHECKPOINT_KEEP": "2",
         "PACEKEEPER_CHECKPOINT_ADOPT": "team-a/other",
@@ -424,6 +424,24 @@ def test_each_job_has_a_folder_of_its_own_on_a_claim() -> None:
     assert read_checkpoint_mount(adopt="other", read_only=True) == ("other", True)
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "uri"),
+    [
+        ({}, "s3://bucket/team/gpt"),
+        ({"sub_path": ""}, "s3://bucket/team"),
+        ({"sub_path": "sweeps/3"}, "s3://bucket/team/sweeps/3"),
+        ({"adopt": "other", "read_only": True}, "s3://bucket/team/other"),
+    ],
+)
+def test_a_job_with_a_uri_mounts_no_folder_for_checkpoints(checkpoint: dict[str, Any], uri: str) -> None:
+    spec = CheckpointSpec(uri="s3://bucket/team", **checkpoint)
+    body = build_pod(checkpoint=spec)
+    variables = read_environment(body, "trainer")
+    assert (variables["PACEKEEPER_CHECKPOINT_URI"], variables["PACEKEEPER_CHECKPOINT_PATH"]) == (uri, "")
+    assert "/checkpoints" not in read_mounts(body, "trainer")
+    assert identify_checkpoint_folder(build_job(checkpoint=spec)) == ("" if spec.read_only else uri)
+
+
 def identify_folder(volume: dict[str, Any], mount: dict[str, Any], path: str = "/data/checkpoints") -> str:
     trainer = TEMPLATE["spec"]["containers"][1] | {"volumeMounts": [{"name": "root", "mountPath": "/"} | mount]}
     volumes = [{"name": "root", "emptyDir": {}}, {"name": "v", **volume}]
@@ -447,6 +465,10 @@ def test_jobs_that_write_to_one_folder_identify_it_equally() -> None:
     assert identify_folder({"emptyDir": {}}, at) == identify_folder({"hostPath": {"path": "/mnt"}}, at) == ""
     assert identify_folder(claim, at | {"subPathExpr": "$(NODE)"}) == ""
     assert identify_folder(claim, at, path="/database") == "", "it lies outside of the mount"
+    trainer = {"name": "trainer", "volumeMounts": [at]}
+    mounted = build_template(containers=[trainer], volumes=[{"name": "v", **claim}])
+    by_uri = build_job(mounted, checkpoint=CheckpointSpec(uri="file:///data", sub_path="gpt"))
+    assert identify_checkpoint_folder(by_uri) == identify_on_claim()
     assert identify_checkpoint_folder(build_job({"spec": {"containers": 3}})) == ""
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.protocol.plan import CHECKPOINT_SERVER_PORT
 from pacekeeper_operator.api.names import LABEL_JOB, METRICS_PORT
-from pacekeeper_operator.api.training_job import JobSpec, TrainingJob
+from pacekeeper_operator.api.training_job import AccessMode, CheckpointSpec, JobSpec, TrainingJob
 from pacekeeper_operator.pods.network_policies import (
     LABEL_NAMESPACE,
     build_network_policy,
@@ -50,6 +52,15 @@ NAMESPACES = [
     {"metadata": {"name": name, "labels": {LABEL_NAMESPACE: name}}}
     for name in ("team-a", "team-b", SYSTEM, "monitoring")
 ]
+
+
+def test_workers_with_their_nodes_addresses_reach_the_checkpoint_server() -> None:
+    """No selector matches them, and the server authenticates its callers."""
+    for host_network in (True, False):
+        checkpoint = CheckpointSpec(volume_claim_name="claim", access_mode=AccessMode.READ_WRITE_ONCE)
+        job = replace(JOB, spec=JobSpec({"spec": {"hostNetwork": host_network}}, checkpoint=checkpoint))
+        rules = build_network_policy(job, SYSTEM, ())["spec"]["ingress"]
+        assert ({"ports": [{"protocol": "TCP", "port": CHECKPOINT_SERVER_PORT}]} in rules) == host_network
 
 
 def build_policy(*scrapers: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -115,6 +116,14 @@ class TestQueueDecision:
                 ),
                 "evicted (Preempted): for j2",
             ),
+            (
+                build_workload(
+                    build_condition("QuotaReserved", "False", message="insufficient quota"),
+                    build_condition("Admitted", "False"),
+                    build_condition("Evicted", reason="Preempted", message="for j2"),
+                ),
+                "waits in queue team after an eviction (Preempted): insufficient quota",
+            ),
             (build_workload(build_condition("Admitted"), build_condition("Finished")), "its Workload is finished: m"),
         ],
     )
@@ -126,8 +135,48 @@ class TestQueueDecision:
         found = build_admitted_workload(workers=3, spares=1)
         decision = queues.read_queue_decision(found, FLAVORS)
         assert (decision.admitted, decision.counts) == (True, {"workers": 3, "spares": 1})
-        assert decision.find_placement(spare=False) == decision.find_placement(spare=True) == FLAVORS["h100"]
+        assert decision.find_placement(WORKERS_POD_SET) == decision.find_placement(SPARES_POD_SET) == FLAVORS["h100"]
         assert queues.read_flavors(found) == {"h100"}
+
+    def test_kueue_places_the_pods_of_a_set_with_a_topology(self) -> None:
+        """Kueue finds them by label and annotations. A pod that it does not find keeps its gate."""
+        found = build_admitted_workload(workers=4, spares=1)
+        found["status"]["admission"]["podSetAssignments"][0]["topologyAssignment"] = {
+            "levels": ["kubernetes.io/hostname"]
+        }
+        job, decision = build_queued_job(), queues.read_queue_decision(found, FLAVORS)
+        assert decision.assigns_nodes(WORKERS_POD_SET)
+        assert not decision.assigns_nodes(SPARES_POD_SET)
+        worker: Object = {"metadata": {"labels": {}, "annotations": {}}, "spec": {}}
+        spare = copy.deepcopy(worker)
+        queues.add_pod_set(worker, job, decision, WORKERS_POD_SET)
+        queues.add_pod_set(spare, job, decision, SPARES_POD_SET)
+        assert worker["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/topology"}]
+        assert worker["metadata"] == {
+            "labels": {"kueue.x-k8s.io/podset": "workers"},
+            "annotations": {
+                "kueue.x-k8s.io/workload": found["metadata"]["name"],
+                "kueue.x-k8s.io/podset-unconstrained-topology": "true",
+            },
+        }
+        assert spare == {"metadata": {"labels": {"kueue.x-k8s.io/podset": "spares"}, "annotations": {}}, "spec": {}}
+
+    @pytest.mark.parametrize(
+        ("annotation", "value", "request_"),
+        [
+            ("podset-required-topology", "rack", {"required": "rack"}),
+            ("podset-preferred-topology", "rack", {"preferred": "rack"}),
+            ("podset-unconstrained-topology", "true", {"unconstrained": True}),
+            ("podset-unconstrained-topology", "false", None),
+            ("other", "rack", None),
+        ],
+    )
+    def test_the_template_requests_a_topology(self, annotation: str, value: str, request_: Object | None) -> None:
+        job = build_queued_job()
+        template = {**job.spec.template, "metadata": {"annotations": {f"kueue.x-k8s.io/{annotation}": value}}}
+        job = replace(job, spec=replace(job.spec, template=template))
+        for pod_set in queues.build_workload(job, "v1beta2", TEMPLATES)["spec"]["podSets"]:
+            assert pod_set.get("topologyRequest") == request_
 
     def test_a_past_eviction_does_not_hold_a_job(self) -> None:
         found = build_workload(
@@ -138,12 +187,12 @@ class TestQueueDecision:
     def test_quota_may_be_without_a_flavor(self) -> None:
         found = build_admitted_workload(workers=4)
         del found["status"]["admission"]["podSetAssignments"][0]["flavors"]
-        assert queues.read_queue_decision(found, {}).find_placement(spare=False) == NodePlacement()
+        assert queues.read_queue_decision(found, {}).find_placement(WORKERS_POD_SET) == NodePlacement()
 
     def test_a_pod_set_may_have_several_flavors(self) -> None:
         found = build_admitted_workload(workers=4)
         found["status"]["admission"]["podSetAssignments"][0]["flavors"]["cpu"] = "cpus"
-        assert queues.read_queue_decision(found, FLAVORS).find_placement(spare=False).labels == {
+        assert queues.read_queue_decision(found, FLAVORS).find_placement(WORKERS_POD_SET).labels == {
             "pool": "h100",
             "zone": "a",
         }
@@ -208,14 +257,19 @@ class TestStatus:
             "Admitted": ("False", "NoReservation"),
             "Evicted": ("True", "Preempted"),
             "Requeued": ("True", "Preempted"),
+            "PodsReady": ("False", "WaitForStart"),
         }
 
-    def test_a_deactivated_workload_is_not_requeued(self) -> None:
-        evicted = build_condition("Evicted", reason="Deactivated")
+    @pytest.mark.parametrize(
+        ("reason", "requeued"),
+        [("Deactivated", "False"), ("AdmissionCheck", "False"), ("Preempted", "True"), ("NodeFailures", "True")],
+    )
+    def test_a_workload_is_requeued_where_kueue_does_not_do_it(self, reason: str, requeued: str) -> None:
+        evicted = build_condition("Evicted", reason=reason)
         found = build_workload(build_condition("QuotaReserved"), evicted, assigned={WORKERS_POD_SET: 4})
         reported = self.read_status_update(found, WorkloadProgress(pods_left=False))
         assert reported is not None
-        assert reported["Requeued"] == ("False", "Deactivated")
+        assert reported["Requeued"] == (requeued, reason)
 
     def test_quota_is_returned_once(self) -> None:
         found = build_workload(build_condition("QuotaReserved", "False"), build_condition("Evicted"))
@@ -234,6 +288,33 @@ class TestStatus:
             assigned={WORKERS_POD_SET: 4, SPARES_POD_SET: 1},
         )
         assert self.read_status_update(reported, RUNNING) is None
+
+    @pytest.mark.parametrize(
+        ("before", "ready", "after"),
+        [
+            (None, False, ("False", "WaitForStart")),
+            (("False", "WaitForStart"), False, None),
+            (("True", "Started"), False, ("False", "WaitForRecovery")),
+            (("True", "Recovered"), False, ("False", "WaitForRecovery")),
+            (("False", "WaitForRecovery"), False, None),
+            (("False", "WaitForRecovery"), True, ("True", "Recovered")),
+            (("True", "Recovered"), True, None),
+        ],
+    )
+    def test_a_worker_that_is_missing_later_is_no_start(
+        self, before: tuple[str, str] | None, ready: bool, after: tuple[str, str] | None
+    ) -> None:
+        """Kueue evicts a job that waits for its start by the time since its admission."""
+        conditions = [build_condition("PodsReady", *before)] if before else []
+        found = build_workload(build_condition("Admitted"), *conditions, assigned={WORKERS_POD_SET: 4})
+        reported = self.read_status_update(found, WorkloadProgress(pods_left=True, ready=ready))
+        assert (None if reported is None else reported["PodsReady"]) == after
+
+    def test_a_job_that_waits_again_is_not_ready(self) -> None:
+        found = build_workload(build_condition("Admitted", "False"), build_condition("PodsReady"))
+        reported = self.read_status_update(found, WorkloadProgress(pods_left=False))
+        assert reported is not None
+        assert reported["PodsReady"] == ("False", "WaitForStart")
 
     def test_the_end_is_reported_once_no_pod_runs(self) -> None:
         ended = WorkloadProgress(pods_left=True, finished="its ranks have finished")

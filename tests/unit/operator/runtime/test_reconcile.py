@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +14,20 @@ from prometheus_client import REGISTRY
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.plan import Plan
+from pacekeeper_analysis.protocol.reports import Evidence, RankMetrics
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api.incident import IncidentCause
 from pacekeeper_operator.api.training_job import CheckpointSpec
 from pacekeeper_operator.decide import STEPS
 from pacekeeper_operator.decide.evaluate import evaluate_job
+from pacekeeper_operator.decide.stragglers.straggler import EVIDENCE_ANSWER_SECONDS
+from pacekeeper_operator.endpoint.sidecars import Caller, SidecarService
 from pacekeeper_operator.handlers.trainingjobs import run_job_loop
 from pacekeeper_operator.kube.client import PODS, TRAINING_JOB_STATES, Denied, NotFound, ObjectRejected
-from pacekeeper_operator.observe.job_cache import JobRegistry
+from pacekeeper_operator.observe.job_cache import JobRegistry, WorkerContact
 from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.observe.rank_metrics import read_rank_rows
+from pacekeeper_operator.runtime import job_state
 from pacekeeper_operator.runtime.job_context import JobContext
 from pacekeeper_operator.runtime.reconcile import (
     clean_up,
@@ -34,11 +41,13 @@ from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import state_codec
 from pacekeeper_operator.state.desired_state import DesiredState
+from pacekeeper_operator.state.job_requests import JobRequests
 from pacekeeper_operator.state.observation import Observation
 from pacekeeper_operator.state.policy import Policy
 from testing.kubernetes.fake_cluster import FakeCluster
 from testing.kubernetes.stored_job import INSTALLATION, store_job
-from testing.operators.observations import build_fresh, build_job, build_policy, build_training, change_worker
+from testing.operators.fixed_time import FixedTimeRuntime
+from testing.operators.observations import NOW, build_fresh, build_job, build_policy, build_training, change_worker
 
 
 async def start_operator(cluster: FakeCluster, observation: Observation) -> tuple[Operator, JobContext]:
@@ -102,6 +111,82 @@ async def test_a_failing_list_of_pods_changes_nothing(cluster: FakeCluster) -> N
     state = context.cache.desired.state
     assert [w.name for w in state.placement.workers if not w.leaving] == ["j-w0-0", "j-w1-0", "j-w2-0"]
     assert not state.incidents.current
+
+
+class TestRequests:
+    """A job whose rank 2 has become slow, and whose ranks do not answer."""
+
+    async def start(self, cluster: FakeCluster, runtime: FixedTimeRuntime) -> tuple[Operator, JobContext]:
+        """Start a leader that has received the ranks' metrics."""
+        operator = Operator(
+            Settings(network_policies=False),
+            cluster,
+            JobRegistry(0.0),
+            INSTALLATION,
+            PrometheusClient("", "", ""),
+            runtime,
+            paused="",
+        )
+        await operator.stores.pods.refresh(cluster, ())
+        context = create_job_context(operator, build_job(), {})
+        for rank, view in enumerate(build_training().members):
+            assert view.heartbeat is not None
+            own = 0.16 if rank == 2 else 0.08
+            rows = read_rank_rows([RankMetrics(rank, 32, 0.17, own, own / 8, 0.17 - own, 8, 0.1)])
+            heartbeat = replace(view.heartbeat, training=replace(view.heartbeat.training, sync_mode="Sync"))
+            context.cache.contacts[view.name] = WorkerContact(heartbeat, NOW, open_polls=1, rank_rows=rows)
+        return operator, context
+
+    async def test_a_pass_that_only_requests_writes_nothing(self, cluster: FakeCluster) -> None:
+        await store_job(cluster, build_training())
+        runtime = FixedTimeRuntime()
+        operator, context = await self.start(cluster, runtime)
+        await reconcile_job(operator, context)
+        first, version = context.cache.requests.evidence_name, context.cache.resource_version
+        stored = cluster.objects["trainingjobstates", "ns", "j"]
+        assert first.startswith("straggler-")
+        runtime.passed += EVIDENCE_ANSWER_SECONDS + 1.0
+        await reconcile_job(operator, context)
+        assert context.cache.requests.evidence_name not in ("", first), "requested again"
+        assert context.cache.resource_version == version
+        assert cluster.objects["trainingjobstates", "ns", "j"] == stored
+        assert context.cache.plan is not None
+        assert context.cache.plan.version == build_training().plan.version
+        assert "evidenceRequest" not in json.dumps(stored)
+
+    async def test_a_state_that_another_writer_has_changed_ends_the_requests(self, cluster: FakeCluster) -> None:
+        await store_job(cluster, build_training())
+        operator, context = await self.start(cluster, FixedTimeRuntime())
+        await reconcile_job(operator, context)
+        first = context.cache.requests.evidence_name
+        stored = cluster.objects["trainingjobstates", "ns", "j"]
+        await cluster.replace(TRAINING_JOB_STATES, copy.deepcopy(stored))
+        context.cache.needs_reload = True
+        await job_state.load_state(cluster, context.job, context.cache)
+        assert context.cache.requests == JobRequests()
+        await reconcile_job(operator, context)
+        assert context.cache.requests.evidence_name not in ("", first)
+
+    async def test_a_new_leader_asks_again_and_drops_old_answers(self, cluster: FakeCluster) -> None:
+        await store_job(cluster, build_training())
+        runtime = FixedTimeRuntime()
+        operator, context = await self.start(cluster, runtime)
+        await reconcile_job(operator, context)
+        first, state = context.cache.requests.evidence_name, context.cache.desired
+        assert state is not None
+        runtime.passed += 1.0
+        operator, context = await self.start(cluster, runtime)
+        await reconcile_job(operator, context)
+        second = context.cache.requests.evidence_name
+        assert second.startswith("straggler-"), "at once: nothing shows when the last leader asked"
+        assert second != first
+        assert context.cache.desired is not None
+        assert context.cache.desired.is_stored_as(state), "the investigation goes on"
+        sidecars, caller = SidecarService(cluster, operator.jobs, runtime), Caller("ns", "j", "j-w0-0")
+        assert not sidecars.needs_evidence(caller, first)
+        sidecars.receive_evidence(caller, Evidence(first, "j-w0-0", 1))
+        assert context.cache.evidence == {}
+        assert sidecars.needs_evidence(caller, second)
 
 
 async def test_a_failing_step_does_not_affect_others_and_is_reported(

@@ -305,6 +305,18 @@ class TestManyAtOnce:
         assert all(found.status.cordoned_at is not None for found in bench.cluster.quarantines().values())
 
 
+@pytest.mark.parametrize(
+    ("name", "spec"), [("node-1", None), ("node-1", {"reason": 7}), ("node-9", {"reason": "it is noisy"})]
+)
+async def test_without_a_readable_quarantine_or_its_node_nothing_is_approved(name: str, spec: Object | None) -> None:
+    cluster = Cluster()
+    if spec is not None:
+        await cluster.create(NODE_QUARANTINES, {"metadata": {"name": name}, "spec": spec})
+    registry = NodeRegistry(cluster, VirtualRuntime(Timeline()), Settings(namespace="system"))
+    with pytest.raises(Conflict, match=f"the NodeQuarantine or the node {name} has changed"):
+        await registry.decide_approval(name)
+
+
 class TestNodePriority:
     """Where very many nodes wait for quarantine, other work waits for them, up to a timeout."""
 

@@ -197,7 +197,7 @@ def _(patch: Patch) -> None:
 @undoes("dead-spare-and-resume")
 @undoes("suspended-and-lost")
 def _(patch: Patch) -> None:
-    patch.setattr(workforce, "_is_end_unconfirmed", lambda *_: False)
+    patch.setattr(workforce, "is_end_unconfirmed", lambda *_: False)
 
 
 @undoes("hang-after-joining")

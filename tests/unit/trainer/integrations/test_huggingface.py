@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from pacekeeper.integrations.huggingface import COMPLETE_MARKER_FILE, find_newest_checkpoint  # it imports transformers
+from pacekeeper.checkpointing.peer_saves.trainer_folders import COMPLETE_MARKER_FILE, begin_checkpoint
+from pacekeeper.integrations.huggingface import _write_marker, find_newest_checkpoint  # it imports transformers
 
 
 def write_checkpoint(folder: Path, step: int, state: str | None = None, marked: bool = False) -> str:
@@ -35,6 +36,15 @@ def test_a_checkpoint_without_the_callback_counts_if_its_last_file_is_whole(tmp_
     write_checkpoint(tmp_path, 20, '{"global_st')
     write_checkpoint(tmp_path, 30)
     assert find_newest_checkpoint(str(tmp_path)) == newest
+
+
+def test_the_callback_does_not_mark_what_is_marked_with_saves_in_memory(tmp_path: Path) -> None:
+    newest = write_checkpoint(tmp_path, 10, "{}")
+    _write_marker(Path(newest))
+    begun = Path(write_checkpoint(tmp_path, 20, "{}"))
+    begin_checkpoint(begun)
+    _write_marker(begun)
+    assert find_newest_checkpoint(tmp_path) == newest
 
 
 def test_training_begins_at_zero_without_a_checkpoint(tmp_path: Path) -> None:

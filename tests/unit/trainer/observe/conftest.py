@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pacekeeper.observe import recorder_factory
+from pacekeeper_rank import recorder_factory
 
 
 @pytest.fixture(params=["Python", "C"])

@@ -7,25 +7,26 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pacekeeper import torch_internals
-from pacekeeper.observe import record_ring, recorder
-from pacekeeper.observe.collectives import collective_monitor
-from pacekeeper.observe.collectives.collective_monitor import CollectiveMonitor
 from pacekeeper.observe.rank_history import BASELINE_SKIPPED_STEPS, RankHistory
-from pacekeeper.observe.record_ring import RingReader, RingWriter, create_ring
-from pacekeeper.observe.recorder import MAX_STEPS_AHEAD, Recorder
-from pacekeeper.observe.work_clock import Clock, HostClock
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.sync.step_timer import StepTimer
-from pacekeeper_analysis.protocol.records import NOTICED_LATE, Phase, RecordKind
 from pacekeeper_analysis.protocol.reports import RankWindow
 from pacekeeper_analysis.stragglers import strategies
 from pacekeeper_analysis.stragglers.step_model import StepModel as OwnWork
 from pacekeeper_analysis.stragglers.strategies import Bottleneck
 from pacekeeper_analysis.whatif import data_parallel
+from pacekeeper_rank import record_ring, recorder, torch_internals
+from pacekeeper_rank.collectives import collective_monitor
+from pacekeeper_rank.collectives.collective_monitor import CollectiveMonitor
+from pacekeeper_rank.record_ring import RingWriter, create_ring
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import MAX_STEPS_AHEAD, NOTICED_LATE, Phase, RecordKind
+from pacekeeper_rank.work_clock import Clock, HostClock
 from testing.training.async_device import DeviceRank, DeviceWorld, Event, FakeGroup, FakeWork, GroupLinks, Stream
 
 pytestmark = [
@@ -114,10 +115,17 @@ def run_on_a_side_stream(under_test: RankUnderTest, compute: int, transfer: int)
         rank.launch(part)
 
 
+def wait_for(under_test: RankUnderTest, work: Any) -> None:
+    """As a script, whose `Work.wait` is bracketed."""
+    begun = under_test.watcher.begin_wait()
+    work.wait()
+    under_test.watcher.end_wait(begun, work)
+
+
 def reduce_synchronously(under_test: RankUnderTest, transfer: int) -> None:
     work = under_test.group.all_reduce(transfer, async_op=False)
     if work is not None:
-        under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+        wait_for(under_test, work)
 
 
 PROGRAMS: dict[str, Program] = {"DDP": run_ddp, "no Work": run_without_work, "FSDP2": run_on_a_side_stream}
@@ -323,7 +331,7 @@ def test_a_work_that_the_stream_waits_for_is_released_and_its_end_is_the_devices
         rank.launch(10 * MS)
         work = under_test.group.all_reduce(3 * MS)
         assert work is not None
-        under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+        wait_for(under_test, work)
         weak = weakref.ref(work)
         del work
         gone.append(weak() is None)
@@ -369,7 +377,7 @@ def test_no_event_is_queried_while_a_graph_is_captured(
             work = under_test.group.all_reduce(3 * MS)
             assert work is not None
             if wait:
-                under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+                wait_for(under_test, work)
         rank.busy(10 * MS)
         with monkeypatch.context() as patch:
             patch.setattr(DeviceRank, "captures", True)
@@ -378,7 +386,7 @@ def test_no_event_is_queried_while_a_graph_is_captured(
             for _ in range(2):
                 work = under_test.group.all_reduce(3 * MS)
                 assert work is not None
-                under_test.watcher.time_wait(work, work.wait)  # type: ignore[arg-type]  # a double
+                wait_for(under_test, work)
         rank.busy(100 * MS)
         under_test.watcher.notice_ends()
 

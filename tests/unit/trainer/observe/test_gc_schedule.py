@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from pacekeeper.observe.gc_schedule import GCSchedule, time_collections
+from pacekeeper.observe.gc_schedule import GCSchedule
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_rank.gc_timing import time_collections
 
 Collections = list[tuple[int, int, int]]
 

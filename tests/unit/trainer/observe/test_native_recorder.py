@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.environment import Environment
-from pacekeeper.native import recording
-from pacekeeper.observe import native_recorder, recorder_factory
-from pacekeeper.observe.record_ring import RingWriter, create_ring
+from pacekeeper.observe.monitoring import open_rank_recorder
 from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_rank import native_recorder, recorder_factory
+from pacekeeper_rank.native import recording
+from pacekeeper_rank.record_ring import RingWriter, create_ring
 
 SOURCE = Path(str(recording.__file__)).with_suffix(".c")
 STRESS = Path(__file__).parents[4] / "testing" / "scripts" / "recording_stress.py"
@@ -93,14 +94,14 @@ def test_without_it_python_records_and_the_log_gives_the_reason(
     runtime = RuntimeFolder(tmp_path).create()
     create_ring(runtime.ring(0), 0, 1)
     variables = {"PACEKEEPER_RUNTIME": str(tmp_path)}
-    assert isinstance(recorder_factory.open_recorder(Environment.read(variables)), native_recorder.NativeRecorder)
+    assert isinstance(open_rank_recorder(Environment.read(variables)), native_recorder.NativeRecorder)
     if reason == "not built":
         monkeypatch.setattr(recorder_factory, "native_recorder", None)
         monkeypatch.setattr(recorder_factory, "NATIVE_UNAVAILABLE_REASON", reason)
     else:
         variables["PACEKEEPER_NATIVE"] = "0"
     with caplog.at_level("INFO"):
-        recorder = recorder_factory.open_recorder(Environment.read(variables))
+        recorder = open_rank_recorder(Environment.read(variables))
     assert type(recorder.ring) is RingWriter
     assert type(recorder_factory.create_collective_monitor(recorder)).__name__ == "CollectiveMonitor"
     assert f"this rank records without the C extension: {reason}" in caplog.text

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from pacekeeper.observe.collectives.nccl_transport import TransportReader, open_transport
-from pacekeeper.observe.record_ring import create_ring
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import RING_STATE, Collective
+from pacekeeper_analysis.protocol.records import RING_STATE
 from pacekeeper_analysis.protocol.reports import FlowWindow
 from pacekeeper_analysis.protocol.transport import (
     COMMUNICATORS_OFFSET,
@@ -28,6 +27,8 @@ from pacekeeper_analysis.protocol.transport import (
     collect_flow_windows,
     describe_running_transfers,
 )
+from pacekeeper_rank.record_ring import create_ring
+from pacekeeper_rank.records import Collective
 from testing.training.nccl import PLUGIN_SOURCE, NcclDriver, build_driver
 
 MS = 1_000_000

@@ -12,51 +12,53 @@ import pytest
 import torch
 
 from pacekeeper.environment import Environment
-from pacekeeper.observe.profiling import function_names, machine_counters, rank_profiler
+from pacekeeper.observe.profiling import machine_counters, path_hashes, rank_profiler
+from pacekeeper.observe.profiling.kernel_profile import classify_activity, shorten_kernel_name
 from pacekeeper.observe.profiling.known_spans import (
     PEER_WAIT_SPAN_NAME,
-    classify_activity,
     collect_known_spans,
     find_complete_start,
     select_steps,
-    shorten_kernel_name,
 )
 from pacekeeper.observe.profiling.rank_profiler import TrainingConditions
-from pacekeeper.observe.profiling.stack_sampler import StackSampler
-from pacekeeper.observe.record_ring import RingWriter, create_ring
-from pacekeeper.observe.recorder import Recorder
-from pacekeeper.observe.work_clock import HostClock
-from pacekeeper.runtime_folder import RuntimeFolder, write_plan
+from pacekeeper.runtime_folder import RuntimeFolder, write_json
 from pacekeeper_analysis.profiling.pattern import TimeOwner
-from pacekeeper_analysis.protocol.plan import ProfileRequest, WorkerPlan
-from pacekeeper_analysis.protocol.records import RING_RECORD, Collective, Phase, RecordKind
+from pacekeeper_analysis.protocol.records import RING_RECORD
+from pacekeeper_analysis.protocol.requests import ProfileRequest, WorkerRequests
+from pacekeeper_rank.profiling import sampled_window
+from pacekeeper_rank.profiling.function_names import FunctionNames
+from pacekeeper_rank.profiling.stack_sampler import StackSampler
+from pacekeeper_rank.record_ring import RingWriter, create_ring
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import Collective, Phase, RecordKind
+from pacekeeper_rank.work_clock import HostClock
 
 
 class TestNames:
     def test_packages_are_named_as_installed_and_own_files_by_their_path(self) -> None:
-        named = function_names.FunctionNames("/app/job")
+        named = FunctionNames("/app/job")
         code = compile("def f(): pass", "/app/job/lib/data.py", "exec")
         assert named.name_function(code) == "./lib/data.py:<module>"
         assert named.name_function(compile("1", "/elsewhere/a/b/c.py", "exec")) == "./a/b/c.py:<module>"
         assert named.name_function(torch.nn.Linear.forward.__code__) == "torch/nn/modules/linear.py:Linear.forward"
         assert named.name_function(json.loads.__code__) == "json/__init__.py:loads"
         assert (
-            named.name_function(function_names.hide_own_path.__code__)
-            == "pacekeeper/observe/profiling/function_names.py:hide_own_path"
+            named.name_function(path_hashes.hide_own_path.__code__)
+            == "pacekeeper/observe/profiling/path_hashes.py:hide_own_path"
         )
 
     def test_stacks_begin_with_the_script(self) -> None:
-        named = function_names.FunctionNames("/app")
+        named = FunctionNames("/app")
         codes = [compile("1", name, "exec") for name in ("<frozen runpy>", "/app/train.py", "/app/model.py")]
         assert named.name_stack(codes) == ("./train.py:<module>", "./model.py:<module>")
 
     def test_only_paths_of_own_files_are_hidden(self) -> None:
-        name = function_names.hide_own_path("./train.py:Samples.load")
-        assert name == f"{function_names.hash_path('./train.py')}:Samples.load"
+        name = path_hashes.hide_own_path("./train.py:Samples.load")
+        assert name == f"{path_hashes.hash_path('./train.py')}:Samples.load"
         assert "train" not in name
-        assert function_names.hide_own_path("torch/nn/x.py:f") == "torch/nn/x.py:f"
-        assert function_names.map_path_hashes(["./train.py:a", "./train.py:b", "torch/x.py:f"]) == {
-            function_names.hash_path("./train.py"): "./train.py"
+        assert path_hashes.hide_own_path("torch/nn/x.py:f") == "torch/nn/x.py:f"
+        assert path_hashes.map_path_hashes(["./train.py:a", "./train.py:b", "torch/x.py:f"]) == {
+            path_hashes.hash_path("./train.py"): "./train.py"
         }
 
     @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_the_end_of_a_window_longer_than_the_ring_is_reported(tmp_path: Path) ->
     recorder = Recorder(RingWriter(RuntimeFolder(tmp_path).ring(0)), HostClock())
     recorder.end_step()
     window = rank_profiler._OpenWindow(
-        recorder, ProfileRequest("profile-1", 0), TrainingConditions(1, 0, 8), time.monotonic(), 0
+        recorder, ProfileRequest("profile-1", 0), TrainingConditions(1, 0, 8), time.monotonic()
     )
     for _ in range(20):
         recorder.load(lambda: None)
@@ -163,7 +165,7 @@ def test_the_end_of_a_window_longer_than_the_ring_is_reported(tmp_path: Path) ->
         recorder.end_step(8)
     window.stop()
     environment = Environment.read({"PACEKEEPER_RUNTIME": str(tmp_path)})
-    found = window.build_pattern(environment, RuntimeFolder(tmp_path), function_names.FunctionNames("/none"))
+    found = window.build_pattern(environment, RuntimeFolder(tmp_path), FunctionNames("/none"))
     assert found is not None
     assert (found.first_step, found.steps) == (recorder.step - found.steps, 64 // 10 - 2)
     assert sum(function.share for function in found.function_patterns) == pytest.approx(1.0, abs=0.01)
@@ -185,16 +187,16 @@ class TestSampler:
         while sampler.skipped_seconds < 0.1:
             time.sleep(0.005)
         training.set()
-        named = function_names.FunctionNames("/none")
-        while len(sampler.collect_samples(named.name_stack, (began, time.monotonic_ns())).taken_ns) < 5:
+        named = FunctionNames("/none")
+        while len(sampler.list_samples(named.name_stack, (began, time.monotonic_ns()))[0]) < 5:
             time.sleep(0.005)
         sampler.stop()
         over.set()
         thread.join()
-        found = sampler.collect_samples(named.name_stack, (began, time.monotonic_ns()))
-        assert all(stack[-1].startswith("threading.py:") for stack in found.stacks)
-        assert any("trains" in frame for frame in found.stacks[0])
-        assert len(sampler.collect_samples(named.name_stack, (0, began)).taken_ns) == 0
+        _, stacks = sampler.list_samples(named.name_stack, (began, time.monotonic_ns()))
+        assert all(stack[-1].startswith("threading.py:") for stack in stacks)
+        assert any("trains" in frame for frame in stacks[0])
+        assert sampler.list_samples(named.name_stack, (0, began))[0] == []
 
 
 class TestConditions:
@@ -211,11 +213,11 @@ class TestConditions:
         )
 
 
-def test_the_plan_is_polled_periodically(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
+def test_the_requests_are_polled_periodically(tmp_path: Path) -> None:
+    path = tmp_path / "requests.json"
     file = rank_profiler._ProfileRequestReader(path)
     assert file.read_profile(0.0) is None
-    write_plan(path, WorkerPlan(profile=ProfileRequest("profile-1", 5)))
+    write_json(path, WorkerRequests(profile=ProfileRequest("profile-1", 5)).to_json())
     assert file.read_profile(0.05) is None
     assert file.read_profile(0.3) == ProfileRequest("profile-1", 5)
     path.write_text("{")
@@ -229,14 +231,14 @@ def test_a_failure_at_the_end_of_a_step_ends_the_windows_and_not_the_training(
     create_ring(tmp_path / "ring", rank=0, round_=1)
     recorder = Recorder(RingWriter(tmp_path / "ring"))
     runtime = RuntimeFolder(tmp_path).create()
-    write_plan(runtime.plan, WorkerPlan(profile=ProfileRequest("profile-1", 0)))
+    write_json(runtime.requests, WorkerRequests(profile=ProfileRequest("profile-1", 0)).to_json())
     environment = Environment.read({"PACEKEEPER_RUNTIME": str(tmp_path), "PACEKEEPER_RING": str(tmp_path / "ring")})
     rank_profiler.start_rank_profiler(recorder, environment)
 
     def fail_to_start(*_: object) -> StackSampler:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(rank_profiler, "StackSampler", fail_to_start)
+    monkeypatch.setattr(sampled_window, "StackSampler", fail_to_start)
     recorder.step_ended()
     monkeypatch.undo()
     recorder.step_ended()

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pacekeeper.health.rank_rings import RankRings
 from pacekeeper.observe.rank_history import (
     BASELINE_SKIPPED_STEPS,
     BASELINE_WINDOWS,
     MAX_EARLIER_SHARE_STEPS,
     RankHistory,
 )
-from pacekeeper.observe.record_ring import RingReader, RingWriter, create_ring
-from pacekeeper.observe.recorder import Recorder
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder
-from pacekeeper.sidecar.rank_rings import RankRings
-from pacekeeper_analysis.protocol.records import RING_RECORD, Collective, Phase, RecordKind
+from pacekeeper_analysis.protocol.records import RING_RECORD
+from pacekeeper_rank.record_ring import RingWriter, create_ring
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import Collective, Phase, RecordKind
 
 
 def build_records(steps: range, step_ms: int, compute_ms: int, samples: int = 8, mode: int = 0) -> NDArray[np.void]:
@@ -46,6 +48,22 @@ def test_the_window_holds_the_last_steps_with_own_work_separate_from_waits() -> 
     assert window.samples == (8,) * 4
     assert history.compute_seconds_per_sample == pytest.approx(0.0075)
     assert (history.steps_total, history.samples_total) == (10, 80)
+
+
+@pytest.mark.parametrize("is_recorded_later", [False, True])
+def test_a_step_enters_the_window_once_its_own_work_is_recorded(is_recorded_later: bool) -> None:
+    """A rank whose waits are not measured must not seem to work all the time."""
+    history = RankHistory(window_steps=4)
+    records = build_records(range(3), step_ms=100, compute_ms=60)
+    history.add(records[:-1])
+    assert history.build_window(0).steps == (0, 1)
+    if is_recorded_later:
+        history.add(records[-1:])
+    history.add(build_records(range(3, 4), step_ms=100, compute_ms=60))
+    window = history.build_window(0)
+    assert window.steps == ((0, 1, 2, 3) if is_recorded_later else (0, 1, 3))
+    assert window.compute_seconds == pytest.approx((0.06,) * len(window.steps))
+    assert history.steps_total == 4
 
 
 @pytest.mark.parametrize(("step_ms", "kept"), [(100, 32), (250, 20), (1000, 8), (10_000, 8)])
@@ -121,7 +139,8 @@ def test_a_new_round_begins_a_new_window_and_keeps_the_baseline(tmp_path: Path) 
         ring = RingWriter(runtime.ring(0))
         ring.enter_phase(Phase.TRAIN)
         for step in steps:
-            ring.write(RecordKind.STEP, 0, 10_000_000 * round_, step, Phase.TRAIN, 4.0)
+            for kind in (RecordKind.STEP, RecordKind.COMPUTE):
+                ring.write(kind, 0, 10_000_000 * round_, step, Phase.TRAIN, 4.0)
         (rank,) = ranks.refresh()
     assert rank.state["round"] == 2
     assert rank.history.build_window(5).steps == (12, 13)

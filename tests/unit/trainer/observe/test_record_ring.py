@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import struct
 import tempfile
 import threading
 import time
@@ -15,12 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper.observe.record_ring import DEFAULT_RING_CAPACITY, NO_PLACE, RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.protocol.records import (
+from pacekeeper_analysis.protocol.records import RING_STATE
+from pacekeeper_rank.record_ring import DEFAULT_RING_CAPACITY, NO_PLACE, RingWriter, create_ring
+from pacekeeper_rank.records import (
     MAX_ENTERED_GROUPS,
     RING_HEADER_BYTES,
-    RING_STATE,
+    RING_MAGIC,
     Collective,
     Device,
     Phase,
@@ -249,6 +252,37 @@ def test_a_reader_never_sees_half_a_record(path: Path) -> None:
 def test_a_file_that_is_no_ring_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "0").write_bytes(content)
     with pytest.raises(InputError, match="ring of records"):
+        RingReader(tmp_path / "0")
+
+
+@pytest.mark.parametrize("size", [0, 100, RING_HEADER_BYTES + 64 * 8])
+def test_a_ring_that_is_truncated_while_it_is_read_ends_no_reader(path: Path, size: int) -> None:
+    """A mapped file would: by SIGBUS, at the first access behind its end."""
+    writer, reader = RingWriter(path), RingReader(path)
+    for step in range(64):
+        writer.write(RecordKind.STEP, 0, 0, step)
+    os.truncate(path, size)
+    assert set(reader.records()["index"].tolist()) <= set(range(1, 9))
+    if size < RING_STATE.itemsize:
+        with pytest.raises(InputError, match="truncated"):
+            reader.state()
+    with pytest.raises(InputError, match="ring of records"):
+        RingReader(path)
+
+
+def test_a_sparse_ring_of_any_size_is_rejected(path: Path) -> None:
+    """Its reader would need all of that memory."""
+    with path.open("r+b") as file:
+        file.write(struct.pack("<QQ", RING_MAGIC, 1 << 34))
+    os.truncate(path, compute_ring_bytes(1 << 34))
+    with pytest.raises(InputError, match="at most"):
+        RingReader(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("elsewhere", path), os.mkdir])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "0")
+    with pytest.raises((InputError, OSError)):
         RingReader(tmp_path / "0")
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.environment import Environment
-from pacekeeper.observe.record_ring import RingReader, create_ring
-from pacekeeper.observe.recorder import NoRing
-from pacekeeper.observe.recorder_factory import open_recorder
-from pacekeeper.runtime_folder import FIRST_PROCESS_OWNER, RuntimeFolder
+from pacekeeper.observe.monitoring import open_rank_recorder
+from pacekeeper.observe.ring_reader import RingReader
+from pacekeeper.runtime_folder import RuntimeFolder
+from pacekeeper_rank.record_ring import FIRST_PROCESS_OWNER, create_ring, may_take_ring
+from pacekeeper_rank.recorder import NoRing
 
 TAKES_PART = """
 from pacekeeper.environment import Environment
@@ -31,7 +32,7 @@ def runtime(tmp_path: Path) -> RuntimeFolder:
 
 
 def test_the_process_that_the_launcher_forked_takes_the_ring(runtime: RuntimeFolder) -> None:
-    recorder = open_recorder(Environment.read({"PACEKEEPER_RUNTIME": str(runtime.root)}))
+    recorder = open_rank_recorder(Environment.read({"PACEKEEPER_RUNTIME": str(runtime.root)}))
     assert not isinstance(recorder.ring, NoRing)
     assert RingReader(runtime.ring(0)).state()["pid"] == os.getpid()
     assert not runtime.communicators_file(0).exists(), "they were of the round before"
@@ -42,7 +43,7 @@ def test_a_child_that_inherits_the_environment_does_not_use_the_ranks_files(runt
     variables = {"PACEKEEPER_RUNTIME": str(runtime.root)}
     pid = os.fork()
     if pid == 0:
-        recorder = open_recorder(Environment.read(variables))
+        recorder = open_rank_recorder(Environment.read(variables))
         os._exit(0 if isinstance(recorder.ring, NoRing) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert RingReader(runtime.ring(0)).state()["pid"] == 0
@@ -52,7 +53,7 @@ def test_a_child_that_inherits_the_environment_does_not_use_the_ranks_files(runt
 def test_a_program_executed_by_the_rank_is_the_rank_and_its_children_are_not(runtime: RuntimeFolder) -> None:
     """`exec` keeps the process id."""
     environment = {**os.environ, "PACEKEEPER_RUNTIME": str(runtime.root), "TAKES_PART": TAKES_PART}
-    take_ring = "import os, sys; from pathlib import Path; from pacekeeper.observe.record_ring import create_ring"
+    take_ring = "import os, sys; from pathlib import Path; from pacekeeper_rank.record_ring import create_ring"
     become_rank = f"{take_ring}; create_ring(Path({str(runtime.ring(0))!r}), 0, 1, 64, owner=os.getpid())"
     program = f'{sys.executable} -c "$TAKES_PART"; exec {sys.executable} -c "$TAKES_PART"'
     code = f"{become_rank}; os.execv('/bin/sh', ['sh', '-c', {program!r}])"
@@ -64,11 +65,11 @@ def test_a_program_executed_by_the_rank_is_the_rank_and_its_children_are_not(run
 
 def test_any_process_may_record_without_a_ring_or_if_the_ring_names_no_owner(tmp_path: Path) -> None:
     runtime = RuntimeFolder(tmp_path).create()
-    assert runtime.is_rank_process(0)
+    assert may_take_ring(runtime.ring(0))
     create_ring(runtime.ring(0), 0, 1, capacity=64)
-    assert runtime.is_rank_process(0)
+    assert may_take_ring(runtime.ring(0))
     runtime.ring(0).write_bytes(b"short")
-    assert runtime.is_rank_process(0)
+    assert may_take_ring(runtime.ring(0))
 
 
 def test_the_ring_of_a_program_rank_belongs_to_the_first_process_that_takes_it(
@@ -79,7 +80,7 @@ def test_the_ring_of_a_program_rank_belongs_to_the_first_process_that_takes_it(
     variables = {"PACEKEEPER_RUNTIME": str(runtime.root)}
     pid = os.fork()
     if pid == 0:
-        recorder = open_recorder(Environment.read(variables))
+        recorder = open_rank_recorder(Environment.read(variables))
         again = Environment.read(variables).runtime
         os._exit(0 if not isinstance(recorder.ring, NoRing) and again is not None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

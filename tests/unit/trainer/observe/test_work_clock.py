@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pacekeeper.observe.losses import LossTracker
-from pacekeeper.observe.record_ring import RingReader, RingWriter, create_ring
-from pacekeeper.observe.recorder import Recorder
-from pacekeeper_analysis.protocol.records import RecordKind
+from pacekeeper.observe.ring_reader import RingReader
+from pacekeeper_rank.record_ring import RingWriter, create_ring
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import RecordKind
 from testing.training.async_device import DeviceRank, DeviceWorld, Stream
 
 MS = 1_000_000

@@ -36,6 +36,7 @@ def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_reported() -> Non
     store: Any = SimpleNamespace(
         has_folder=False,
         settle=lambda wait: 40 if wait else None,
+        replicated_step=30,
         snapshot=lambda *_: valid.append(state.snapshot_step),
     )
     recorder: Any = SimpleNamespace(ring=SimpleNamespace(state=state))
@@ -45,12 +46,14 @@ def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_reported() -> Non
     one.settle()
     one.snapshot()
     assert valid == [40]
+    assert state.replicated_step == 30
 
 
 class RecordingStore:
     """Records when the possibility of a snapshot is checked, which is collective."""
 
     has_folder = False
+    replicated_step = 0
 
     def __init__(self, under_way: bool) -> None:
         self._under_way = under_way
@@ -65,7 +68,7 @@ class RecordingStore:
 
 
 def build_saver(store: Any) -> StateSaver:
-    nothing: Any = SimpleNamespace(ring=SimpleNamespace(state=None))
+    nothing: Any = SimpleNamespace(ring=SimpleNamespace(state=SimpleNamespace()))
     return StateSaver(store, nothing, nothing, nothing, checkpoint_every=0, snapshot_every=None)
 
 

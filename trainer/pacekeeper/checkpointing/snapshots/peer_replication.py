@@ -107,8 +107,8 @@ class PeerReplication:
             self._set_up_peers(environment, environment.runtime.snapshots, open_shard)
 
     def _set_up_peers(self, environment: Environment, folder: Path, open_shard: Callable[[int], Snapshots]) -> None:
-        own_rank, membership_secret = environment.rank, _read_membership_secret(environment)
-        listener = _open_listener(environment, membership_secret)
+        own_rank, membership_secret = environment.rank, read_membership_secret(environment)
+        listener = open_replica_listener(environment, membership_secret)
         port = None if listener is None else listener.getsockname()[1]
         gathered = self._peers.all_gather([environment.worker, environment.node, environment.address, port])
         locations = [RankLocation(*fields) for fields in gathered]
@@ -163,6 +163,11 @@ class PeerReplication:
     def seconds(self) -> float:
         """Seconds that the copies of a snapshot cost this rank's training; 0: nothing, or unknown."""
         return self._cost.seconds
+
+    @property
+    def delivered_step(self) -> int:
+        """The step of this rank's newest snapshot that its peer has; -1: none."""
+        return NO_STATE_VERSION.step if self._sender is None else self._sender.delivered.step
 
     def release_memory(self) -> bool:
         """Release the memory of copies of other workers, which this worker's own ranks need. Call it after the restore.
@@ -467,7 +472,7 @@ def _format_rank_key(rank: int) -> str:
     return str(rank)
 
 
-def _read_membership_secret(environment: Environment) -> MembershipSecret:
+def read_membership_secret(environment: Environment) -> MembershipSecret:
     """Read the secret from the present plan. If it is the next membership's already, this round is about to end."""
     no_secret = MembershipSecret(0, "")
     if environment.runtime is None:
@@ -481,7 +486,7 @@ def _read_membership_secret(environment: Environment) -> MembershipSecret:
     return MembershipSecret(plan.membership, plan.secret)
 
 
-def _open_listener(environment: Environment, membership_secret: MembershipSecret) -> socket.socket | None:
+def open_replica_listener(environment: Environment, membership_secret: MembershipSecret) -> socket.socket | None:
     """Return a listening socket; None: this rank accepts no copies, and so no rank sends any."""
     if not (
         environment.peer_replica_megabytes and environment.node and environment.address and membership_secret.secret

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from pacekeeper.observe.work_clock import DeviceEvent
 from pacekeeper.torch_internals import copy_tensors, read_tensor_version
+from pacekeeper_rank.work_clock import DeviceEvent
 
 _log = logging.getLogger(__name__)
 

@@ -176,6 +176,21 @@ class Snapshots:
             slot.unpin()
         self._paths[self._next_slot].unlink(missing_ok=True)
 
+    def release_slots(self) -> None:
+        """Release the memory of both slots, and remove their files."""
+        for _ in range(SLOTS_PER_RANK):
+            self.release_slot()
+            self._next_slot = (self._next_slot + 1) % SLOTS_PER_RANK
+
+    def write_other_next(self, version: StateVersion) -> None:
+        """Write next the slot that does not hold `version`; without it, the older one."""
+        number = self._find_slot(version)
+        self._next_slot = self._sort_by_age()[0] if number is None else (number + 1) % SLOTS_PER_RANK
+
+    def write_oldest_next(self) -> None:
+        """Write the older slot next."""
+        self._next_slot = self._sort_by_age()[0]
+
     def read(self, version: StateVersion, is_verified: bool = False) -> torch.Tensor | None:
         """Return the slot that holds `version`, uint8, mapped, for `unpack_slot`.
 
@@ -259,6 +274,12 @@ class Snapshots:
     def exclude_version(self, version: StateVersion) -> None:
         """Exclude a version from `list_versions` from now on."""
         self._excluded_versions.add(version)
+
+    def void_version(self, version: StateVersion) -> None:
+        """Void the slot that holds a version, for all readers. It is written next, and nothing may write it now."""
+        number = self._find_slot(version)
+        if number is not None and not _void_slot(self._paths[number]):
+            self.exclude_version(version)
 
     def _has_fitting_slot(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
         """Return whether the next slot exists, and is large enough."""

@@ -24,6 +24,8 @@ from pacekeeper.environment import JobIdentity
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.decoding import parse_json
 
+from .checkpoint_storage import Result, StorageUnavailableError, WritableStream
+from .claim_filesystem import CheckpointServerUnavailableError
 from .durable import sync_folder as _sync_folder
 from .durable import write_durably as _write_durably
 from .folder_ownership import (
@@ -34,10 +36,10 @@ from .folder_ownership import (
     read_written_claim,
     take_folder,
 )
-from .manifests import Manifest
+from .manifests import FileChecksum, Manifest, compute_checksum
 
-_CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{8,})(?:\.(new|replaced)-.+)?")
-"""A checkpoint.
+_CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{8,})(?:\.(new|replaced)-.+|\.r\d+-a\d+(?:-[0-9a-f]{8}){3})?")
+"""A checkpoint. One with round and attempt was written through the checkpoint server (ObjectCheckpoints).
 
 `new` stands next to a checkpoint that it will replace, until that is removed. `replaced` is the name that older
 versions gave to the previous one.
@@ -62,6 +64,15 @@ _ERRNO_REMEDIES = {
     errno.EACCES: "let this user write to spec.checkpoint.path (fsGroup)",
 }
 """Remedies if a file cannot be written."""
+_STORE_REMEDIES: dict[type[OSError], str] = {
+    PermissionError: "allow the workers to list, read, write, and delete objects at spec.checkpoint.uri, by "
+    "credentials in the template's environment, a Secret, or its service account",
+    FileNotFoundError: "create the bucket, or correct spec.checkpoint.uri",
+    StorageUnavailableError: "check that the workers reach the endpoint of spec.checkpoint.uri",
+    CheckpointServerUnavailableError: "the operator starts the job's checkpoint server again; if it does not become "
+    "ready, `kubectl describe pod` shows why",
+}
+"""Remedies if an object store refuses. Its errors have no errno."""
 _log = logging.getLogger(__name__)
 
 
@@ -97,7 +108,8 @@ class CheckpointFolder:
         self._claimant = FolderClaimant(job, round_, adopt)
         self._own_claim = ""
         """This round's claim; "": it has none yet."""
-        self._previous_claim = ""
+        self._previous_claim: str | None = None
+        """The claim that this round found when it began; "": none. None: the volume could not be read."""
         self._accepted_jobs: frozenset[str] | None = None
         """Names of jobs whose checkpoints this one may continue from; None: all."""
         if read_only:
@@ -109,6 +121,18 @@ class CheckpointFolder:
         except OSError as error:
             raise InputError(f"spec.checkpoint.path: {path} cannot be read ({error.strerror})") from error
         _check_writable(path)
+
+    @property
+    def field(self) -> str:
+        return "spec.checkpoint.path"
+
+    @property
+    def location(self) -> str:
+        return str(self.path)
+
+    @property
+    def remedy_if_unshared(self) -> str:
+        return SHARED_VOLUME_REMEDY
 
     def claim(self) -> None:
         """Make this round the only one that may publish, and remove unfinished writes of earlier rounds of the job.
@@ -154,6 +178,12 @@ class CheckpointFolder:
     def get_partial_path(self, step: int) -> Path:
         """Return the folder where this round writes the checkpoint of `step`."""
         return self.path / f"step-{step:08d}.partial-r{self.round}-{self.run_tag}"
+
+    def begin_attempt(self, step: int) -> FolderFiles:
+        return FolderFiles(self.get_partial_path(step))
+
+    def open_checkpoint(self, manifest: Manifest) -> FolderFiles:
+        return FolderFiles(self.find_folder(manifest))
 
     def publish(self, manifest: Manifest) -> bool:
         """Make the partial folder the checkpoint of its step, and delete the oldest ones.
@@ -321,15 +351,19 @@ class CheckpointFolder:
         written_claim = read_written_claim(self.path)
         if written_claim and written_claim == self._own_claim:
             return True
-        if written_claim in ("", self._previous_claim):
+        owner = read_claims(self.path).owner
+        is_own_run = owner is not None and (owner.job, owner.uid) == (self.job.name, self.job.uid)
+        may_claim = written_claim in ("", self._previous_claim)
+        if self._previous_claim is None and not self._own_claim:
+            may_claim = owner is None or not is_own_run or owner.round < self.round
+        if may_claim:
             try:
                 self._make_claim()
             except InputError as error:
                 self.new_owner_message = str(error)
                 return False
             return True
-        owner = read_claims(self.path).owner
-        if owner is not None and (owner.job, owner.uid) != (self.job.name, self.job.uid):
+        if owner is not None and not is_own_run:
             self.new_owner_message = (
                 f"spec.checkpoint.path: {self.path} belongs to {owner.describe_job() or 'another job'} by now"
             )
@@ -355,6 +389,38 @@ class CheckpointFolder:
         return next((manifest.job for manifest in manifests if manifest is not None), None)
 
 
+class FolderFiles:
+    """The files of one checkpoint in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def describe(self, name: str) -> str:
+        return str(self.path / name)
+
+    def write_file(self, name: str, nbytes: int, write: Callable[[WritableStream], Result]) -> Result:  # noqa: ARG002
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / name).open("wb") as file:
+            result = write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        return result
+
+    def read_file(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        with (self.path / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def compute_checksum(self, name: str) -> FileChecksum:
+        return compute_checksum(self.path / name)
+
+    def wait_until_visible(self, name: str) -> bool:
+        return wait_until_visible(self.path / name)
+
+
 def _read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint, which may be torn; None: it cannot be read."""
     try:
@@ -375,7 +441,9 @@ def wait_until_visible(path: Path) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """Return the error in one line of limited length, and a remedy if one is known."""
-    remedy = _ERRNO_REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    remedy = None
+    if isinstance(error, OSError):
+        remedy = _STORE_REMEDIES.get(type(error)) if error.errno is None else _ERRNO_REMEDIES.get(error.errno)
     return f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARACTERS] + (f": {remedy}" if remedy else "")
 
 

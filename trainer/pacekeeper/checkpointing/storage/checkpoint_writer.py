@@ -17,16 +17,11 @@ from pacekeeper.observe.collectives.cpu_group import CpuGroup, new_cpu_group
 from pacekeeper.safe_serialization import allow_classes
 
 from ..worker_identity import identify_worker
-from .checkpoint_folder import (
-    SHARED_VOLUME_REMEDY,
-    CheckpointFolder,
-    describe_error,
-    summarize_reasons,
-    wait_until_visible,
-)
+from .checkpoint_folder import describe_error, summarize_reasons
 from .checkpoint_status import CheckpointReporter, parse_failed_rank
+from .checkpoint_storage import CheckpointFiles, CheckpointStorage
 from .distributed_checkpoint import CheckpointSaver, CheckpointWriteError, PinMemory, StagedCopy
-from .manifests import FileChecksum, Manifest, compute_checksum
+from .manifests import FileChecksum, Manifest
 
 _SLOW_WRITE_WARNING_SECONDS = 10.0
 """Seconds after which training that waits for a checkpoint is reported: a volume may hang instead of fail."""
@@ -63,7 +58,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        folder: CheckpointFolder,
+        folder: CheckpointStorage,
         reporter: CheckpointReporter,
         peers: CpuGroup,
         pin_memory: PinMemory,
@@ -173,7 +168,7 @@ class CheckpointWriter:
         if (
             outcome is WriteOutcome.FAILED or self._folder.new_owner_message
         ):  # an earlier round does not report about a later one
-            self._reporter.report_failure(f"{self._folder.path}: step {step}: {reason}", parse_failed_rank(reason))
+            self._reporter.report_failure(f"{self._folder.location}: step {step}: {reason}", parse_failed_rank(reason))
         self._outcome = outcome
 
     def _attempt_write(
@@ -183,13 +178,14 @@ class CheckpointWriter:
 
         No rank leaves before the last collective, even after a failure: its peers would wait for it there.
         """
+        files = self._folder.begin_attempt(manifest.step)
         own_result: dict[str, FileChecksum] | str
         try:
-            own_result = self._saver.write(staged, self._folder.get_partial_path(manifest.step), group)
+            own_result = self._saver.write(staged, files, group)
         except Exception as error:
             own_result = self._format_reason(error)
         results = all_gather_objects(own_result, group)
-        rejections = all_gather_objects(self._verify(manifest.step, results), group)
+        rejections = all_gather_objects(self._verify(files, results), group)
         decision: tuple[WriteOutcome, str] = broadcast_object(
             self._publish(manifest, results, rejections) if self._rank == 0 else None, group
         )
@@ -197,22 +193,22 @@ class CheckpointWriter:
             self._folder.discard(manifest.step, self._saver.owns_file)
         return decision
 
-    def _verify(self, step: int, results: Sequence[dict[str, FileChecksum] | str]) -> str:
+    def _verify(self, storage: CheckpointFiles, results: Sequence[dict[str, FileChecksum] | str]) -> str:
         """Read what another rank has written, as another worker sees it. Returns why it differs; "": it does not."""
         verified_rank = choose_verified_rank(self._worker_by_rank, self._rank)
         files = results[verified_rank]
         if any(isinstance(result, str) for result in results) or isinstance(files, str):
             return ""  # nothing is published
-        folder = self._folder.get_partial_path(step)
         for name, entry in files.items():
+            path = storage.describe(name)
             try:
-                if not wait_until_visible(folder / name):
+                if not storage.wait_until_visible(name):
                     return (
-                        f"rank {self._rank}: {folder / name}, which rank {verified_rank} has written, is missing on "
-                        f"this rank's worker. {SHARED_VOLUME_REMEDY}"
+                        f"rank {self._rank}: {path}, which rank {verified_rank} has written, is missing on "
+                        f"this rank's worker. {self._folder.remedy_if_unshared}"
                     )
-                if compute_checksum(folder / name) != entry:
-                    return f"rank {self._rank}: {folder / name} differs from what rank {verified_rank} has written"
+                if storage.compute_checksum(name) != entry:
+                    return f"rank {self._rank}: {path} differs from what rank {verified_rank} has written"
             except OSError as error:
                 return self._format_reason(error)
         return ""
@@ -242,22 +238,22 @@ class CheckpointWriter:
         )
         if self._rank == 0:
             _log.warning("the checkpoint of step %d is not published: %s", step, reason)
-        self._reporter.report_failure(f"{self._folder.path}: step {step}: {reason}", rank)
+        self._reporter.report_failure(f"{self._folder.location}: step {step}: {reason}", rank)
 
     def _report_slow_volume(self) -> None:
         reason = (
             "training waits for the last checkpoint, which is still being written after "
             f"{_SLOW_WRITE_WARNING_SECONDS:g} s"
         )
-        self._reporter.report_failure(f"{self._folder.path}: {reason}")
+        self._reporter.report_failure(f"{self._folder.location}: {reason}")
 
     def _report_wait_timeout(self) -> None:
         reason = (
             f"rank {self._rank}: training no longer waits for the last checkpoint, which is still being written "
             f"after {_MAX_WRITE_WAIT_SECONDS:g} s: the volume has neither completed nor failed the write"
         )
-        _log.warning("%s: %s", self._folder.path, reason)
-        self._reporter.report_failure(f"{self._folder.path}: {reason}")
+        _log.warning("%s: %s", self._folder.location, reason)
+        self._reporter.report_failure(f"{self._folder.location}: {reason}")
 
     def _format_reason(self, error: Exception) -> str:
         """Return the reason in one line, for all ranks."""

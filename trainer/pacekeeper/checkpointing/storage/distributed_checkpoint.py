@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import re
+import tempfile
 import threading
 import zlib
 from collections import deque
@@ -50,8 +50,9 @@ from pacekeeper_analysis.errors import InputError
 
 from ..snapshots.snapshot_copies import map_pages
 from ..worker_identity import identify_worker
-from .checkpoint_folder import describe_error, summarize_reasons
-from .manifests import FileChecksum, compute_checksum
+from .checkpoint_folder import FolderFiles, describe_error, summarize_reasons
+from .checkpoint_storage import CheckpointFiles, StorageUnavailableError, WritableStream
+from .manifests import FileChecksum
 
 CHECKPOINT_INDEX_FILE = "index.plain"
 TORCH_INDEX_FILE = ".metadata"
@@ -145,28 +146,29 @@ class CheckpointSaver:
             raise CheckpointWriteError(staged.reason)
         return StagedCopy(staged, self._metadata)
 
-    def write(self, staged: StagedCopy | str, folder: Path, group: dist.ProcessGroup) -> dict[str, FileChecksum]:
+    def write(
+        self, staged: StagedCopy | str, folder: Path | CheckpointFiles, group: dist.ProcessGroup
+    ) -> dict[str, FileChecksum]:
         """Write the copy into `folder`, and on the first rank the index, if no rank has failed. Collective.
 
         `staged` is the copy, or why there is none. Returns the checksums of the files that this rank has written. No
         rank leaves before the last collective, even after a failure. Raises CheckpointWriteError if this rank failed.
         """
-        file = folder / self._file_name
+        storage = _open_files(folder)
         if isinstance(staged, str):
             own_result: Any = _RankFailure(staged)
         else:
-            own_result = self._catch_failure(lambda: _write_items(staged.items, file))
+            own_result = self._catch_failure(lambda: _write_items(staged.items, storage, self._file_name))
         results = object_collectives.gather_objects(own_result, group)
         if isinstance(
             own_result, _RankFailure
         ):  # only its own reason: reasons of all ranks on all ranks would take too much memory
             raise CheckpointWriteError(own_result.reason)
         assert isinstance(staged, StagedCopy), "it has not failed"
-        files = {file.name: own_result.file_checksum}
+        files = {self._file_name: own_result.file_checksum}
         if results is not None and _combine_failures(results) is None:
             assert staged.metadata is not None, "the first rank has it"
-            _write_index(staged.metadata, results, folder)
-            files |= {name: compute_checksum(folder / name) for name in (CHECKPOINT_INDEX_FILE, TORCH_INDEX_FILE)}
+            files |= _write_index(staged.metadata, results, storage)
         return files
 
     def owns_file(self, name: str) -> bool:
@@ -294,17 +296,18 @@ def describe_memory_shortage(memory_needs: Sequence[tuple[str, int, float]]) -> 
     return ""
 
 
-def load_checkpoint(state: dict[str, Any], folder: Path, files: Mapping[str, FileChecksum]) -> None:
+def load_checkpoint(state: dict[str, Any], folder: Path | CheckpointFiles, files: Mapping[str, FileChecksum]) -> None:
     """Fill in the entries of `state`. Not collective: each rank reads what it needs, and checks what it reads.
 
-    `files`: checksums of the manifest. Raises TornCheckpointError, with `state` partly filled in, InputError if another
-    program has written the folder, and errors of torch.
+    `files`: checksums of the manifest. Raises TornCheckpointError or StorageUnavailableError, with `state` partly
+    filled in, InputError if another program has written the folder, and errors of torch.
     """
-    checkpoint_index = _read_index(folder, files)
+    storage = _open_files(folder)
+    checkpoint_index = _read_index(storage, files)
     planner = _WeightsOnlyPlanner()
     planner.set_up_planner(state, checkpoint_index.metadata, is_coordinator=True)
     plan = planner.finish_plan(planner.create_local_plan())
-    reader = _ItemReader(folder, checkpoint_index.item_checksums, files)
+    reader = _ItemReader(storage, checkpoint_index.item_checksums, files)
     locations = checkpoint_index.metadata.storage_data
     items = [(entry, locations[entry.storage_index]) for entry in plan.items]
     for item, data in prefetch_items(sorted(items, key=lambda entry: _get_location(entry[1])), reader.read):
@@ -422,7 +425,7 @@ def _copy_into_buffer(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> 
 class _ChecksumWriter(io.RawIOBase):
     """A file that is written sequentially, and the checksum of its content."""
 
-    def __init__(self, file: io.BufferedWriter) -> None:
+    def __init__(self, file: WritableStream) -> None:
         self._file = file
         self.file_checksum = FileChecksum(0, 0)
         self._item_offset, self._item_crc = 0, 0
@@ -446,12 +449,18 @@ class _ChecksumWriter(io.RawIOBase):
         return nbytes
 
 
-def _write_items(items: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]], path: Path) -> _WrittenFile:
+def _open_files(folder: Path | CheckpointFiles) -> CheckpointFiles:
+    return FolderFiles(folder) if isinstance(folder, Path) else folder
+
+
+def _write_items(
+    items: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]], storage: CheckpointFiles, name: str
+) -> _WrittenFile:
     """Write a rank's file as torch does. Raises OSError."""
-    locations: dict[index.MetadataIndex, StorageInfo] = {}
-    checksums: dict[int, int] = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+
+    def write(file: WritableStream) -> _WrittenFile:
+        locations: dict[index.MetadataIndex, StorageInfo] = {}
+        checksums: dict[int, int] = {}
         stream = _ChecksumWriter(file)
         for item, value in items:
             stream.begin_item()
@@ -460,33 +469,40 @@ def _write_items(items: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]], p
             else:
                 stream.write(value.getbuffer())
             offset, nbytes, checksums[offset] = stream.current_item
-            locations[item.index] = StorageInfo(path.name, offset, nbytes)
-        file.flush()
-        os.fsync(file.fileno())
-    return _WrittenFile(locations, checksums, stream.file_checksum)
+            locations[item.index] = StorageInfo(name, offset, nbytes)
+        return _WrittenFile(locations, checksums, stream.file_checksum)
+
+    return storage.write_file(name, _sum_tensor_bytes(items), write)
 
 
-def _write_index(metadata: Metadata, parts: Sequence[_WrittenFile], folder: Path) -> None:
-    """Write both indices, torch's and Pacekeeper's, from what each rank has written."""
+def _write_index(
+    metadata: Metadata, parts: Sequence[_WrittenFile], storage: CheckpointFiles
+) -> dict[str, FileChecksum]:
+    """Write both indices, torch's and Pacekeeper's, from what each rank has written. Returns their checksums."""
     results = [
         [WriteResult(key, location.length, location) for key, location in part.locations.items()] for part in parts
     ]
-    FileSystemWriter(folder, sync_files=True).finish(replace(metadata), results)
+    with tempfile.TemporaryDirectory(prefix="pacekeeper-index-") as folder:
+        FileSystemWriter(folder, sync_files=False).finish(replace(metadata), results)
+        torch_index = (Path(folder) / TORCH_INDEX_FILE).read_bytes()
     locations = {key: location for part in parts for key, location in part.locations.items()}
     checksums = {location.relative_path: part.item_checksums for part in parts for location in part.locations.values()}
-    with (folder / CHECKPOINT_INDEX_FILE).open("wb") as file:
-        file.write(pack_value(CheckpointIndex(replace(metadata, storage_data=locations, storage_meta=None), checksums)))
-        file.flush()
-        os.fsync(file.fileno())
+    own_index = pack_value(CheckpointIndex(replace(metadata, storage_data=locations, storage_meta=None), checksums))
+    files = {TORCH_INDEX_FILE: torch_index, CHECKPOINT_INDEX_FILE: bytes(own_index)}
+    for name, content in files.items():
+        storage.write_file(name, len(content), lambda file, content=content: file.write(content))  # type: ignore[misc]
+    return {name: FileChecksum(len(content), zlib.crc32(content)) for name, content in files.items()}
 
 
 _RANK_FILE_PATTERN = re.compile(r"__\d+_\d+\.distcp")
 
 
-def _read_index(folder: Path, files: Mapping[str, FileChecksum]) -> CheckpointIndex:
-    path = folder / CHECKPOINT_INDEX_FILE
+def _read_index(storage: CheckpointFiles, files: Mapping[str, FileChecksum]) -> CheckpointIndex:
+    path = storage.describe(CHECKPOINT_INDEX_FILE)
     try:
-        content = path.read_bytes()
+        content = storage.read_file(CHECKPOINT_INDEX_FILE)
+    except StorageUnavailableError:
+        raise
     except OSError as error:
         raise TornCheckpointError(f"{path}: {error.strerror}") from error
     if FileChecksum(len(content), zlib.crc32(content)) != files.get(CHECKPOINT_INDEX_FILE):
@@ -510,9 +526,12 @@ class _ItemReader:
     """Reads and checks items of a checkpoint's files."""
 
     def __init__(
-        self, folder: Path, checksums: Mapping[str, Mapping[int, int]], files: Mapping[str, FileChecksum]
+        self,
+        storage: CheckpointFiles,
+        checksums: Mapping[str, Mapping[int, int]],
+        files: Mapping[str, FileChecksum],
     ) -> None:
-        self._folder = folder
+        self._storage = storage
         self._item_checksums = checksums
         self._files = files
         self._checked_files: set[str] = set()
@@ -521,26 +540,26 @@ class _ItemReader:
         """Lock for the check of a whole file, which runs once."""
 
     def read(self, storage: StorageInfo) -> bytes:
-        """Return the content of an item. Raises TornCheckpointError."""
+        """Return the content of an item. Raises TornCheckpointError, or StorageUnavailableError."""
         name, offset = _get_location(storage)
-        path = self._folder / name
+        path = self._storage.describe(name)
         try:
             if name not in self._item_checksums:
                 self._check_whole_file(name, path)
-            with path.open("rb") as file:
-                file.seek(offset)
-                content = file.read(storage.length)
+            content = self._storage.read_range(name, offset, storage.length)
+        except StorageUnavailableError:
+            raise
         except OSError as error:
             raise TornCheckpointError(f"{path}: {error.strerror}") from error
         if name in self._item_checksums and zlib.crc32(content) != self._item_checksums[name].get(offset):
             raise TornCheckpointError(f"{path}: the checksum at offset {offset} has changed since it was written")
         return content
 
-    def _check_whole_file(self, name: str, path: Path) -> None:
+    def _check_whole_file(self, name: str, path: str) -> None:
         with self._check_lock:
             if name in self._checked_files:
                 return
-            if compute_checksum(path) != self._files.get(name):
+            if self._storage.compute_checksum(name) != self._files.get(name):
                 raise TornCheckpointError(f"{path}: its checksum has changed since it was written")
             self._checked_files.add(name)
 

@@ -98,7 +98,7 @@ class FolderClaimant:
             return (
                 f"holds checkpoints of another job, {job_description}; this one is {self.job.name}. Nothing was "
                 "changed. Give this job a folder of its own (spec.checkpoint.path, or spec.checkpoint.subPath of a "
-                f"claim), or take the other job's checkpoints over: spec.checkpoint.adopt: {job} "
+                f"claim or URI), or take the other job's checkpoints over: spec.checkpoint.adopt: {job} "
                 f'(pk.Checkpoints(adopt="{job}")). To evaluate them, open the folder with '
                 "pk.Checkpoints(read_only=True)"
             )

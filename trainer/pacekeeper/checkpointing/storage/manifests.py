@@ -40,10 +40,13 @@ class Manifest:
     """Name of the job that wrote it (`JobIdentity`); "": unknown, as in older versions."""
     uid: str = ""
     """UID of that job."""
+    folder: str = ""
+    """Folder in an object store from which it was read; "": unknown. It is not written."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as JSON, with a checksum of its content."""
         content = asdict(self)
+        del content["folder"]
         return {**content, _CHECKSUM_KEY: _compute_crc32(content)}
 
     @classmethod

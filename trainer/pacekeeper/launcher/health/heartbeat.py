@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ import numpy as np
 from pacekeeper.checkpointing.storage.checkpoint_status import NO_CHECKPOINT_STATUS, CheckpointStatus
 from pacekeeper.runtime_folder import write_json
 from pacekeeper_analysis.protocol.plan import SYNC_MODES, WorkerPlan
-from pacekeeper_analysis.protocol.records import StateOrigin
 from pacekeeper_analysis.protocol.reports import (
     BadLoss,
     CheckpointReport,
@@ -26,6 +26,7 @@ from pacekeeper_analysis.protocol.reports import (
     StepProgress,
     TrainingReport,
 )
+from pacekeeper_rank.records import StateOrigin
 
 from ..rendezvous.rounds import RoundState
 
@@ -86,7 +87,8 @@ class HeartbeatFile:
 
     def __init__(self, path: Path, worker: str) -> None:
         self._path = path
-        self._heartbeat = self._written = Heartbeat(worker=worker)
+        # A container's first process has no parent there. Any other one may be a shell's command, before others.
+        self._heartbeat = self._written = Heartbeat(worker=worker, commands_may_follow=os.getppid() != 0)
         self._written_at: float | None = None
         with WriteFailures().suppress_errors("the first heartbeat"):
             write_json(path, self._heartbeat.to_json())
@@ -207,10 +209,12 @@ def _build_checkpoint_report(
     if previous.step is not None:
         published.append(previous.step)
     snapshots = [int(rank["snapshot_step"]) for rank in ranks if rank["snapshot_step"] >= 0]
+    replicated = [int(rank["replicated_step"]) for rank in ranks if rank["snapshot_step"] >= 0]
     return CheckpointReport(
         step=max(published, default=None),
         # With replicas, one rank per worker keeps snapshots for all.
         snapshot_step=min(snapshots, default=None),
+        replicated_step=min(replicated, default=0) or None,
         request=min(int(rank["checkpoint_request"]) for rank in ranks),
         failed_rank=status.failed_rank,
         error=status.error,

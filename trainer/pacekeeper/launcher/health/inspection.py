@@ -13,21 +13,22 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.protocol.communicators import Communicator
-from pacekeeper_analysis.protocol.records import Device
-from pacekeeper_analysis.protocol.reports import EXITED_PROCESS_STATES, FaultReport
-
-from ..rendezvous.rounds import RoundState
-from ..settings import LauncherSettings
-from . import nccl_ras
-from .process_sampling import StackFile, read_process_state, sample_process
-from .stall_detector import (
+from pacekeeper.health.stack_file import StackFile
+from pacekeeper.health.stall_detector import (
     PROCESS_SAMPLE_INTERVAL_SECONDS,
     ProcessSample,
     RankInspection,
     StallDetector,
     estimate_step_seconds,
 )
+from pacekeeper_analysis.protocol.communicators import Communicator
+from pacekeeper_analysis.protocol.reports import EXITED_PROCESS_STATES, FaultReport
+from pacekeeper_rank.records import Device
+
+from ..rendezvous.rounds import RoundState
+from ..settings import LauncherSettings
+from . import nccl_ras
+from .process_sampling import read_process_state, sample_process
 
 STOPPED_PROCESS_STATE = "T"
 """State letter of a process that a signal has stopped."""

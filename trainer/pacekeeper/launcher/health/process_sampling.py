@@ -9,57 +9,17 @@ import asyncio
 import os
 from pathlib import Path
 
+from pacekeeper.health.stack_file import StackFile, extract_main_stack
+from pacekeeper.health.stall_detector import ProcessSample
 from pacekeeper_analysis.protocol.reports import EXITED_PROCESS_STATES
+from pacekeeper_rank.watching.process_files import STACK_SIGNAL
 
 from ..ranks.processes import has_signal_handler, read_fields
-from ..ranks.rank import STACK_SIGNAL
-from .stall_detector import ProcessSample
 from .wait_reasons import count_helper_ticks, describe_wait
 
 _STACK_TIMEOUT_SECONDS = 0.2
 """Seconds within which a stack must be written. A stopped process writes none."""
 _STACK_POLL_INTERVAL_SECONDS = 0.01
-
-
-class StackFile:
-    """The file to which a rank appends its stacks: first a line that names its main thread, then the dumps."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def drop_dumps(self) -> int:
-        """Drop the dumps so far, and return the offset at which the next one begins.
-
-        A long stall has many dumps, and the file may be in memory.
-        """
-        try:
-            with self._path.open("rb+") as file:
-                return file.truncate(len(file.readline()))
-        except FileNotFoundError:
-            return 0
-
-    def size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def read_dumps(self) -> tuple[str, str]:
-        """Return the main thread's name in dumps, and the newest dump of all threads; "" for what is missing."""
-        head, _, dumps = self._path.read_text(errors="replace").partition("\n")
-        return head.removeprefix("main thread "), dumps
-
-
-def extract_main_stack(dump: str, main_thread: str) -> str:
-    """Return the frames of one thread of a faulthandler dump in reverse order: innermost call last."""
-    frames: list[str] = []
-    in_main_thread = False
-    for line in dump.splitlines():
-        if "hread 0x" in line:
-            in_main_thread = main_thread in line
-        elif in_main_thread and line.startswith("  "):
-            frames.append(line.strip())
-    return "\n".join(reversed(frames))
 
 
 async def sample_process(pid: int, file: StackFile) -> ProcessSample:

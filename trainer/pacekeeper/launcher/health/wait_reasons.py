@@ -26,7 +26,7 @@ _KERNEL_WAIT_FUNCTIONS = (
     ("sk_", "a socket"),
 )
 """Parts of the names of kernel functions, and what a thread that sleeps in one waits for."""
-_IDLE_FILE_PARTS = ("/threading.py", "/queue.py", "/concurrent/futures/", "/torch/", "/pacekeeper/")
+_IDLE_FILE_PARTS = ("/threading.py", "/queue.py", "/concurrent/futures/", "/torch/", "/pacekeeper/", "pacekeeper_rank/")
 """Parts of the paths of files in which idle threads wait for work, or for ranks."""
 
 

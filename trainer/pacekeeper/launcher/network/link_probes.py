@@ -26,8 +26,8 @@ from pacekeeper.message_authentication import (
     authenticate_to_server,
 )
 from pacekeeper.runtime_folder import write_json
-from pacekeeper_analysis.protocol.plan import LinkProbeTask, ProbeTarget
 from pacekeeper_analysis.protocol.reports import LinkProbe
+from pacekeeper_analysis.protocol.requests import LinkProbeTask, ProbeTarget
 
 PROBE_SLOT_SECONDS = 1.0
 PROBE_MEASUREMENT_SECONDS = 0.9
@@ -152,7 +152,7 @@ class LinkProber:
         self._task: asyncio.Task[None] | None = None
 
     def start_task(self, task: LinkProbeTask | None, membership: int, secret: str) -> None:
-        """Start the plan's task, unless it is done or running."""
+        """Start the requested task, unless it is done or running."""
         if task is None or task.name == self._name:
             return
         self.close()
@@ -169,7 +169,7 @@ class LinkProber:
             self._task.cancel()
 
     async def _run_task(self, task: LinkProbeTask, membership: int, secret: str) -> None:
-        """Run the task. Slots count from now: the plan reaches all launchers within a fraction of a slot."""
+        """Run the task. Slots count from now: the request reaches all launchers within a fraction of a slot."""
         began = time.monotonic()
         targets = sorted(task.targets[:MAX_PROBE_SLOTS], key=lambda target: target.slot)
         measurements = [asyncio.create_task(_probe_in_slot(target, began, membership, secret)) for target in targets]

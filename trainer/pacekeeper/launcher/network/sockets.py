@@ -6,7 +6,6 @@ The sidecar needs the sockets' ranks: it sees the pod's connections, but not the
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
@@ -15,15 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pacekeeper.runtime_folder import write_json
+from pacekeeper_rank.watching.process_files import SOCKET_SCAN_INTERVAL_SECONDS, list_socket_inodes
 
-SOCKET_SCAN_INTERVAL_SECONDS = 2.0
-"""Seconds between two scans. Ranks connect when a round starts, and at the first operation of each kind. A scan of
-1,000 open files takes 2 ms."""
 MAX_SOCKET_TABLE_LINES = 20_000
 """Maximum of lines that are read from the kernel's table: the node's own network may have many connections."""
-MAX_OPEN_FILES_SCANNED = 20_000
-"""Maximum per process: the launcher blocks during the scan."""
-_SOCKET_LINK_PREFIX = "socket:["
 _PROC_NET_ESTABLISHED = "01"
 
 
@@ -74,20 +68,3 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
     address, _, port = text.partition(":")
     words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
     return str(ip_address(struct.pack(f"={len(words)}I", *words))), int(port, 16)
-
-
-def list_socket_inodes(pid: int) -> set[int]:
-    """Return the inodes of the process's sockets; empty if it does not exist, or access is denied."""
-    inodes = set()
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as files:
-            for file in islice(files, MAX_OPEN_FILES_SCANNED):
-                try:
-                    target = os.readlink(file.path)
-                except OSError:
-                    continue  # closed during the scan
-                if target.startswith(_SOCKET_LINK_PREFIX):
-                    inodes.add(int(target[len(_SOCKET_LINK_PREFIX) : -1]))
-    except OSError:
-        return inodes
-    return inodes

@@ -1,20 +1,13 @@
-"""Signals that end the launcher: which it handles, and what it forwards to its ranks.
-
-The list is in the environment variable that torchrun uses, so that the warm process and the ranks can read it, too.
-"""
+"""Signals that end the launcher: those that the user names, and what it forwards to its ranks."""
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_rank.forking.handled_signals import ALWAYS_HANDLED_SIGNALS
 
-from .processes import TERMINATING_SIGNALS, read_initially_ignored_signals
-
-END_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-ALWAYS_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _UNHANDLEABLE_SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
@@ -30,22 +23,6 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
             )
         signals.append(signum)
     return tuple(dict.fromkeys((*ALWAYS_HANDLED_SIGNALS, *signals)))
-
-
-def choose_default_signals() -> tuple[signal.Signals, ...]:
-    """Return the terminating signals, except those that this process was started to ignore, such as SIGHUP by nohup."""
-    return tuple(sorted(TERMINATING_SIGNALS - read_initially_ignored_signals()))
-
-
-def publish_signals(signals: tuple[signal.Signals, ...]) -> None:
-    """Set the variable to these signals, before the warm process is forked."""
-    os.environ[END_SIGNALS_VARIABLE] = ",".join(signum.name for signum in signals)
-
-
-def read_handled_signals(environment: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
-    """Return the signals that the launcher handles."""
-    text = environment.get(END_SIGNALS_VARIABLE)
-    return parse_signals(text) if text else choose_default_signals()
 
 
 def choose_rank_signal(received: signal.Signals, has_handler: Callable[[signal.Signals], bool]) -> signal.Signals:

@@ -22,10 +22,10 @@ from typing import BinaryIO, Protocol
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.decoding import parse_json
+from pacekeeper_rank.forking.rank_start import RankStart
 
 from .output_pipe import TAIL_BYTES, TAIL_LINES, OutputPipe
 from .output_writer import OutputWriter
-from .rank import RankStart
 from .rank_options import OutputOptions, RankOptions, RankPlace, StandardStream, StreamPlan
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"

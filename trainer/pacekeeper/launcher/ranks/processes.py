@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import os
 import signal
 import sys
@@ -11,28 +9,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from pacekeeper_rank.forking.process_setup import call_prctl
+
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_COMMAND_CHARACTERS = 80
-_libc = ctypes.CDLL(None, use_errno=True)
-
-TERMINATING_SIGNALS = frozenset(
-    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
-)
-"""Signals by which a terminal, a batch system, or an administrator ends a process."""
-
-
-@functools.cache
-def read_initially_ignored_signals() -> frozenset[int]:
-    """Return the TERMINATING_SIGNALS that were ignored at the first call, in this process or the one that forked it."""
-    return frozenset(signum for signum in TERMINATING_SIGNALS if signal.getsignal(signum) is signal.SIG_IGN)
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits. If `parent` has exited already, exit at once."""
-    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def open_standard_files() -> None:
@@ -50,7 +30,7 @@ def open_standard_files() -> None:
 
 def adopt_orphans() -> None:
     """Make orphans of the ranks children of this process, as if it were PID 1."""
-    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_children(except_for: int) -> None:
@@ -140,14 +120,3 @@ def kill_group(group: int, signum: signal.Signals) -> None:
         os.killpg(group, signum)
     except ProcessLookupError:
         return
-
-
-def _call_prctl(option: int, argument: int) -> None:
-    if _libc.prctl(option, argument, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def flush_c_streams() -> None:
-    """Flush the standard I/O streams of C code."""
-    _libc.fflush(None)

@@ -16,16 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper import cgroup
-from pacekeeper.observe.collectives.communicators import read_communicators
+from pacekeeper.health.stack_file import StackFile
+from pacekeeper.observe.collectives.communicator_file import read_communicators
 from pacekeeper.observe.collectives.nccl_transport import TransportReader, open_transport
-from pacekeeper.observe.record_ring import RingReader
+from pacekeeper.observe.ring_reader import RingReader
 from pacekeeper.runtime_folder import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.failures.crash import is_peer_loss
 from pacekeeper_analysis.protocol.communicators import Communicator
 from pacekeeper_analysis.protocol.transport import describe_running_transfers
+from pacekeeper_rank.forking.rank_start import RankStart
 
-from ..health.process_sampling import StackFile
 from ..rendezvous.rounds import RankObservation
 from . import processes
 from .end_signals import choose_rank_signal
@@ -37,7 +38,6 @@ from .log_files import (
     merge_error_texts,
     read_recorded_error,
 )
-from .rank import RankStart
 from .warm_process import RankExited, RankForked, WarmProcess
 
 _SIGKILL_EXIT_CODE = -signal.SIGKILL
@@ -199,7 +199,7 @@ class RankProcesses:
             if rank.transport is None:
                 try:
                     rank.transport = open_transport(self.runtime.transport(local))
-                except InputError as error:
+                except (InputError, OSError) as error:
                     log.warning("%s", error)
             if rank.transport is not None:
                 running, communicators = rank.transport.operations(), rank.transport.communicators()
@@ -252,15 +252,13 @@ def _observe_rank(
 
 
 def _read_rank_state(rank: _RankProcess, runtime: RuntimeFolder, local_rank: int) -> np.void | None:
-    """Return the rank's state; None until the library uses the ring of this round."""
-    if rank.ring is None:
-        try:
-            ring = RingReader(runtime.ring(local_rank))
-        except FileNotFoundError:
-            return None
-        header = ring.state()
-        if (header["round"], header["rank"]) != (rank.start.round, rank.start.rank):
-            return None
-        rank.ring = ring
-    state = rank.ring.state()
+    """Return the rank's state; None until the library uses the ring of this round, or if the rank has damaged it."""
+    try:
+        ring = rank.ring or RingReader(runtime.ring(local_rank))
+        state = ring.state()
+    except (OSError, InputError):
+        return None
+    if rank.ring is None and (state["round"], state["rank"]) != (rank.start.round, rank.start.rank):
+        return None
+    rank.ring = ring
     return state if state["pid"] != 0 else None

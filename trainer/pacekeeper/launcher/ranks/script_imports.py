@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .late_variables import is_read_at_import
+from pacekeeper_rank.forking.late_variables import is_read_at_import
 
 ALWAYS_IMPORTED_MODULES = ("torch", "torch.distributed")
 FIRST_STEP_MODULES = ("torch._dynamo",)
@@ -28,6 +28,11 @@ class ImportNeeds:
     """Modules of torch and of this library, in the order of the script's imports."""
     early_variables: list[str] = field(default_factory=list)
     """Variables that the script sets before it imports torch, which reads them at import."""
+
+    @property
+    def uses_library(self) -> bool:
+        """Whether the script uses this library."""
+        return any(name.startswith("pacekeeper.") for name in self.modules)
 
     @property
     def initial_modules(self) -> tuple[str, ...]:

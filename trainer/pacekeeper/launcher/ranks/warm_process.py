@@ -1,36 +1,42 @@
-"""The warm process: it has imported torch and forks ranks on command, so that a round costs a fork, not an import.
+"""The launcher's side of the warm process (`pacekeeper_rank.forking.warm_server`).
 
-It stays single-threaded and never uses CUDA or multi-threaded operations, because a fork keeps only the calling thread.
-The launcher forks it before it starts anything else, and communicates over a socket pair. If it exits, so do its ranks.
-By then the launcher has threads, so it spawns a new interpreter as a replacement.
+The launcher forks it before it starts anything else. Once the launcher has threads, or if the ranks have another
+interpreter, it spawns it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import json
 import logging
 import os
-import selectors
 import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from pathlib import Path
 
-from . import end_signals, processes
+from pacekeeper.watch.payload import PACKAGE_FOLDER, PAYLOAD_PACKAGE, build_watched_environment
+from pacekeeper_rank.forking.process_setup import die_with_parent
+from pacekeeper_rank.forking.rank_start import RankStart
+from pacekeeper_rank.forking.warm_server import WARM_MESSAGE_BYTES, exit_on_return, serve_launcher
+
 from .output_writer import LogStream
-from .rank import RankStart, run_rank
 from .script_imports import ImportNeeds
 
-_WARM_MESSAGE_BYTES = 1 << 20
-_WARM_IDLE_SECONDS = 0.2
-"""After this time without a command, the warm process imports what the next ranks will need."""
+
+@dataclass(frozen=True)
+class RankInterpreter:
+    """The interpreter of the ranks, if it is not the launcher's. It needs torch, and no package of Pacekeeper."""
+
+    path: str
+    payload: Path
+    """The folder with the library that the ranks load (`pacekeeper.watch.payload`)."""
+    options: tuple[str, ...] = ()
+    """The interpreter's own, such as `-O`."""
 
 
 class CurrentStderr:
@@ -47,7 +53,7 @@ def configure_launcher_log() -> None:
     """Configure our log in this process and its forks. The root logger is left to the script."""
     handler = logging.StreamHandler(CurrentStderr())
     handler.setFormatter(logging.Formatter("pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    for name in ("pacekeeper", "pacekeeper_analysis"):
+    for name in ("pacekeeper", "pacekeeper_analysis", "pacekeeper_rank"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(logging.INFO)
@@ -59,13 +65,6 @@ def redirect_log(stream: CurrentStderr | LogStream) -> None:
     for handler in logging.getLogger("pacekeeper").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Import what the ranks will need. Failures are ignored: the rank's own import raises them again."""
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,17 @@ class WarmProcess:
     """The launcher's handle on its warm process."""
 
     def __init__(
-        self, pid: int, connection: socket.socket, ready: bool = True, import_needs: ImportNeeds | None = None
+        self,
+        pid: int,
+        connection: socket.socket,
+        ready: bool = True,
+        import_needs: ImportNeeds | None = None,
+        interpreter: RankInterpreter | None = None,
+        replaces_another: bool = False,
     ) -> None:
         self.pid = pid
+        self.replaces_another = replaces_another
+        self.interpreter = interpreter
         self.import_needs = import_needs or ImportNeeds()
         self.connection = connection  # non-blocking; readable when there are events
         self.ready = ready
@@ -107,11 +114,20 @@ class WarmProcess:
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self.connection, [message], files)
 
+    def open_store(self, address: str, listener: socket.socket) -> None:
+        """Request a new store for the ranks of the next round, in a process of its own. It replaces the previous one.
+
+        Ranks can connect to `listener` at once: their connections wait until the store accepts them.
+        """
+        message = json.dumps({"store": {"address": address}}).encode()
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self.connection, [message], [listener.fileno()])
+
     def read_events(self) -> Iterator[RankForked | RankExited]:
         """Yield the events since the last call. Raises EOFError if the warm process has exited."""
         while True:
             try:
-                message = self.connection.recv(_WARM_MESSAGE_BYTES)
+                message = self.connection.recv(WARM_MESSAGE_BYTES)
             except BlockingIOError:
                 return
             except ConnectionError as error:
@@ -142,16 +158,26 @@ def fork_warm_process(import_needs: ImportNeeds | None = None) -> WarmProcess:
     launcher_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        with _exit_on_return():
+        with exit_on_return():
             launcher_end.close()
-            processes.die_with_parent(launcher_pid)
-            _serve_launcher(warm_end, import_needs.deferred_modules if import_needs else ())
+            die_with_parent(launcher_pid)
+            serve_launcher(warm_end, import_needs.deferred_modules if import_needs else ())
     warm_end.close()
     return WarmProcess(pid, launcher_end, import_needs=import_needs)
 
 
-def spawn_warm_process(import_needs: ImportNeeds | None = None) -> WarmProcess:
-    """Spawn a warm process from a caller that has threads: a new interpreter, which imports everything again."""
+def spawn_warm_process(
+    import_needs: ImportNeeds | None = None,
+    interpreter: RankInterpreter | None = None,
+    *,
+    replaces_another: bool = False,
+) -> WarmProcess:
+    """Spawn a warm process: a new interpreter, which imports everything itself.
+
+    `interpreter` None: the launcher's. `replaces_another`: the previous one has exited.
+
+    Raises OSError if the interpreter cannot be executed.
+    """
     launcher_end, warm_end = _open_socket_pair()
     warm_end.set_inheritable(True)
     import_needs = import_needs or ImportNeeds()
@@ -162,156 +188,50 @@ def spawn_warm_process(import_needs: ImportNeeds | None = None) -> WarmProcess:
             "names": [*import_needs.initial_modules, *import_needs.deferred_modules],
         }
     )
-    command = [sys.executable, "-c", _SPAWN_CODE, json.dumps(sys.path), __name__, arguments]
-    pid = os.posix_spawn(sys.executable, command, os.environ)
-    warm_end.close()
-    return WarmProcess(pid, launcher_end, ready=False, import_needs=import_needs)
+    environment: Mapping[str, str] = os.environ
+    if interpreter is None:
+        command = [sys.executable, "-c", _SPAWN_CODE, json.dumps(sys.path), arguments]
+    else:
+        package = interpreter.payload / PACKAGE_FOLDER / PAYLOAD_PACKAGE
+        command = [interpreter.path, *interpreter.options, "-c", _SPAWN_FROM_PAYLOAD_CODE, str(package), arguments]
+        environment = build_watched_environment(os.environ, interpreter.payload)
+    try:
+        pid = os.posix_spawnp(command[0], command, environment)
+    finally:
+        warm_end.close()
+    return WarmProcess(pid, launcher_end, False, import_needs, interpreter, replaces_another)
 
 
 _SPAWN_CODE = """
-import importlib, json, sys
+import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-importlib.import_module(sys.argv[2]).serve_spawned_process(**json.loads(sys.argv[3]))
+from pacekeeper.launcher.ranks.warm_process import configure_launcher_log
+from pacekeeper_rank.forking.warm_server import serve_spawned_process
+configure_launcher_log()
+serve_spawned_process(**json.loads(sys.argv[2]))
 """
 """Code of the new interpreter. It uses the launcher's sys.path, so that ranks find the same modules as before."""
-
-
-def serve_spawned_process(parent: int, connection: int, names: Sequence[str]) -> NoReturn:
-    """Run a spawned warm process. `connection`: its end of the socket pair; `names`: the modules to import."""
-    processes.die_with_parent(parent)
-    processes.read_initially_ignored_signals()
-    ignore_signals()
-    configure_launcher_log()
-    import_modules(names)
-    gc.collect()
-    warm_end = socket.socket(fileno=connection)
-    warm_end.set_inheritable(False)
-    warm_end.send(json.dumps({"ready": True}).encode())
-    _serve_launcher(warm_end)
+_SPAWN_FROM_PAYLOAD_CODE = f"""
+import json, sys
+from importlib.util import module_from_spec, spec_from_file_location
+if sys.path[:1] == [""]:
+    del sys.path[0]
+if "{PAYLOAD_PACKAGE}" not in sys.modules:
+    spec = spec_from_file_location(
+        "{PAYLOAD_PACKAGE}", sys.argv[1] + "/__init__.py", submodule_search_locations=[sys.argv[1]]
+    )
+    sys.modules["{PAYLOAD_PACKAGE}"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["{PAYLOAD_PACKAGE}"])
+from {PAYLOAD_PACKAGE}.forking.warm_server import serve_spawned_process
+serve_spawned_process(**json.loads(sys.argv[2]))
+"""
+"""The same for another interpreter, which has its own sys.path. A script finds no folder on it for being `-c`."""
 
 
 def _open_socket_pair() -> tuple[socket.socket, socket.socket]:
     """Return the launcher's end and the warm process's end."""
     launcher_end, warm_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (launcher_end, warm_end):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WARM_MESSAGE_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, WARM_MESSAGE_BYTES)
     launcher_end.setblocking(False)
     return launcher_end, warm_end
-
-
-def _serve_launcher(connection: socket.socket, deferred_modules: Sequence[str] = ()) -> NoReturn:
-    """Run the warm process. It exits without a message: the launcher logs why the run ends."""
-    code = 1
-    try:
-        _fork_and_report(connection, [*deferred_modules])
-        code = 0  # the launcher has exited; the kernel kills the ranks when this process exits
-    except ConnectionError:
-        code = 0  # the same
-    except BaseException:
-        logging.getLogger(__name__).exception("the process that forks the ranks failed")
-    finally:
-        os._exit(code)
-
-
-def ignore_signals() -> None:
-    """Ignore end signals. A terminal or a batch system may send them to all processes; the launcher handles them."""
-    for signum in end_signals.read_handled_signals():
-        signal.signal(signum, signal.SIG_IGN)
-
-
-def _fork_and_report(connection: socket.socket, deferred_modules: list[str]) -> None:
-    """Fork ranks, and report their exits, until the launcher closes the connection. Raises ConnectionError if it exits.
-
-    `deferred_modules`: modules to import while there is nothing else to do.
-    """
-    gc.freeze()  # the collector then does not write to pages that the forks share
-    processes.read_initially_ignored_signals()
-    ignore_signals()
-    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, _do_nothing)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    keys: dict[int, str] = {}  # of the running ranks, by process ID
-    selector = selectors.DefaultSelector()
-    selector.register(connection, selectors.EVENT_READ)
-    selector.register(read_end, selectors.EVENT_READ)
-
-    def forget_parents_things() -> None:
-        signal.set_wakeup_fd(-1)
-        selector.close()
-        for descriptor in (connection.fileno(), read_end, write_end):
-            os.close(descriptor)
-
-    while True:
-        ready = [key.fileobj for key, _ in selector.select(_WARM_IDLE_SECONDS if deferred_modules else None)]
-        if not ready and deferred_modules:
-            import_modules([deferred_modules.pop(0)])
-            gc.freeze()
-        if read_end in ready:
-            os.read(read_end, 4096)
-            for pid, code in _reap_ended_ranks(keys):
-                connection.send(json.dumps({"exited": {"key": keys.pop(pid), "code": code}}).encode())
-        if connection in ready:
-            message, descriptors, _, _ = socket.recv_fds(connection, _WARM_MESSAGE_BYTES, 3)
-            if not message:
-                return
-            start = RankStart(**json.loads(message)["rank"])
-            try:
-                pid = _fork_rank(start, descriptors, forget_parents_things)
-            except OSError as error:  # no process slots or memory are left: the round fails, this process continues
-                text = f"pacekeeper: the process of rank {start.rank} cannot be forked: {error}\n"
-                os.write(descriptors[1], text.encode())
-                event: dict[str, object] = {"exited": {"key": start.key, "code": 1}}
-            else:
-                keys[pid] = start.key
-                event = {"forked": {"key": start.key, "pid": pid}}
-            for descriptor in descriptors:
-                os.close(descriptor)
-            connection.send(json.dumps(event).encode())
-
-
-def _fork_rank(start: RankStart, files: Sequence[int], forget_parents_things: Callable[[], None]) -> int:
-    warm_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        with _exit_on_return(files[1]):
-            forget_parents_things()
-            run_rank(start, warm_pid, *files)
-    with contextlib.suppress(PermissionError, ProcessLookupError):
-        os.setpgid(pid, pid)  # the child does it, too: the group exists from the first of both calls on
-    return pid
-
-
-@contextlib.contextmanager
-def _exit_on_return(stderr: int = 2) -> Iterator[None]:
-    """End a forked process at the end of the block, also after an exception.
-
-    The frames above on the stack belong to the parent: their cleanup would remove what the parent uses. `stderr`: where
-    to write a traceback; it may have become descriptor 2 by then.
-    """
-    try:
-        target = os.fstat(stderr)
-        try:
-            yield
-        except Exception:
-            text = traceback.format_exc().encode()
-            descriptor = 2 if os.path.samestat(os.fstat(2), target) else stderr
-            os.write(descriptor, text)
-    finally:
-        os._exit(1)
-
-
-def _reap_ended_ranks(keys: dict[int, str]) -> Iterator[tuple[int, int]]:
-    """Yield (process ID, exit code) of ranks that have exited. Other adopted children are reaped, too."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        if pid in keys:
-            yield pid, os.waitstatus_to_exitcode(status)
-
-
-def _do_nothing(*_: object) -> None:
-    """Do nothing. A handler must exist for the signal to reach the wake-up file."""

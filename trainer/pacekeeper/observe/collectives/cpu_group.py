@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pacekeeper.object_collectives import all_gather_objects
-from pacekeeper_analysis.protocol.records import Collective
-
-from ..recorder import Recorder
-from .collective_monitor import exclude_group, register_group
+from pacekeeper_rank.collectives.collective_monitor import exclude_group, register_group
+from pacekeeper_rank.recorder import Recorder
+from pacekeeper_rank.records import Collective
 
 
 class CpuGroup:

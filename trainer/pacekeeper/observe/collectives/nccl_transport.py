@@ -1,19 +1,21 @@
 """Reads the transfers that NCCL's profiler plugin has written for a rank. Without the plugin, the transport is unknown.
 
 The rank creates and writes the file, with one record per proxy operation (`pacekeeper_analysis.protocol.transport`). A
-reader skips torn records, as in a ring of records.
+reader skips torn records, and never maps the file, as with a ring of records.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
+import stat
 import struct
+import weakref
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper.runtime_folder import UNTRUSTED_OPEN_FLAGS, read_zero_padded
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.protocol.transport import (
     COMMUNICATORS_OFFSET,
@@ -30,7 +32,10 @@ from pacekeeper_analysis.protocol.transport import (
 
 
 def open_transport(path: Path) -> TransportReader | None:
-    """Open a rank's file; None if it is missing. Raises InputError if `path` is not a file of this version."""
+    """Open a rank's file; None if it is missing.
+
+    Raises InputError if `path` is not a file of this version, OSError if it cannot be read.
+    """
     try:
         return TransportReader(path)
     except FileNotFoundError:
@@ -41,28 +46,38 @@ class TransportReader:
     """Reader of one rank's file in one round; the next round has another file."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises FileNotFoundError, and InputError if `path` is not a file of this version."""
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != TRANSPORT_FILE_BYTES:
-                raise InputError(f"{path}: {size} bytes, but a file of NCCL's transfers has {TRANSPORT_FILE_BYTES}")
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        """Open the file. Raises OSError, and InputError if `path` is not a file of this version."""
         self._path = path
-        header = np.frombuffer(self._map[: TRANSPORT_HEADER.itemsize], TRANSPORT_HEADER)[0]
+        self._file = os.open(path, UNTRUSTED_OPEN_FLAGS)
+        weakref.finalize(self, os.close, self._file)
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != TRANSPORT_FILE_BYTES:
+            raise InputError(
+                f"{path}: {status.st_size} bytes, but a file of NCCL's transfers has {TRANSPORT_FILE_BYTES}"
+            )
+        header = read_zero_padded(self._file, TRANSPORT_HEADER.itemsize, 0).view(TRANSPORT_HEADER)[0]
         if header["magic"] != TRANSPORT_MAGIC or header["capacity"] != MAX_RECORDED_OPERATIONS:
             raise InputError(f"{path}: not a file of NCCL's transfers of this version; was the plugin built with it?")
-        self._communicators = np.frombuffer(
-            self._map, TRANSPORT_COMMUNICATOR, MAX_RECORDED_COMMUNICATORS, COMMUNICATORS_OFFSET
-        )
-        self._operations = np.frombuffer(self._map, PROXY_OPERATION, MAX_RECORDED_OPERATIONS, OPERATIONS_OFFSET)
 
     def communicators(self) -> NDArray[np.void]:
         """Return the newest communicators (`TRANSPORT_COMMUNICATOR`), in order of creation."""
-        return _select_whole_entries(self._communicators, "order")
+        return self._read_whole_entries(
+            TRANSPORT_COMMUNICATOR, MAX_RECORDED_COMMUNICATORS, COMMUNICATORS_OFFSET, "order"
+        )
 
     def operations(self) -> NDArray[np.void]:
         """Return the newest operations (`PROXY_OPERATION`), in the order of their start."""
-        return _select_whole_entries(self._operations, "index")
+        return self._read_whole_entries(PROXY_OPERATION, MAX_RECORDED_OPERATIONS, OPERATIONS_OFFSET, "index")
+
+    def _read_whole_entries(
+        self, entry: np.dtype[np.void], count: int, offset: int, number_field: str
+    ) -> NDArray[np.void]:
+        """Return the entries that were not written while they were read, sorted by their number, their first field."""
+        entries, later = (read_zero_padded(self._file, count * entry.itemsize, offset).view(entry) for _ in range(2))
+        is_complete = (entries[number_field] > 0) & (later[number_field] == entries[number_field])
+        complete = entries[is_complete]
+        ordered: NDArray[np.void] = complete[np.argsort(complete[number_field])]
+        return ordered
 
     def measure_steps(self, until_ns: int) -> None:
         """Make the rank measure the steps of its operations until `until_ns`.
@@ -70,17 +85,8 @@ class TransportReader:
         This gives exact bytes and waits, for about 2 µs each. The last request counts. Raises OSError if the file is
         not writable.
         """
-        file = os.open(self._path, os.O_WRONLY)
+        file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.pwrite(file, struct.pack("<q", until_ns), STEPS_UNTIL_OFFSET)
         finally:
             os.close(file)
-
-
-def _select_whole_entries(entries: NDArray[np.void], number_field: str) -> NDArray[np.void]:
-    """Return a copy of the entries that were not written during the copy, sorted by `number_field`."""
-    numbers = entries[number_field].copy()
-    copy = entries.copy()
-    is_complete = (numbers > 0) & (copy[number_field] == numbers) & (entries[number_field] == numbers)
-    ordered: NDArray[np.void] = copy[is_complete][np.argsort(copy[number_field][is_complete])]
-    return ordered

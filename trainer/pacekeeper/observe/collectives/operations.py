@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.protocol.operations import MAX_OPERATIONS, NO_GROUP, OPERATION
-from pacekeeper_analysis.protocol.records import Phase, RecordKind
+from pacekeeper_rank.records import Phase, RecordKind
 
 MAX_OPERATIONS_PER_WORKER = 16 * MAX_OPERATIONS
 """Limit for a worker. The operator would refuse a larger body."""

@@ -3,10 +3,7 @@
 The pattern shows in a few kilobytes where the rank's time went (`pacekeeper_analysis.profiling`). Outside of a profile
 window only an occasional poll of the plan's file runs.
 
-`rank_profiler`: when windows begin and end. `stack_sampler`: the samples. `function_names`: names of functions.
-`known_spans`: exactly known times. `machine_counters`: setup of the process, and statistics of its processors.
+`rank_profiler`: when windows begin and end. `known_spans`: exactly known times. `kernel_profile`: those of a GPU.
+`path_hashes`: names without paths. `machine_counters`: setup of the process, and statistics of its processors. The
+samples are those of `pacekeeper_rank.profiling`. `known_spans` and `path_hashes` need no torch: sidecars use them.
 """
-
-from .rank_profiler import start_rank_profiler
-
-__all__ = ["start_rank_profiler"]

@@ -1,21 +1,16 @@
-"""Spans with known begin and end: steps and waits by the rank's own records, kernels by torch's profiler."""
+"""Spans with known begin and end, and steps, by the rank's own records."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper import torch_internals
 from pacekeeper_analysis.profiling.pattern import TimeOwner
 from pacekeeper_analysis.profiling.reduce import KnownSpans
-from pacekeeper_analysis.protocol.records import Collective, Phase, RecordKind
-
-from ..recorder import MAX_STEPS_AHEAD
+from pacekeeper_rank.records import MAX_STEPS_AHEAD, Collective, Phase, RecordKind
 
 GC_SPAN_NAME = "(garbage collection)"
 PEER_WAIT_SPAN_NAME = "(wait for peers)"
@@ -125,62 +120,3 @@ def _clip_to_steps(kernels: Sequence[Span], records: NDArray[np.void]) -> Iterat
 
 def _compute_duration(record: np.void) -> float:
     return float(record["end_ns"] - record["start_ns"]) * 1e-9
-
-
-class KernelProfile:
-    """Activity of the GPU from creation until `stop`, by torch's profiler, without the host's."""
-
-    def __init__(self) -> None:
-        """Start the profile. Raises RuntimeError if another profiler runs."""
-        self._profile = torch_internals.start_kernel_profile()
-        self._epoch_ns = time.time_ns() - time.monotonic_ns()
-        self._given_up = False
-        self._stay = torch_internals.call_before_other_profile(self._profile, self._give_up)
-
-    def stop(self) -> None:
-        if not self._given_up:
-            self._stay()
-            self._profile.stop()
-
-    def _give_up(self) -> None:
-        """Abandon the profile, because the script's own profiler begins."""
-        self._given_up = True
-        with contextlib.suppress(RuntimeError):
-            self._profile.stop()
-
-    def read_spans(self) -> list[Span]:
-        """Return the spans, after `stop`.
-
-        Empty if the script has begun to profile: a part would look like an idle GPU.
-        """
-        if self._given_up:
-            return []
-        activities = torch_internals.list_device_activities(self._profile)
-        return [
-            (
-                classify_activity(name),
-                shorten_kernel_name(name),
-                start - self._epoch_ns,
-                start - self._epoch_ns + duration,
-            )
-            for name, start, duration in activities
-        ]
-
-
-def classify_activity(activity: str) -> TimeOwner:
-    """Return the owner of a GPU activity by the name that CUDA gives it."""
-    if "nccl" in activity.lower():
-        return TimeOwner.COLLECTIVE
-    return TimeOwner.GPU_MEMORY if activity.startswith(("Memcpy", "Memset")) else TimeOwner.GPU_COMPUTE
-
-
-def shorten_kernel_name(activity: str) -> str:
-    """Return a kernel's name without template arguments: "void at::native::add<float>(…)" is "at::native::add"."""
-    if activity.startswith(("Memcpy", "Memset")):
-        return activity
-    name = activity.removeprefix("void ")
-    for bracket in ("<", "("):
-        head, separator, _ = name.partition(bracket)
-        if separator and head.strip():
-            name = head.strip()
-    return name

@@ -13,25 +13,25 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pacekeeper.environment import Environment
-from pacekeeper.runtime_folder import RuntimeFolder, write_text
+from pacekeeper.observe.ring_reader import RingReader
+from pacekeeper.runtime_folder import RequestsFile, RuntimeFolder, write_text
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.profiling.pattern import ProfileAnswer, RankPattern
-from pacekeeper_analysis.profiling.reduce import WindowRecording, reduce_window
+from pacekeeper_analysis.profiling.reduce import StackSamples, WindowRecording, reduce_window
 from pacekeeper_analysis.protocol.decoding import parse_json
-from pacekeeper_analysis.protocol.plan import SYNC_MODES, ProfileRequest, SourceNaming, SyncMode, WorkerPlan
-from pacekeeper_analysis.protocol.records import Phase
+from pacekeeper_analysis.protocol.plan import SYNC_MODES, SyncMode
+from pacekeeper_analysis.protocol.requests import ProfileRequest, SourceNaming
+from pacekeeper_rank.profiling.function_names import FunctionNames
+from pacekeeper_rank.profiling.sampled_window import SampledWindow, ignore_wait
+from pacekeeper_rank.recorder import Recorder
 
-from ..record_ring import RingReader
-from ..recorder import Recorder
-from ..work_clock import HostClock, Mark
-from . import function_names, machine_counters
-from .known_spans import KernelProfile, collect_known_spans, find_complete_start, select_steps
-from .stack_sampler import StackSampler
+from . import machine_counters, path_hashes
+from .kernel_profile import KernelProfile
+from .known_spans import collect_known_spans, find_complete_start, select_steps
 
 PROFILE_POLL_INTERVAL_SECONDS = 0.25
 """Seconds between two polls of the conditions, while no window is open or about to open: most steps have none."""
@@ -45,8 +45,6 @@ EARLY_PROFILE_WINDOWS, EARLY_PROFILE_PAUSE_SECONDS = 3, 15.0
 The fastest counts: while a job starts, its nodes are busy with other work, too.
 """
 MIN_EARLY_PROFILE_SECONDS = 0.5
-MAX_PROFILE_DURATION_FACTOR = 3.0
-"""Largest duration of a window as a multiple of its seconds, including skipped time."""
 COMPARABLE_SHARE_DIFFERENCE = 0.1
 """Difference of shares up to which steps are comparable."""
 _WINDOW_NAME_PATTERN = re.compile(r"[A-Za-z0-9.-]{1,80}")
@@ -88,7 +86,7 @@ class RankProfiler:
         self._recorder = recorder
         self._environment = environment
         self._runtime = runtime
-        self._plan = _ProfileRequestReader(runtime.plan)
+        self._requests = _ProfileRequestReader(runtime.requests)
         self._open: _OpenWindow | None = None
         self._last_window = ""
         """Name of the last window that was taken, or missed."""
@@ -100,7 +98,7 @@ class RankProfiler:
         self._early_windows = 0
         """Number of early windows under these conditions."""
         self._early_due = 0.0
-        self._sources = function_names.FunctionNames()
+        self._sources = FunctionNames()
         self._poll_due = 0.0
 
     def step_ended(self) -> None:
@@ -117,17 +115,17 @@ class RankProfiler:
         except Exception:
             log.exception("profiling failed; this rank takes no more profiles")
             self._recorder.step_ended = _do_nothing
-            self._recorder.notice_wait = _ignore_wait
+            self._recorder.notice_wait = ignore_wait
 
     def _update_window(self, now: float) -> None:
         self._since = self._since or now
-        profile = self._plan.read_profile(now)
+        profile = self._requests.read_profile(now)
         requested = self._select_due_profile(profile)
         window = self._open
         if window is not None:
             conditions = self._read_conditions()
             interrupted = requested is not None and not window.profile.name
-            if window.is_over(now, self._steps) or interrupted or not conditions.is_comparable(window.conditions):
+            if window.is_over(now) or interrupted or not conditions.is_comparable(window.conditions):
                 self._end_window(window)
         if self._open is None and requested is not None:
             self._begin_window(requested, now)
@@ -173,7 +171,7 @@ class RankProfiler:
                 self._early = conditions, saved_pattern
                 self._early_windows = EARLY_PROFILE_WINDOWS
                 return
-        self._open = _OpenWindow(self._recorder, profile, conditions, now, self._steps)
+        self._open = _OpenWindow(self._recorder, profile, conditions, now)
 
     def _end_window(self, window: _OpenWindow) -> None:
         """End the window. Training continues while another thread processes the samples."""
@@ -198,9 +196,9 @@ class RankProfiler:
         early = self._early[1] if self._early is not None and self._early[0].is_comparable(window.conditions) else None
         answer = ProfileAnswer(pattern, early)
         if window.profile.sources is SourceNaming.HASH:
-            table = function_names.map_path_hashes(answer.names)
+            table = path_hashes.map_path_hashes(answer.names)
             log.info("profile %s: %s", window.profile.name, ", ".join(f"{k} is {v}" for k, v in table.items()))
-            answer = answer.rename_functions(function_names.hide_own_path, SourceNaming.HASH)
+            answer = answer.rename_functions(path_hashes.hide_own_path, SourceNaming.HASH)
         path = self._runtime.pattern(window.profile.name, self._environment.rank)
         write_text(path, answer.to_bytes().decode())
 
@@ -229,48 +227,36 @@ class RankProfiler:
 class _OpenWindow:
     """A window in progress."""
 
-    def __init__(
-        self, recorder: Recorder, profile: ProfileRequest, conditions: TrainingConditions, now: float, steps: int
-    ) -> None:
+    def __init__(self, recorder: Recorder, profile: ProfileRequest, conditions: TrainingConditions, now: float) -> None:
         self.profile = profile
         self.conditions = conditions
         self._recorder = recorder
-        self._began, self._steps = now, steps
-        self._waits: list[tuple[Mark, Mark]] = []
         self._kernels = _start_kernel_profile()
-        if isinstance(recorder.clock, HostClock):  # kernels include the waits of a device
-            recorder.notice_wait = lambda start, end: self._waits.append((start, end))
         self._before = self._after = machine_counters.read_machine_counters(recorder.training_thread)
-        self._sampler = StackSampler(recorder.training_thread, lambda: recorder.phase in (Phase.TRAIN, Phase.LOAD))
-        self._from = recorder.last_end
+        self._sampled = SampledWindow(recorder, profile.steps, profile.seconds, now)
 
-    def is_over(self, now: float, steps: int) -> bool:
-        """Return whether the window is over. `steps`: steps of this round so far."""
-        seconds = now - self._began
-        training_seconds = seconds - self._sampler.skipped_seconds
-        is_complete = steps - self._steps >= self.profile.steps or training_seconds >= self.profile.seconds
-        return is_complete or seconds >= MAX_PROFILE_DURATION_FACTOR * self.profile.seconds
+    def is_over(self, now: float) -> bool:
+        return self._sampled.is_over(now)
 
     def stop(self) -> None:
         """Stop sampling, at the end of a step."""
-        self._sampler.stop()
-        self._recorder.notice_wait = _ignore_wait
+        self._sampled.stop()
         if self._kernels is not None:
             self._recorder.finish()  # steps that the GPU still works on belong to the window
             self._kernels.stop()
-        self._until = self._recorder.last_end
         self._after = machine_counters.read_machine_counters(self._recorder.training_thread)
 
     def build_pattern(
-        self, environment: Environment, runtime: RuntimeFolder, names: function_names.FunctionNames
+        self, environment: Environment, runtime: RuntimeFolder, names: FunctionNames
     ) -> RankPattern | None:
         """Return the pattern. None: no complete step. If the ring has lost the beginning, only the rest is used."""
         records = RingReader(runtime.ring(environment.local_rank)).records()
-        between = max(self._from.ns, find_complete_start(records)), self._until.ns
+        sampled = self._sampled
+        between = max(sampled.began.ns, find_complete_start(records)), sampled.ended.ns
         steps = select_steps(records, between)
         if steps is None:
             return None
-        waits = [(start.ns, end.ns) for start, end in self._waits]
+        waits = [(start.ns, end.ns) for start, end in sampled.waits]
         kernels = [] if self._kernels is None else self._kernels.read_spans()
         return reduce_window(
             WindowRecording(
@@ -281,7 +267,7 @@ class _OpenWindow:
                 own_seconds=steps.own_seconds,
                 lengths=steps.lengths,
                 samples=self.conditions.samples or 0,
-                stack_samples=self._sampler.collect_samples(names.name_stack, between),
+                stack_samples=StackSamples.from_lists(*sampled.sampler.list_samples(names.name_stack, between)),
                 spans=collect_known_spans(records, waits, kernels, between),
                 mode="" if self.conditions.mode is None else SYNC_MODES[self.conditions.mode],
                 sources=SourceNaming.SHOW,
@@ -291,26 +277,18 @@ class _OpenWindow:
 
 
 class _ProfileRequestReader:
-    """Reads the profile request from the plan's file."""
+    """Reads the profile request from the file of open requests."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = RequestsFile(path)
         self._polled_at: float | None = None
-        self._file_identity: tuple[int, int] | None = None
         self._profile: ProfileRequest | None = None
 
     def read_profile(self, now: float) -> ProfileRequest | None:
         """Return the present request. Frequent calls cost almost nothing."""
         if self._polled_at is not None and now - self._polled_at < PROFILE_POLL_INTERVAL_SECONDS:
             return self._profile
-        self._polled_at = now
-        try:
-            status = self._path.stat()
-            if (status.st_ino, status.st_mtime_ns) != self._file_identity:
-                self._file_identity = status.st_ino, status.st_mtime_ns
-                self._profile = WorkerPlan.from_json(parse_json(self._path.read_bytes())).profile
-        except (OSError, ValueError, InputError):  # rank 0 reports an invalid plan
-            self._profile = None
+        self._polled_at, self._profile = now, self._file.read().profile
         return self._profile
 
 
@@ -326,6 +304,3 @@ def _start_kernel_profile() -> KernelProfile | None:
 
 
 def _do_nothing() -> None: ...
-
-
-def _ignore_wait(_start: Any, _end: Any) -> None: ...

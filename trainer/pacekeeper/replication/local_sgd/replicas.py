@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pacekeeper import torch_internals
-from pacekeeper.observe.work_clock import Mark, WorkSpans, get_work_clock
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.stragglers.pseudo_gradient import NormStatistics, ReplicaWeights, weigh_replicas
+from pacekeeper_rank.work_clock import Mark, WorkSpans, get_work_clock
 
 from .equalize import reset_moments
 from .forward import ForwardPass

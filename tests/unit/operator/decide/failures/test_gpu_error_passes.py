@@ -141,6 +141,23 @@ class TestGpuError:
             )
         )
 
+    @pytest.mark.parametrize("metric", ["DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "DCGM_FI_DEV_XID_ERRORS"])
+    def test_the_same_error_after_a_reset_is_a_new_one(self, metric: str) -> None:
+        """As found by running a job a minute after a GPU of its node had the error, and again."""
+        observation = build_training()
+        baseline = {f"node-1/0/{metric}": 79.0}
+        observation = observation.with_desired(observation.desired.with_gpus(values=baseline))
+        found = []
+        for second, value in enumerate((79.0, 0.0, 79.0, 79.0)):
+            series = GpuValue("node-1", "0", metric, value, previous_value=79.0)
+            observation = replace(
+                observation, now=NOW + second, metrics=replace(observation.metrics, gpu_values=(series,))
+            )
+            result = evaluate_job(observation, build_policy())
+            found.append(bool(list_decisions(result)))
+            observation = apply_result(result, observation)
+        assert found == [False, False, True, False]
+
     def test_mig_instances_of_a_gpu_are_distinguished(self) -> None:
         """Their XIDs are sticky, and differ: each is reported once."""
         observation = build_training()

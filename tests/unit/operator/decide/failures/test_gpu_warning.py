@@ -81,7 +81,7 @@ class TestMove:
             ReplaceWorker("j-w1-0", PENDING, dead=False, disruption=True, waits_for_checkpoint=True),
         )
         (price,) = decision.remedies
-        assert (price.name, price.cost_seconds, price.chosen, price.reason) == ("ReplaceWorker", 5.5, True, EXPECTED)
+        assert (price.name, price.cost_seconds, price.chosen, price.reason) == ("ReplaceWorker", 5.0, True, EXPECTED)
         assert decision.message == f"a GPU of j-w1-0 is expected to fail: {PENDING}"
         assert (decision.class_, decision.remedy) == (IncidentClass.INFRASTRUCTURE, Remedy.REPLACE_WORKER)
         assert (decision.rank, decision.worker, decision.node) == (1, "j-w1-0", "node-1")

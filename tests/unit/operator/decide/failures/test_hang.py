@@ -72,6 +72,11 @@ def map_reasons(decision: Decision) -> dict[str, str]:
     return {price.name: price.reason for price in decision.remedies}
 
 
+def test_the_last_step_is_that_of_the_stalls_if_heartbeats_are_older() -> None:
+    assert decide_hang(build_training(step=480)).last_step == 500
+    assert decide_hang(build_training(step=510)).last_step == 510
+
+
 def test_a_first_hang_restarts_the_ranks_in_place() -> None:
     decision = decide_hang(build_training())
     assert decision.actions == (RestartRanks(),)

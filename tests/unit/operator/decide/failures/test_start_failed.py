@@ -22,7 +22,7 @@ from pacekeeper_operator.state.cluster_view import PodView, WorkerView
 from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import NOW, build_policy, build_training, build_untrained, change_worker
 
-STARTING = {"state": LauncherState.STARTING}
+STARTING = {"state": LauncherState.STARTING, "commands_may_follow": False}
 
 
 def build_ended(observation: Observation | None = None, name: str = "j-w4-0") -> Observation:
@@ -164,10 +164,26 @@ class TestLate:
         assert (action.dead, action.never_ready, decision.live) == (True, True, True)
         assert (decision.node, decision.remedy) == ("node-4", Remedy.REPLACE_WORKER)
 
+    @pytest.mark.parametrize("reported", [None, True], ids=["no launcher yet", "a launcher behind the shell"])
+    def test_commands_before_the_launcher_may_take_as_long_as_the_placement(self, reported: bool | None) -> None:
+        limit = build_late().job.spec.scheduling_timeout
+        assert limit > WARM_UP_TIMEOUT_SECONDS
+        report = {"commands_may_follow": reported}
+        in_time = change_worker(build_late(limit), "j-w4-0", heartbeat=report)
+        assert start_failed.check_failed_starts(in_time, build_policy()) is None
+        late = make_decision(change_worker(build_late(limit + 1), "j-w4-0", heartbeat=report))
+        assert f"not ready {limit:.0f} s after" in late.message
+        short = change_worker(build_late(), "j-w4-0", heartbeat=report)
+        short = replace(short, job=replace(short.job, spec=replace(short.job.spec, scheduling_timeout=10.0)))
+        assert f"not ready {WARM_UP_TIMEOUT_SECONDS:.0f} s after" in make_decision(short).message
+
     def test_the_message_names_the_command_if_no_launcher_has_reported(self) -> None:
         assert "no launcher has reported" not in make_decision(change_worker(build_late(), "j-w4-0")).message
         silent = change_worker(build_late(), "j-w4-0", heartbeat={"rendezvous_port": None})
-        assert "no launcher has reported: the command of container trainer must run" in make_decision(silent).message
+        assert (
+            "no launcher has reported: the command of the container with the ranks must call torchrun"
+            in make_decision(silent).message
+        )
 
     def test_the_incident_is_not_live_if_a_rank_waits_for_the_late_worker(self) -> None:
         observation = build_late()

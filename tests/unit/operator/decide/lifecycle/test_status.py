@@ -18,13 +18,13 @@ from pacekeeper_operator.decide.lifecycle.status import (
     build_job_status,
 )
 from pacekeeper_operator.decide.stragglers.pricing import (
-    DEFAULT_SPARE_SECONDS,
     build_replace_lost_option,
     build_restart_option,
 )
 from pacekeeper_operator.state.effect_results import BlockedAction
 from pacekeeper_operator.state.job_metrics import PROMETHEUS_NOT_QUERIED, JobMetrics
 from pacekeeper_operator.state.observation import Observation
+from pacekeeper_operator.state.restart_estimates import COLD_SPARE_SECONDS
 from testing.operators.observations import (
     NOW,
     build_fresh,
@@ -241,7 +241,7 @@ class TestRestartCost:
         observation = change_members(build_training(), progress={"step": 600}, checkpoint={"snapshot_step": 599})
         assert build_restart_option(observation, build_policy()).cost_seconds == pytest.approx(5 + 0.1)
         assert build_replace_lost_option(observation, build_policy()).cost_seconds == pytest.approx(
-            5 + 11 + DEFAULT_SPARE_SECONDS
+            5 + 11 + COLD_SPARE_SECONDS
         )
 
 

@@ -222,6 +222,15 @@ def test_of_many_links_the_dead_and_the_loaded_ones_are_listed() -> None:
     assert sum(link.up for link in status.links) == 10, "all that carry anything"
 
 
+def test_links_up_to_the_limit_are_listed_in_the_order_of_leaves_and_spines() -> None:
+    spines = MAX_REPORTED_LINKS // 2
+    fabric = build_fabric(spines=spines, exceptions=(LinkException("b", f"s{spines}"),))
+    status = build_fabric_status(fabric, build_state(fabric, jobs=5), NOW)
+    expected = [(leaf, f"s{number}") for leaf in "ab" for number in range(1, spines + 1)]
+    assert [(link.leaf, link.spine) for link in status.links] == expected
+    assert status.links[-1].state is LinkState.DOWN
+
+
 def test_times_of_transition_stay_while_nothing_changes() -> None:
     first = build_fabric_status(build_fabric(), build_state(build_fabric()), NOW)
     later = build_fabric_status(replace(build_fabric(), status=first), build_state(build_fabric()), NOW + 60)

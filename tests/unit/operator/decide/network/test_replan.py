@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.fabric.view import LinkState
-from pacekeeper_analysis.protocol.plan import EvidencePart, Hop, Paths, PlannedPath
+from pacekeeper_analysis.protocol.plan import Hop, Paths, PlannedPath
 from pacekeeper_analysis.protocol.reports import Evidence, LinkWindow
+from pacekeeper_analysis.protocol.requests import EvidencePart
 from pacekeeper_operator.api.fabric import FabricSpec, LevelSpec, LinkException, PathControl, PathControlSpec
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass
 from pacekeeper_operator.api.training_job import JobStatus, RemediationMode, Remedy
@@ -66,7 +67,7 @@ def build_colliding(
 ) -> Observation:
     """Build a job whose routes collide. `requested_at`: when measurements were requested, which are unanswered."""
     found = build_training(2, 0)
-    found = found.with_desired(found.desired.with_adaptation(connections_requested_at=requested_at))
+    found = found.with_desired(found.desired.with_requests(connections_requested_at=requested_at))
     paths = Paths(
         tuple(PlannedPath(*pair, f"s{spine + 1}") for pair, spine in own_routes.items()),
         tuple(Hop(address, spine) for address, spine in HOPS.items()),
@@ -118,7 +119,7 @@ class TestDecided:
         desired = evaluate_job(trained, build_policy()).desired
         (incident,) = desired.state.incidents.current
         assert (incident.outcome, incident.live, incident.recovered) == (None, True, NOW + 2)
-        assert desired.state.budget.restart_seconds == pytest.approx(2.0)
+        assert desired.state.budget.measurements.round_seconds == pytest.approx(2.0)
 
     def test_the_route_trial_records_the_previous_routes(self) -> None:
         trial = evaluate_job(build_colliding(build_network()), build_policy()).desired.state.adaptation.route_trial
@@ -162,13 +163,13 @@ class TestMeasuredBefore:
         before = build_colliding(build_network(), requested_at=0.0)
         first = evaluate_job(before, build_policy())
         assert not list_decisions(first)
-        assert first.desired.state.adaptation.connections_requested_at == NOW
-        assert EvidencePart.LINKS in first.desired.plan.evidence_parts
+        assert first.desired.requests.connections_requested_at == NOW
+        assert EvidencePart.LINKS in first.desired.requests.evidence_parts
         return before.with_desired(first.desired)
 
     def with_answers(self, found: Observation, seconds: float) -> Observation:
         ends = (("10.0.0.0:40", "10.0.0.1:50", 0), ("10.0.0.1:40", "10.0.0.0:50", 1))
-        request = found.plan.evidence_request
+        request = found.requests.evidence_name
         answers = []
         for local_address, remote_address, rank in ends:
             sender = LinkWindow(
@@ -198,7 +199,7 @@ class TestMeasuredBefore:
         not_due = replace(
             found, cluster_view=replace(found.cluster_view, network=build_network(waiting=0.0)), now=NOW + 4
         )
-        assert evaluate_job(not_due, build_policy()).desired.plan.evidence_request == ""
+        assert evaluate_job(not_due, build_policy()).desired.requests.evidence_name == ""
 
 
 class TestUnchanged:

@@ -55,11 +55,11 @@ def test_a_new_round_of_the_same_workers_gives_the_pair_other_ports() -> None:
 
 def test_the_route_trial_records_the_previous_speed() -> None:
     before = build_drawn()
-    check = before.state.adaptation.link_check
+    check = before.requests.link_check
     assert check is not None
     assert check.hottest is not None
     fast = replace(check, hottest=replace(check.hottest, bytes_per_second=12e6))
-    before = before.with_desired(before.desired.with_adaptation(link_check=fast))
+    before = before.with_desired(before.desired.with_requests(link_check=fast))
     before = replace(before, probes=build_answered(LINK).probes)
     trial = evaluate_job(before, build_policy()).desired.state.adaptation.route_trial
     assert trial is not None
@@ -143,7 +143,7 @@ class TestDrawnPorts:
 
     def test_drawn_ports_are_removed_with_other_members(self) -> None:
         before = self.build_drawn_once()
-        before = before.with_desired(before.desired.with_adaptation(link_check=None))
+        before = before.with_desired(before.desired.with_requests(link_check=None))
         result = evaluate_job(change_worker(before, "j-w3-0", gone=True), build_policy())
         assert result.desired.plan.membership == 2
         assert result.desired.plan.paths is None

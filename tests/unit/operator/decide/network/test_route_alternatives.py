@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_analysis.protocol.plan import EvidencePart, SyncMode
+from pacekeeper_analysis.protocol.plan import SyncMode
+from pacekeeper_analysis.protocol.requests import EvidencePart
 from pacekeeper_operator.api.incident import IncidentCause, IncidentOutcome
 from pacekeeper_operator.api.training_job import RemediationMode, Remedy
 from pacekeeper_operator.decide.evaluate import PassResult, evaluate_job
@@ -39,11 +40,11 @@ def with_answers(
     found: Observation, result: PassResult, slow: Mapping[RankPair, float], seconds: float = 1.0
 ) -> Observation:
     """Return the observation with an answer of all ranks to the current evidence request."""
-    plan = result.desired.plan
-    assert plan.evidence_request
-    answers = windows(plan.evidence_request, exposed=0.25)
-    if EvidencePart.LINKS in plan.evidence_parts:
-        links = build_connection_answers(slow, request=plan.evidence_request)
+    requests = result.desired.requests
+    assert requests.evidence_name
+    answers = windows(requests.evidence_name, exposed=0.25)
+    if EvidencePart.LINKS in requests.evidence_parts:
+        links = build_connection_answers(slow, request=requests.evidence_name)
         answers = tuple(
             replace(answer, links=connections.links) for answer, connections in zip(answers, links, strict=True)
         )
@@ -89,7 +90,7 @@ def run_until_decision(
         result = evaluate_job(found, policy)
         if list_decisions(result):
             break
-        if result.desired.plan.evidence_request:
+        if result.desired.requests.evidence_name:
             found = with_answers(found, result, slow, 2.0)
         else:
             found = replace(found.with_desired(result.desired), now=found.now + 2)
@@ -156,7 +157,7 @@ class TestSlowLink:
         assert replan.check_replanned_routes(planned, build_policy()) is None
         late = replace(planned, now=planned.now + NEW_ROUTE_REPORT_SECONDS)
         measured = late.with_desired(
-            late.desired.with_adaptation(connections_requested_at=late.now - REROUTE_EVIDENCE_WAIT_SECONDS - 1)
+            late.desired.with_requests(connections_requested_at=late.now - REROUTE_EVIDENCE_WAIT_SECONDS - 1)
         )
         assert replan.check_replanned_routes(measured, build_policy()) is not None
 

@@ -203,7 +203,7 @@ class TestRecorded:
 
     def test_reports_survive_encoding_and_decoding(self) -> None:
         desired = route_reports.record_route_reports(build_measured(), build_policy())
-        assert state_codec.decode_state(state_codec.encode_state(desired, "j"), "j").desired == desired
+        assert state_codec.decode_state(state_codec.encode_state(desired, "j"), "j").desired.is_stored_as(desired)
 
     def test_reports_expire(self) -> None:
         old, new = (

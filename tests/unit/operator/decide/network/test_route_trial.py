@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.protocol.plan import EvidencePart, PlannedPath, SyncMode
+from pacekeeper_analysis.protocol.plan import PlannedPath, SyncMode
+from pacekeeper_analysis.protocol.requests import EvidencePart
 from pacekeeper_operator.api.fabric import PathControl
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass, IncidentOutcome
 from pacekeeper_operator.api.training_job import JobPhase, JobStatus, Remedy
@@ -105,10 +106,16 @@ class TestMeasured:
         found = build_begun()
         open_incident = find_incident(found)
         assert (open_incident.outcome, open_incident.live, open_incident.recovered) == (None, True, NOW - 5)
-        assert (found.state.budget.restart_seconds, found.state.budget.lost_seconds) == (5.0, 5.0)
+        assert (found.state.budget.measurements.same_workers, found.state.budget.lost_seconds) == ((5.0,), 5.0)
         assert found.state.adaptation.route_trial is not None
         assert found.state.adaptation.route_trial.since == NOW - 5
         assert build_job_status(found, build_policy(), JobStatus()).phase is JobPhase.RUNNING, "the job trains"
+
+    def test_rounds_that_failed_before_it_are_not_the_price_of_a_round(self) -> None:
+        found = build_tried()
+        found, _ = run_pass(change_members(found, round=found.progress.round + 1, progress={"steps_in_round": 3}))
+        assert find_incident(found).recovered == NOW - 5
+        assert (found.state.budget.measurements.same_workers, found.state.budget.lost_seconds) == ((), 5.0)
 
     def test_before_the_first_step_the_incident_is_unchanged(self) -> None:
         found, _ = run_pass(build_tried(first_step_at=None))
@@ -195,25 +202,25 @@ class TestSpeed:
 
     def test_connection_speeds_are_requested_and_awaited(self) -> None:
         found, result = run_pass(build_tried(bytes_per_second=30e6))
-        assert result.desired.plan.evidence_request == "", "connections are too young to be measured"
+        assert result.desired.requests.evidence_name == "", "connections are too young to be measured"
         old = NOW - 5 + THROUGHPUT_READY_SECONDS
         found, result = run_pass(replace(found, now=old))
-        plan = result.desired.plan
-        assert plan.evidence_request.startswith("routes-")
-        assert EvidencePart.LINKS in plan.evidence_parts
+        requests = result.desired.requests
+        assert requests.evidence_name.startswith("routes-")
+        assert EvidencePart.LINKS in requests.evidence_parts
         repeated, _ = run_pass(replace(found, now=old + 1))
-        assert repeated.plan.evidence_request == plan.evidence_request
+        assert repeated.requests.evidence_name == requests.evidence_name
         assert find_incident(repeated).outcome is None
-        young = tuple(replace(answer, links=()) for answer in build_connection_answers(request=plan.evidence_request))
+        young = tuple(replace(answer, links=()) for answer in build_connection_answers(request=requests.evidence_name))
         repeated, _ = run_pass(replace(repeated, now=old + ROUTE_EVIDENCE_PERIOD_SECONDS, evidence=young))
-        assert repeated.plan.evidence_request not in ("", plan.evidence_request)
+        assert repeated.requests.evidence_name not in ("", requests.evidence_name)
         answered = replace(
-            repeated, now=old + 6, evidence=build_connection_answers(request=repeated.plan.evidence_request)
+            repeated, now=old + 6, evidence=build_connection_answers(request=repeated.requests.evidence_name)
         )
         final, _ = run_pass(answered)
         assert find_incident(final).outcome is IncidentOutcome.RECOVERED
         later, _ = run_pass(replace(final, now=old + 6 + ROUTE_EVIDENCE_PERIOD_SECONDS))
-        assert later.plan.evidence_request == "", "no more evidence is requested"
+        assert later.requests.evidence_name == "", "no more evidence is requested"
 
     def test_the_wait_for_connection_speeds_is_limited(self) -> None:
         found, _ = run_pass(build_tried(0.1, bytes_per_second=30e6))
@@ -227,7 +234,7 @@ class TestSpeed:
 
     def test_no_evidence_is_requested_without_a_previous_speed(self) -> None:
         found, _ = run_pass(build_tried(step_seconds=0.1))
-        assert found.plan.evidence_request == ""
+        assert found.requests.evidence_name == ""
 
 
 class TestNoImprovement:
@@ -267,7 +274,10 @@ class TestNoImprovement:
         repeated, _ = run_pass(waiting)
         assert repeated.plan.paths == restored.plan.paths
         first_step = change_members(
-            replace(repeated, now=NOW + 17), membership=3, round=3, start={"first_step_at": NOW + 16}
+            replace(repeated, now=NOW + 17),
+            membership=3,
+            round=3,
+            start={"first_step_at": NOW + 16, "restored_step": 490},
         )
         final, _ = run_pass(first_step)
         assert final.state.adaptation.route_trial is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 from pacekeeper_analysis.failures.finding import FaultClass, Finding, Signal, SignalKind
 from pacekeeper_analysis.network.delay_matrix import SpotKind
 from pacekeeper_analysis.network.link_probe import LinkProbeVerdict
-from pacekeeper_analysis.protocol.plan import EvidencePart
-from pacekeeper_analysis.protocol.reports import Evidence, LinkProbe, LinkWindow
+from pacekeeper_analysis.protocol.reports import Evidence, LinkProbe
+from pacekeeper_analysis.protocol.requests import EvidencePart, EvidenceRequest
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Diagnosis
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass, IncidentOutcome
 from pacekeeper_operator.api.training_job import Remedy
@@ -28,17 +27,16 @@ from pacekeeper_operator.decide.stragglers import revert_to_sync, straggler, ver
 from pacekeeper_operator.state import rounds, state_codec
 from pacekeeper_operator.state.desired_state import (
     DesiredState,
-    HottestPlace,
     Incident,
-    LinkCheck,
     LinkVerdict,
     LocalSgdChoice,
     StragglerInvestigation,
 )
+from pacekeeper_operator.state.job_requests import HottestPlace, LinkCheck
 from pacekeeper_operator.state.observation import Observation
+from testing.network.link_evidence import build_mesh, build_ring
 from testing.operators.observations import NOW, build_policy, build_training, change_members, change_worker
 
-MB = 1_000_000
 PARTS = (EvidencePart.WINDOWS, EvidencePart.LINKS)
 HOTTEST = HottestPlace(SpotKind.PAIR, 0, 1, 1e7)
 CHECK = LinkCheck(NOW, "ask", HOTTEST, ("from rank 0 to rank 1: 10 MB/s",), conclusive=True)
@@ -59,43 +57,17 @@ FAST, SLOW = 400e6, 50e6
 
 
 def build_with_adaptation(replicas: int = 4, **adaptation: Any) -> Observation:
-    """Build a job of four workers and a spare, one rank each, whose launchers answer probes."""
+    """Build a job of four workers and a spare, one rank each, whose launchers answer probes.
+
+    `adaptation` may also hold the `link_check`."""
     found = change_members(build_training(replicas, step=500), probe_port=40000)
-    return found.with_desired(found.desired.with_adaptation(**adaptation))
-
-
-def build_ring(slow: int = -1, quiet: bool = False) -> tuple[Evidence, ...]:
-    """Build evidence of a ring: rank i sends to i + 1; sends of rank `slow` take ten times as long."""
-
-    def list_ends(rank: int) -> tuple[LinkWindow, ...]:
-        address, next_address, previous_address = (f"10.0.0.{(rank + step) % 4}" for step in (0, 1, -1))
-        busy = 4.0 if rank == slow else 0.4
-        sent_bytes = 0 if quiet else 50 * MB
-        sending = LinkWindow(f"{address}:40", f"{next_address}:50", rank, 0, 5.0, sent_bytes, busy)
-        receiving = LinkWindow(f"{address}:50", f"{previous_address}:40", rank, 0, 5.0)
-        return tuple(replace(end, age=age) for end in (sending, receiving) for age in range(3))
-
-    return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=list_ends(rank)) for rank in range(4))
-
-
-def build_mesh(ranks: int, slow: int) -> tuple[Evidence, ...]:
-    """Build evidence of a mesh: each rank sends to each; sends of rank `slow` take ten times as long."""
-
-    def list_ends(rank: int) -> Iterator[LinkWindow]:
-        address, busy = f"10.0.0.{rank}", 4.0 if rank == slow else 0.4
-        for peer in (peer for peer in range(ranks) if peer != rank):
-            yield LinkWindow(f"{address}:{100 + peer}", f"10.0.0.{peer}:{200 + rank}", rank, 0, 5.0, 50 * MB, busy)
-            yield LinkWindow(f"{address}:{200 + peer}", f"10.0.0.{peer}:{100 + rank}", rank, 0, 5.0)
-
-    def list_windows(rank: int) -> tuple[LinkWindow, ...]:
-        return tuple(replace(end, age=age) for end in list_ends(rank) for age in range(3))
-
-    return tuple(Evidence("ask", f"j-w{rank}-0", 1, links=list_windows(rank)) for rank in range(ranks))
+    link_check = adaptation.pop("link_check", None)
+    return found.with_desired(found.desired.with_adaptation(**adaptation).with_requests(link_check=link_check))
 
 
 def build_with_evidence(evidence: tuple[Evidence, ...], **adaptation: Any) -> Observation:
     found = build_with_adaptation(**adaptation)
-    found = found.with_desired(found.desired.with_plan(evidence_request="ask", evidence_parts=PARTS))
+    found = found.with_desired(found.desired.with_requests(evidence=EvidenceRequest("ask", PARTS)))
     return replace(found, evidence=evidence)
 
 
@@ -104,16 +76,20 @@ def build_open(incident: Incident = INCIDENT, **adaptation: Any) -> Observation:
     return found.with_desired(found.desired.with_incident(incident))
 
 
+def advance_probe(found: Observation, **policy_values: Any) -> DesiredState:
+    return slow_communication.advance_link_probe(found, build_policy(**policy_values))
+
+
 def get_link_check(desired: DesiredState) -> LinkCheck:
-    assert desired.state.adaptation.link_check is not None
-    return desired.state.adaptation.link_check
+    assert desired.requests.link_check is not None
+    return desired.requests.link_check
 
 
 def build_answered(slow: set[tuple[int, int]], incident: Incident = INCIDENT, **adaptation: Any) -> Observation:
     """Build a job whose probe of 0 → 1 was requested and answered; `slow`: pairs of ranks."""
     before = build_open(incident, **adaptation)
     after = before.with_desired(slow_communication.advance_link_probe(before, build_policy()))
-    probe_task = after.plan.probe
+    probe_task = after.requests.probe
     assert probe_task is not None
     slow_workers = {(f"j-w{source}-0", f"j-w{destination}-0") for source, destination in slow}
     return replace(
@@ -145,13 +121,13 @@ class TestRequests:
             desired = straggler._request_evidence(
                 build_with_adaptation(), StragglerInvestigation(NOW - 10, last_bottleneck=bottleneck)
             )
-            assert (EvidencePart.LINKS in desired.plan.evidence_parts) is is_requested
+            assert (EvidencePart.LINKS in desired.requests.evidence_parts) is is_requested
 
     def test_reverting_to_sync_requests_connections_until_a_hot_place_is_found(self) -> None:
         def request_parts(found: Observation) -> tuple[EvidencePart, ...]:
             mode = LocalSgdChoice(NOW - 30, Bottleneck.COMMUNICATION, "r", "i")
             found = found.with_desired(found.desired.with_adaptation(local_sgd=mode))
-            return revert_to_sync._request_evidence(found, mode).plan.evidence_parts
+            return revert_to_sync._request_evidence(found, mode).requests.evidence_parts
 
         assert request_parts(build_open(link_check=None)) == PARTS
         assert request_parts(build_open(link_check=replace(CHECK, hot_places=(), hottest=None))) == PARTS
@@ -195,7 +171,8 @@ class TestRecord:
         checked = build_with_evidence(build_ring(slow=2), link_check=CHECK)
         assert slow_communication.record_link_evidence(checked, build_policy()) is checked.desired
         not_requested = build_with_evidence(build_ring(slow=2))
-        not_requested = not_requested.with_desired(not_requested.desired.with_plan(evidence_parts=PARTS[:1]))
+        other_request = EvidenceRequest("ask", PARTS[:1])
+        not_requested = not_requested.with_desired(not_requested.desired.with_requests(evidence=other_request))
         assert slow_communication.record_link_evidence(not_requested, build_policy()) is not_requested.desired
 
     def test_a_check_that_is_being_probed_stays(self) -> None:
@@ -212,12 +189,14 @@ class TestRecord:
         assert [side.ratio for side in sides] == sorted((side.ratio for side in sides), reverse=True)
         assert sides[1].ratio == pytest.approx(1.0, rel=0.1)
 
-    def test_a_check_survives_encoding_and_decoding(self) -> None:
+    def test_verdicts_survive_a_change_of_the_leader_and_the_check_does_not(self) -> None:
         desired = slow_communication.record_link_evidence(build_with_evidence(build_ring(slow=2)), build_policy())
         recorded = desired.with_adaptation(
             link_verdicts=(LinkVerdict(NOW, LinkProbeVerdict.SENDER, "j-w0-0", "node-0"),)
         )
-        assert state_codec.decode_state(state_codec.encode_state(recorded, "j"), "j").desired == recorded
+        read = state_codec.decode_state(state_codec.encode_state(recorded, "j"), "j").desired
+        assert read.is_stored_as(recorded)
+        assert read.requests.link_check is None
 
 
 def build_diagnosis(bottleneck: Bottleneck) -> Diagnosis:
@@ -285,7 +264,7 @@ class TestFinding:
 class TestProbe:
     def test_an_open_incident_with_a_hot_place_begins_a_probe_with_controls_on_other_nodes(self) -> None:
         desired = slow_communication.advance_link_probe(build_open(), build_policy())
-        probe = desired.plan.probe
+        probe = desired.requests.probe
         assert probe is not None
         assert set(probe.sources) == {f"j-w{ordinal}-0" for ordinal in range(4)}
         assert probe.targets[0][0].address == "10.0.0.1:40000"
@@ -294,13 +273,13 @@ class TestProbe:
             probe.name,
             NOW,
         )
-        task = desired.plan.build_worker_plan("j-w0-0").probe
+        task = desired.requests.build_worker_requests("j-w0-0", is_member=True).probe
         assert task is not None
         assert [target.worker for target in task.targets] == ["j-w1-0", "j-w2-0", "j-w3-0"]
 
     def test_ipv6_addresses_are_written_in_brackets(self) -> None:
         found = change_worker(build_open(), "j-w1-0", pod={"address": "fd00::1"})
-        probe = slow_communication.advance_link_probe(found, build_policy()).plan.probe
+        probe = slow_communication.advance_link_probe(found, build_policy()).requests.probe
         assert probe is not None
         assert probe.targets[0][0].address == "[fd00::1]:40000"
 
@@ -327,24 +306,18 @@ class TestProbe:
         assert slow_communication.advance_link_probe(observation, build_policy()) is observation.desired
 
     def test_a_probe_does_not_begin_in_a_pause_or_without_budget(self) -> None:
-        assert (
-            slow_communication.advance_link_probe(build_open(), build_policy(paused="maintenance")).plan.probe is None
-        )
-        assert (
-            slow_communication.advance_link_probe(build_open(), build_policy(link_probes_per_hour=0)).plan.probe is None
-        )
+        assert advance_probe(build_open(), paused="maintenance").requests.probe is None
+        assert advance_probe(build_open(), link_probes_per_hour=0).requests.probe is None
 
     def test_the_budget_for_probes_is_renewed_after_an_hour(self) -> None:
         old = (LinkVerdict(NOW - 3601, LinkProbeVerdict.LINK), LinkVerdict(NOW - 3000, LinkProbeVerdict.LINK))
-        assert (
-            slow_communication.advance_link_probe(build_open(link_verdicts=old), build_policy()).plan.probe is not None
-        )
+        assert advance_probe(build_open(link_verdicts=old)).requests.probe is not None
 
     def test_an_old_check_expires(self) -> None:
         desired = slow_communication.advance_link_probe(
             build_open(link_check=replace(CHECK, at=NOW - LINK_EVIDENCE_TTL_SECONDS - 1)), build_policy()
         )
-        assert desired.state.adaptation.link_check is None
+        assert desired.requests.link_check is None
 
     def test_the_wait_for_answers_is_limited(self) -> None:
         partial = build_answered(LINK)
@@ -352,7 +325,7 @@ class TestProbe:
         assert slow_communication.advance_link_probe(partial, build_policy()) is partial.desired
         late = replace(partial, now=NOW + 4 + LINK_PROBE_ANSWER_SECONDS)
         desired = slow_communication.advance_link_probe(late, build_policy())
-        assert desired.plan.probe is None
+        assert desired.requests.probe is None
         assert desired.state.adaptation.link_verdicts[-1].verdict is LinkProbeVerdict.INCONCLUSIVE
 
     @pytest.mark.parametrize(
@@ -375,7 +348,7 @@ class TestProbe:
         assert incident.finding.advice
         assert f"{verdict}. j-w0-0 → j-w1-0" in incident.evidence[-1]
         assert desired.state.adaptation.link_verdicts[-1].worker == worker
-        assert (desired.plan.probe, get_link_check(desired).probe) == (None, "")
+        assert (desired.requests.probe, get_link_check(desired).probe) == (None, "")
         assert slow_communication.advance_link_probe(build_open().with_desired(desired), build_policy()) == desired, (
             "one check is probed once"
         )
@@ -393,14 +366,14 @@ class TestProbe:
         hottest = get_link_check(other_direction.desired).hottest
         assert hottest is not None
         assert (hottest.source, hottest.destination) == (1, 0)
-        next_probe = slow_communication.advance_link_probe(other_direction, build_policy()).plan.probe
+        next_probe = slow_communication.advance_link_probe(other_direction, build_policy()).requests.probe
         assert next_probe is not None
         assert (next_probe.sources[0], next_probe.targets[0][0].worker) == ("j-w1-0", "j-w0-0")
 
     def test_the_probe_of_the_reverse_direction_begins_at_once_and_the_incident_stays_open(self) -> None:
         answered = build_answered({(1, 0)})
         other_direction = answered.with_desired(slow_communication.advance_link_probe(answered, build_policy()))
-        assert other_direction.plan.probe is not None
+        assert other_direction.requests.probe is not None
         (incident,) = other_direction.state.incidents.open
         assert verify.evaluate_incident(other_direction, incident) == incident
 
@@ -422,7 +395,7 @@ class TestProbe:
 
     def test_another_membership_ends_the_probe(self) -> None:
         after = rounds.begin_round(build_answered(LINK), build_with_adaptation().plan.members)
-        assert (after.plan.probe, after.state.adaptation.link_check) == (None, None)
+        assert (after.requests.probe, after.requests.link_check) == (None, None)
 
 
 class TestNode:

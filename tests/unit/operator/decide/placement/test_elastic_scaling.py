@@ -13,6 +13,7 @@ from pacekeeper_operator.decide.placement import elastic_scaling, membership
 from pacekeeper_operator.state.cluster_view import PodView, WorkerView
 from pacekeeper_operator.state.desired_state import DesiredState, WorkerRecord
 from pacekeeper_operator.state.observation import Observation
+from pacekeeper_operator.state.restart_estimates import RestartMeasurements
 from testing.operators.observations import NOW, build_job, build_policy, build_training, change_members, change_worker
 
 START, RESTART = 30.0, 5.0
@@ -25,7 +26,9 @@ def build_elastic(
     """Build a job that may train with `min_replicas` workers, and has no spares."""
     job = build_job(replicas, 0, min_replicas=min_replicas, nproc_per_node=ranks_per_worker, scheduling_timeout=300.0)
     found = change_members(build_training(replicas, 0, job=job), training={"replica_ranks": replica_ranks})
-    measured = found.desired.with_placement(start_seconds=START).with_budget(restart_seconds=RESTART)
+    measured = found.desired.with_placement(start_seconds=START).with_budget(
+        measurements=RestartMeasurements(same_workers=(RESTART,))
+    )
     return replace(found.with_desired(measured), **changes)
 
 
@@ -160,7 +163,7 @@ class TestContinuing:
     def test_by_default_a_start_takes_longer_than_a_restart(self) -> None:
         observation = with_lost_workers(build_elastic(), "j-w1-0")
         unknown = observation.with_desired(
-            observation.desired.with_placement(start_seconds=None).with_budget(restart_seconds=None)
+            observation.desired.with_placement(start_seconds=None).with_budget(measurements=RestartMeasurements())
         )
         assert len(apply_step(unknown).plan.members) == 3
 

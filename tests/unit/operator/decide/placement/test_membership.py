@@ -256,3 +256,54 @@ class TestShrinking:
     def test_a_successor_that_cannot_start_is_not_awaited(self, pod_values: dict[str, object]) -> None:
         pod = replace(PodView("j-w1-1", "uid", "Pending", "", created_at=NOW), **pod_values)  # type: ignore[arg-type]
         assert len(self.apply_step_with_vacancy(SHRINK_DELAY_SECONDS, successor=pod).plan.members) == 3
+
+
+class TestRestoredBackup:
+    """etcd is restored from a backup: workers are in membership 3, by version 112; the plan is version 100 of 1."""
+
+    def build_restored(self, state: LauncherState = LauncherState.RUNNING) -> Observation:
+        return change_members(build_training(2, 1), membership=3, round=5, plan_version=112, state=state)
+
+    def test_members_of_a_later_membership_begin_one_above_it(self) -> None:
+        plan = apply_step(self.build_restored()).plan
+        assert (plan.membership, plan.version, plan.round) == (4, 113, 6)
+        assert [member.worker for member in plan.members] == ["j-w0-0", "j-w1-0"]
+
+    @pytest.mark.parametrize("state", [LauncherState.RUNNING, LauncherState.GATHERING, LauncherState.LOST])
+    def test_a_worker_that_the_plan_does_not_know_replaces_a_lost_member(self, state: LauncherState) -> None:
+        observation = change_worker(build_training(2, 1), "j-w2-0", heartbeat={"state": state, "plan_version": 112})
+        observation = change_worker(with_leaving(observation, "j-w1-0"), "j-w1-0", gone=True)
+        assert list_members(apply_step(observation)) == ["j-w0-0", "j-w1-0"], "a spare that is not warm yet"
+        plan = apply_step(change_worker(observation, "j-w2-0", heartbeat={"membership": 3})).plan
+        assert [member.worker for member in plan.members] == ["j-w0-0", "j-w2-0"]
+        assert (plan.membership, plan.version) == (4, 113)
+
+    def test_a_silent_worker_of_a_later_membership_gets_no_ranks(self) -> None:
+        observation = change_worker(build_training(2, 1), "j-w2-0", heartbeat={"membership": 3}, silent_seconds=60.0)
+        observation = change_worker(with_leaving(observation, "j-w1-0"), "j-w1-0", gone=True)
+        assert list_members(apply_step(observation)) == ["j-w0-0", "j-w1-0"]
+
+    def test_workers_that_trained_are_the_first_members_of_a_plan_without_any(self) -> None:
+        observation = self.build_restored()
+        observation = observation.with_desired(observation.desired.with_plan(version=8, membership=0, members=()))
+        plan = apply_step(observation).plan
+        assert [member.worker for member in plan.members] == ["j-w0-0", "j-w1-0"]
+        assert (plan.membership, plan.version) == (4, 113)
+
+    @pytest.mark.parametrize(
+        ("changes", "stop", "version"),
+        [
+            ({"plan_version": 100}, Stop.NO, 100),
+            ({"plan_version": 112}, Stop.NO, 113),
+            ({"plan_version": 112, "membership": 3}, Stop.NO, 100),
+            ({"plan_version": 112, "membership": 3}, Stop.SUSPEND, 113),
+        ],
+        ids=["they follow it", "an older plan", "an older membership", "an older membership that is to stop"],
+    )
+    def test_the_version_is_above_those_that_workers_follow(
+        self, changes: dict[str, object], stop: Stop, version: int
+    ) -> None:
+        observation = change_members(build_training(2, 1), **changes)
+        plan = observation.plan if stop is Stop.NO else observation.desired.with_plan(version=100, stop=stop).plan
+        observation = observation.with_desired(replace(observation.desired, plan=plan))
+        assert membership.raise_plan_version(observation, build_policy()).plan == replace(plan, version=version)

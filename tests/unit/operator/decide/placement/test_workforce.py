@@ -15,9 +15,12 @@ from pacekeeper_operator.decide.placement.workforce import (
     POD_DELETION_OVERDUE_SECONDS,
     UNPLACED_POD_SECONDS,
     WORKER_LEAVE_SECONDS,
+    assign_pod_sets,
     list_missing_workers,
     list_surplus_workers,
+    runs_completely,
 )
+from pacekeeper_operator.pods.queues import SPARES_POD_SET, WORKERS_POD_SET
 from pacekeeper_operator.state.cluster_view import FRESH_WORKER_SECONDS, NodeView, PodView, WorkerView
 from pacekeeper_operator.state.desired_state import DesiredState, WorkerRecord
 from pacekeeper_operator.state.observation import Observation
@@ -109,6 +112,46 @@ class TestMissing:
         observation = build_training(2, 2, job=build_job(2, 1))
         assert not list_missing_workers(apply_step(observation))
         assert list_leaving(apply_step(observation)) == ["j-w3-0"], "the newest of those without ranks"
+
+
+class TestQueuedPods:
+    def build_queued(self, *pod_sets: str | None) -> Observation:
+        """Build a job of two workers and a spare, with the pod sets of their pods; None: there is no pod."""
+        observation = build_training(2, 1)
+        workers = tuple(
+            replace(view, pod=None if pod_set is None or view.pod is None else replace(view.pod, pod_set=pod_set))
+            for view, pod_set in zip(observation.workers, pod_sets, strict=True)
+        )
+        return replace(observation, job=replace(observation.job, queue="team"), workers=workers)
+
+    @pytest.mark.parametrize(
+        ("pod_sets", "spares", "expected"),
+        [
+            ((None, None, None), [False, False, True], [WORKERS_POD_SET, WORKERS_POD_SET, SPARES_POD_SET]),
+            ((WORKERS_POD_SET, WORKERS_POD_SET, None), [True], [SPARES_POD_SET]),
+            ((None, WORKERS_POD_SET, SPARES_POD_SET), [False], [WORKERS_POD_SET]),
+            ((None, WORKERS_POD_SET, SPARES_POD_SET), [True], [WORKERS_POD_SET]),  # the spare has become a member
+            ((WORKERS_POD_SET, WORKERS_POD_SET, SPARES_POD_SET), [False], [WORKERS_POD_SET]),  # more than were admitted
+            (("", "", None), [True], [SPARES_POD_SET]),  # an older operator created the others
+        ],
+    )
+    def test_a_new_pod_belongs_to_the_set_with_a_free_place(
+        self, pod_sets: tuple[str | None, ...], spares: list[bool], expected: list[str]
+    ) -> None:
+        assert assign_pod_sets(self.build_queued(*pod_sets), spares) == expected
+
+    def test_a_job_in_no_queue_has_no_pod_sets(self) -> None:
+        assert assign_pod_sets(build_training(2, 1), [False]) == [""]
+
+    @pytest.mark.parametrize(
+        ("pod", "complete"),
+        [({}, True), ({"started": False}, False), ({"deleting": True}, False), ({"exit_code": 1}, False)],
+    )
+    def test_a_job_runs_completely_with_as_many_workers_as_replicas(self, pod: dict[str, Any], complete: bool) -> None:
+        observation = with_pods(build_training(2, 0))
+        for view in observation.workers:
+            observation = change_worker(observation, view.name, pod={"started": True})
+        assert runs_completely(change_worker(observation, "j-w0-0", pod=pod)) is complete
 
 
 class TestRecords:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from pacekeeper_analysis.failures.finding import FaultClass, SignalKind
-from pacekeeper_analysis.protocol.records import Collective
 from pacekeeper_analysis.protocol.reports import Evidence, RankWindow
 from pacekeeper_analysis.stragglers import strategies
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Diagnosis
 from pacekeeper_operator.decide.stragglers import collective_waits
 from pacekeeper_operator.state.observation import Observation
+from pacekeeper_rank.records import Collective
 from testing.operators.observations import build_training
 from testing.training.nested_ranks import NestedRanks
 

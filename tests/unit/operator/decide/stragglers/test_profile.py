@@ -9,17 +9,20 @@ import pytest
 
 from pacekeeper_analysis.failures.finding import FaultClass, Finding, Signal, SignalKind
 from pacekeeper_analysis.profiling.localize import Explanation, Localization, describe_localization
-from pacekeeper_analysis.protocol.plan import SourceNaming, Stop, SyncMode
+from pacekeeper_analysis.protocol.plan import Stop, SyncMode
 from pacekeeper_analysis.protocol.reports import Evidence, RankWindow
+from pacekeeper_analysis.protocol.requests import SourceNaming
 from pacekeeper_analysis.stragglers.strategies import Bottleneck
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass, IncidentOutcome
 from pacekeeper_operator.api.training_job import DetectionSpec, JobSpec, ProfileSpec
 from pacekeeper_operator.decide.effects import LocalizeProfile, SaveProfile
 from pacekeeper_operator.decide.evaluate import evaluate_job
 from pacekeeper_operator.decide.stragglers import profile
+from pacekeeper_operator.state import state_codec
 from pacekeeper_operator.state.desired_state import Incident, StragglerInvestigation
 from pacekeeper_operator.state.effect_results import LocalizedProfile
 from pacekeeper_operator.state.job_metrics import JobMetrics
+from pacekeeper_operator.state.job_requests import ProfileWindow
 from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import NOW, build_policy, build_training, change_members
 
@@ -75,16 +78,26 @@ def apply_step(observation: Observation, **changes: Any) -> Observation:
     return observation.with_desired(profile.advance_profile_window(observation, build_policy(**changes)))
 
 
+def get_window(observation: Observation) -> ProfileWindow:
+    assert observation.requests.profile_window is not None
+    return observation.requests.profile_window
+
+
+def get_name(observation: Observation) -> str:
+    assert observation.requests.profile is not None
+    return observation.requests.profile.name
+
+
 def with_manual_request(observation: Observation, request: str = "1") -> Observation:
     return replace(observation, job=replace(observation.job, profile_request=request))
 
 
 def with_answer(observation: Observation, localization: Localization = LOCALIZATION) -> Observation:
-    assert observation.plan.profile is not None
+    assert observation.requests.profile is not None
     return replace(
         observation,
         profile_answers=4,
-        localized_profile=LocalizedProfile(observation.plan.profile.name, localization, "{}"),
+        localized_profile=LocalizedProfile(observation.requests.profile.name, localization, "{}"),
     )
 
 
@@ -95,14 +108,14 @@ class TestBegin:
 
     def test_a_window_begins_for_an_incident_that_names_no_function(self) -> None:
         requested = apply_step(build_steady(build_volatile()))
-        window = requested.plan.profile
+        window = requested.requests.profile
         assert window is not None
         assert (window.first_step, window.steps, window.sources) == (562, 80, SourceNaming.HASH)
-        assert requested.state.profiling.incident == "j-volatile"
-        assert requested.plan.version == 101
+        assert get_window(requested).incident == "j-volatile"
+        assert requested.desired.is_stored_as(build_steady(build_volatile()).desired), "nothing is written"
 
     def test_the_window_is_shorter_for_long_steps(self) -> None:
-        window = apply_step(build_steady(build_volatile(), metrics=replace(STEADY, step_seconds=5.0))).plan.profile
+        window = apply_step(build_steady(build_volatile(), metrics=replace(STEADY, step_seconds=5.0))).requests.profile
         assert window is not None
         assert (window.first_step, window.steps) == (504, 32)
 
@@ -117,43 +130,43 @@ class TestBegin:
         ids=["names one", "names its cause", "not slowness", "another round"],
     )
     def test_no_window_begins_for_other_incidents(self, incident: Incident) -> None:
-        assert apply_step(build_steady(incident)).plan.profile is None
+        assert apply_step(build_steady(incident)).requests.profile is None
 
     def test_one_window_begins_per_incident(self) -> None:
         observation = apply_step(build_steady(build_volatile()))
         ended = observation.with_desired(profile._end_window(observation.desired))
-        assert apply_step(ended).plan.profile is None
+        assert apply_step(ended).requests.profile is None
 
     def test_a_window_begins_for_a_uniform_slowdown_and_again_only_if_it_grows(self) -> None:
         observation = apply_step(build_steady(uniform=1.2))
-        assert observation.plan.profile is not None
+        assert observation.requests.profile is not None
         ended = observation.with_desired(profile._end_window(observation.desired))
-        assert apply_step(ended).plan.profile is None
+        assert apply_step(ended).requests.profile is None
         slower = replace(ended, metrics=replace(STEADY, uniform_slowdown=1.35))
-        assert apply_step(slower).plan.profile is not None
+        assert apply_step(slower).requests.profile is not None
 
     @pytest.mark.parametrize(
         "changes", [{"relative_time": 1.5}, {"uniform_slowdown": 1.09}, {"uniform_slowdown": None}], ids=str
     )
     def test_no_window_begins_without_a_uniform_slowdown(self, changes: dict[str, Any]) -> None:
         observation = build_steady(metrics=replace(STEADY, **({"uniform_slowdown": 1.2} | changes)))
-        assert apply_step(observation).plan.profile is None
+        assert apply_step(observation).requests.profile is None
 
     def test_a_window_waits_for_the_investigation_unless_it_found_no_bottleneck(self) -> None:
         observation = build_steady(uniform=1.2)
-        assert apply_step(with_investigation(observation, None)).plan.profile is None
-        assert apply_step(with_investigation(observation, Bottleneck.COMMUNICATION)).plan.profile is None
-        assert apply_step(with_investigation(observation, Bottleneck.NONE)).plan.profile is not None
+        assert apply_step(with_investigation(observation, None)).requests.profile is None
+        assert apply_step(with_investigation(observation, Bottleneck.COMMUNICATION)).requests.profile is None
+        assert apply_step(with_investigation(observation, Bottleneck.NONE)).requests.profile is not None
 
     @pytest.mark.parametrize("cause", [IncidentCause.UNEVEN_LENGTHS, IncidentCause.GARBAGE_COLLECTION])
     def test_an_incident_with_a_known_cause_explains_the_uniform_slowdown(self, cause: IncidentCause) -> None:
         known_cause = build_volatile(name="j-named", cause=cause, finding=DATA)
         explained = apply_step(build_steady(known_cause, uniform=1.4))
-        assert (explained.plan.profile, explained.state.profiling.uniform_slowdown) == (None, 1.4)
+        assert (explained.requests.profile, explained.state.profiling.uniform_slowdown) == (None, 1.4)
         slower = replace(explained, metrics=replace(STEADY, uniform_slowdown=1.6))
-        assert apply_step(slower).plan.profile is None, "the open incident explains the slowdown"
+        assert apply_step(slower).requests.profile is None, "the open incident explains the slowdown"
         ended = slower.with_desired(slower.desired.with_incidents(current=()))
-        assert apply_step(ended).plan.profile is not None
+        assert apply_step(ended).requests.profile is not None
 
     @pytest.mark.parametrize("cause", [IncidentCause.UNEVEN_LENGTHS, IncidentCause.GARBAGE_COLLECTION])
     def test_an_incident_with_a_known_cause_keeps_its_finding(self, cause: IncidentCause) -> None:
@@ -176,20 +189,22 @@ class TestBegin:
         observation = with_investigation(
             build_steady(metrics=replace(STEADY, uniform_slowdown=1.5, relative_time=1.4)), Bottleneck.COMMUNICATION
         )
-        assert apply_step(observation).plan.profile is None
+        assert apply_step(observation).requests.profile is None
         slow = RankWindow(0, (1, 2), (0.1, 0.1), (0.06, 0.06), (0, 0), baseline_own_seconds=0.04)
-        assert apply_step(replace(observation, evidence=(Evidence("ask", "w", 1, (slow,)),))).plan.profile is not None
+        assert (
+            apply_step(replace(observation, evidence=(Evidence("ask", "w", 1, (slow,)),))).requests.profile is not None
+        )
 
     def test_a_window_begins_for_slow_work_without_an_incident(self) -> None:
         """An expensive remedy waits until the loss is worth it, and a job may have none. The cause is reported."""
         observation = with_investigation(build_steady(), Bottleneck.COMPUTE)
         requested = apply_step(observation)
-        assert requested.plan.profile is not None
-        assert apply_step(requested.with_desired(profile._end_window(requested.desired))).plan.profile is None, (
+        assert requested.requests.profile is not None
+        assert apply_step(requested.with_desired(profile._end_window(requested.desired))).requests.profile is None, (
             "once a round"
         )
         named = build_volatile(cause=IncidentCause.STRAGGLER, finding=FOUND)
-        assert apply_step(with_investigation(build_steady(named), Bottleneck.COMPUTE)).plan.profile is None
+        assert apply_step(with_investigation(build_steady(named), Bottleneck.COMPUTE)).requests.profile is None
 
     @pytest.mark.parametrize(
         ("seconds", "uniform", "is_requested"), [(5, 1.5, False), (12, 1.5, True), (12, 1.05, False), (12, None, False)]
@@ -201,43 +216,45 @@ class TestBegin:
         observation = build_steady(metrics=replace(STEADY, relative_time=1.8, uniform_slowdown=uniform))
         investigation = StragglerInvestigation(NOW - seconds, last_bottleneck=Bottleneck.COMMUNICATION)
         observation = observation.with_desired(observation.desired.with_adaptation(investigation=investigation))
-        assert (apply_step(observation).plan.profile is not None) == is_requested
+        assert (apply_step(observation).requests.profile is not None) == is_requested
 
     def test_a_named_slow_link_explains_the_uniform_slowdown(self) -> None:
         explained = apply_step(
             build_steady(build_volatile(cause=IncidentCause.SLOW_COMMUNICATION, finding=LINK), uniform=1.5)
         )
-        assert explained.plan.profile is None
+        assert explained.requests.profile is None
         ended = explained.with_desired(explained.desired.with_incidents(current=()))
-        assert apply_step(ended).plan.profile is None
+        assert apply_step(ended).requests.profile is None
         slower = replace(ended, metrics=replace(STEADY, uniform_slowdown=1.8))
-        assert apply_step(slower).plan.profile is not None
+        assert apply_step(slower).requests.profile is not None
         without_culprit = build_volatile(cause=IncidentCause.SLOW_COMMUNICATION, finding=replace(LINK, culprit=""))
-        assert apply_step(build_steady(without_culprit)).plan.profile is not None
+        assert apply_step(build_steady(without_culprit)).requests.profile is not None
 
     def test_beyond_the_hourly_budget_only_a_manual_request_begins_a_window(self) -> None:
         observation = build_steady(build_volatile())
         used_budget = observation.with_desired(
             observation.desired.with_profiling(requested_times=(NOW - 3000, NOW - 10))
         )
-        assert apply_step(used_budget).plan.profile is None
-        assert apply_step(used_budget, profiles_per_hour=3).plan.profile is not None
-        assert apply_step(with_manual_request(used_budget)).plan.profile is not None
+        assert apply_step(used_budget).requests.profile is None
+        assert apply_step(used_budget, profiles_per_hour=3).requests.profile is not None
+        assert apply_step(with_manual_request(used_budget)).requests.profile is not None
         old = observation.with_desired(observation.desired.with_profiling(requested_times=(NOW - 3700, NOW - 10)))
-        assert apply_step(old).plan.profile is not None
+        assert apply_step(old).requests.profile is not None
 
     def test_each_value_of_a_manual_request_begins_one_window_in_any_mode(self) -> None:
         observation = build_steady()
         local_sgd = observation.with_desired(observation.desired.with_plan(sync_mode=SyncMode.EDIT))
         requested = apply_step(with_manual_request(local_sgd))
-        assert requested.plan.profile is not None
+        assert requested.requests.profile is not None
         ended = requested.with_desired(profile._end_window(requested.desired))
-        assert apply_step(ended).plan.profile is None
-        assert apply_step(with_manual_request(ended, "2")).plan.profile is not None
+        assert apply_step(ended).requests.profile is None
+        assert apply_step(with_manual_request(ended, "2")).requests.profile is not None
 
     def test_no_window_begins_before_all_ranks_train(self) -> None:
         assert (
-            apply_step(with_manual_request(change_members(build_steady(), start={"first_step_at": None}))).plan.profile
+            apply_step(
+                with_manual_request(change_members(build_steady(), start={"first_step_at": None}))
+            ).requests.profile
             is None
         )
 
@@ -247,7 +264,7 @@ class TestBegin:
         with_sources = replace(
             observation, job=replace(observation.job, spec=replace(observation.job.spec, detection=detection))
         )
-        window = apply_step(with_sources).plan.profile
+        window = apply_step(with_sources).requests.profile
         assert window is not None
         assert window.sources is SourceNaming.SHOW
 
@@ -255,7 +272,7 @@ class TestBegin:
 class TestAnswers:
     def test_complete_answers_are_localized_at_once(self) -> None:
         observation = apply_step(build_steady(build_volatile()))
-        assert observation.plan.profile is not None
+        assert observation.requests.profile is not None
         assert (
             list(
                 profile.list_profile_effects(
@@ -265,24 +282,22 @@ class TestAnswers:
             == []
         )
         assert list(profile.list_profile_effects(replace(observation, profile_answers=4))) == [
-            LocalizeProfile(observation.plan.profile.name, 4)
+            LocalizeProfile(observation.requests.profile.name, 4)
         ]
 
     def test_partial_answers_are_localized_at_the_deadline_or_the_end_of_the_round(self) -> None:
         observation = apply_step(build_steady(build_volatile()))
-        until = observation.state.profiling.until
-        assert until is not None
+        until = get_window(observation).until
         observation = replace(observation, profile_answers=3, last_profile_answer_at=until)
         late = replace(observation, now=until + 1)
         assert len(list(profile.list_profile_effects(late))) == 1
-        assert apply_step(late).plan.profile is not None
+        assert apply_step(late).requests.profile is not None
         assert len(list(profile.list_profile_effects(change_members(observation, round=2)))) == 1
 
     def test_late_answers_are_not_awaited(self) -> None:
         observation = apply_step(build_steady(build_volatile()))
         observation = replace(observation, profile_answers=3, last_profile_answer_at=observation.now + 8)
-        assert observation.state.profiling.until is not None
-        assert observation.state.profiling.until > observation.now + 20
+        assert get_window(observation).until > observation.now + 20
         assert list(profile.list_profile_effects(replace(observation, now=observation.now + 10))) == []
         assert (
             len(
@@ -297,26 +312,47 @@ class TestAnswers:
 
     def test_a_window_without_answers_ends(self) -> None:
         observation = apply_step(build_steady(build_volatile()))
-        assert apply_step(observation).plan.profile is not None
-        assert observation.state.profiling.until is not None
-        assert apply_step(replace(observation, now=observation.state.profiling.until + 1)).plan.profile is None
-        assert apply_step(change_members(observation, round=2)).plan.profile is None
+        assert apply_step(observation).requests.profile is not None
+        assert apply_step(replace(observation, now=get_window(observation).until + 1)).requests.profile is None
+        assert apply_step(change_members(observation, round=2)).requests.profile is None
 
     def test_a_stop_ends_the_window(self) -> None:
         observation = apply_step(build_steady(build_volatile()))
         assert (
-            apply_step(observation.with_desired(observation.desired.with_plan(stop=Stop.SUSPEND))).plan.profile is None
+            apply_step(observation.with_desired(observation.desired.with_plan(stop=Stop.SUSPEND))).requests.profile
+            is None
         )
 
+    def test_a_new_leader_abandons_an_open_window_and_requests_another(self) -> None:
+        """Answers may have reached the leader before it. They name a window that the new leader does not know."""
+        before = with_answer(replace(apply_step(build_steady(build_volatile())), nonce="a"))
+        stored = state_codec.decode_state(state_codec.encode_state(before.desired, "j"), "j").desired
+        after = apply_step(replace(before, now=NOW + 1, nonce="b").with_desired(stored))
+        assert get_name(after) != get_name(before)
+        assert get_window(after).incident == "j-volatile"
+        assert list(profile.list_profile_effects(replace(after, profile_answers=0))) == []
+        assert apply_step(after).requests.profile == after.requests.profile, "the old result is not for it"
+
+    @pytest.mark.parametrize("is_manual", [False, True])
+    def test_a_window_is_recorded_once_it_has_ended(self, is_manual: bool) -> None:
+        steady = build_steady(build_volatile())
+        opened = apply_step(with_manual_request(steady) if is_manual else steady)
+        assert opened.desired.is_stored_as(steady.desired)
+        ended = apply_step(replace(opened, now=get_window(opened).until + 1)).state.profiling
+        assert ended.requested_times == (() if is_manual else (NOW,))
+        assert (ended.investigated, ended.followed_annotation) == (("j-volatile",), "1" if is_manual else "")
+        assert ended.round == 1
+
     def test_the_finding_is_recorded_in_the_incident(self) -> None:
-        answered = apply_step(with_answer(apply_step(build_steady(build_volatile()))))
+        requested = apply_step(build_steady(build_volatile()))
+        answered = apply_step(with_answer(requested))
         incident = answered.state.incidents.find("j-volatile")
         assert incident is not None
         assert incident.finding is not None
         assert (incident.finding.culprit, incident.finding.fault) == (FOUND.culprit, FaultClass.CODE)
         assert len(incident.finding.signal_kinds) == 2
-        assert answered.plan.profile is None
-        assert list(profile.list_profile_effects(answered)) == [SaveProfile("profile-101", "j-volatile")]
+        assert answered.requests.profile is None
+        assert list(profile.list_profile_effects(answered)) == [SaveProfile(get_name(requested), "j-volatile")]
 
     def test_the_finding_is_recorded_in_a_closed_incident(self) -> None:
         observation = apply_step(build_steady(build_volatile()))
@@ -370,18 +406,20 @@ class TestAnswers:
         assert incident.finding.culprit == FOUND.culprit
         assert incident.message == "steps take 0.220 s longer than usual: train.py:augment on rank 2"
         assert incident.slowdown_before == pytest.approx(0.6 / 0.38)
-        assert result.observation.plan.profile is None
+        assert result.observation.requests.profile is None
         assert result.observation.state.adaptation.fruitless_investigation is None, (
             "stragglers are investigated as before"
         )
         next_result = evaluate_job(result.observation, build_policy())
         assert len(next_result.observation.state.incidents.current) == 1
-        assert list(profile.list_profile_effects(result.observation)) == [SaveProfile("profile-101", incident.name)]
+        assert list(profile.list_profile_effects(result.observation)) == [
+            SaveProfile(get_name(requested), incident.name)
+        ]
 
     def test_a_window_without_slowness_opens_no_incident(self) -> None:
         result = evaluate_job(with_answer(apply_step(with_manual_request(build_steady())), NOTHING), build_policy())
         assert result.observation.state.incidents.current == ()
-        assert result.observation.plan.profile is None
+        assert result.observation.requests.profile is None
 
     @pytest.mark.parametrize(("excess", "opened"), [(0.03, 0), (0.1, 1)])
     def test_a_small_unexplained_excess_opens_no_incident(self, excess: float, opened: int) -> None:
@@ -409,6 +447,5 @@ def test_the_wait_for_a_window_is_limited_to_an_hour() -> None:
     observation = with_manual_request(build_steady())
     endless = replace(observation, metrics=replace(observation.metrics, step_seconds=1e9))
     started = apply_step(endless)
-    assert started.plan.profile is not None
-    assert started.state.profiling.until is not None
-    assert started.state.profiling.until <= started.now + 3600.0
+    assert started.requests.profile is not None
+    assert get_window(started).until <= started.now + 3600.0

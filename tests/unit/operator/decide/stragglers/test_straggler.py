@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.network.delay_matrix import SpotKind
-from pacekeeper_analysis.protocol.plan import EvidencePart, ProfileRequest, Stop, SyncMode
+from pacekeeper_analysis.protocol.plan import Stop, SyncMode
 from pacekeeper_analysis.protocol.reports import Evidence, RankWindow
+from pacekeeper_analysis.protocol.requests import EvidencePart, EvidenceRequest, ProfileRequest
 from pacekeeper_analysis.stragglers.price import AccumulatedLoss
 from pacekeeper_analysis.stragglers.strategies import Bottleneck, Hysteresis
 from pacekeeper_operator.api.incident import IncidentCause, IncidentClass
@@ -27,14 +28,13 @@ from pacekeeper_operator.decide.stragglers.straggler import (
 from pacekeeper_operator.state.desired_state import (
     DesiredState,
     FruitlessInvestigation,
-    HottestPlace,
     Incident,
-    LinkCheck,
     LocalSgdChoice,
     PastIncident,
     StragglerInvestigation,
 )
 from pacekeeper_operator.state.job_metrics import MIN_WAITING_SHARE, JobMetrics
+from pacekeeper_operator.state.job_requests import HottestPlace, InvestigationRequest, LinkCheck
 from pacekeeper_operator.state.observation import Observation
 from testing.operators.observations import (
     NOW,
@@ -50,27 +50,35 @@ STEPS = 32
 HEALTHY = JobMetrics(step_seconds=0.1, relative_time=1.0, wait_share=0.0, peer_slowdown=1.0)
 SLOW = replace(HEALTHY, relative_time=2.0)
 WAITING = replace(HEALTHY, wait_share=MIN_WAITING_SHARE)
+ASKED = EvidenceRequest("ask")
 LINK: dict[str, Any] = {"exposed": 0.25, "slow": 1.0}
 """Parameters of windows in which all ranks wait for a link."""
 
 
 def build_investigation(age_seconds: float = 10.0, **changes: Any) -> StragglerInvestigation:
-    values: dict[str, Any] = {
-        "since": NOW - age_seconds,
-        "step_seconds": 0.1,
-        "request": "ask",
-        "requested_at": NOW - age_seconds,
-    }
-    return StragglerInvestigation(**(values | changes))
+    return StragglerInvestigation(**({"since": NOW - age_seconds, "step_seconds": 0.1} | changes))
+
+
+def with_last_request(found: Observation, **changes: Any) -> Observation:
+    """Return the observation of a leader that has requested evidence, by default when the investigation began."""
+    investigation = found.state.adaptation.investigation
+    assert investigation is not None
+    request = InvestigationRequest(**({"requested_at": investigation.since} | changes))
+    return found.with_desired(found.desired.with_requests(investigation=request))
 
 
 def build_sync(
-    metrics: JobMetrics = HEALTHY, investigation: StragglerInvestigation | None = None, **plan: Any
+    metrics: JobMetrics = HEALTHY,
+    investigation: StragglerInvestigation | None = None,
+    *,
+    evidence: EvidenceRequest | None = None,
+    **plan: Any,
 ) -> Observation:
-    """Build a job of four ranks that train in mode Sync."""
+    """Build a job of four ranks that train in mode Sync. If it is investigated, this leader has requested evidence."""
     found = change_members(replace(build_training(), metrics=metrics), training={"sync_mode": "Sync"})
     desired = found.desired.with_plan(**plan) if plan else found.desired
-    return found.with_desired(desired.with_adaptation(investigation=investigation))
+    found = found.with_desired(desired.with_adaptation(investigation=investigation).with_requests(evidence=evidence))
+    return found if investigation is None else with_last_request(found)
 
 
 def build_windows(slow: float = 2.0, exposed: float = 0.01, rank: int = 2, first: float = 0.08) -> tuple[Evidence, ...]:
@@ -99,11 +107,12 @@ def build_answered(
     last_bottleneck: Bottleneck | None = None,
     *,
     plan: dict[str, Any] | None = None,
+    parts: tuple[EvidencePart, ...] = tuple(EvidencePart),
     **window_values: Any,
 ) -> Observation:
-    """Build a job in which all ranks have answered the request for all parts."""
-    request = {"evidence_request": "ask", "evidence_parts": tuple(EvidencePart)}
-    found = build_sync(metrics, build_investigation(last_bottleneck=last_bottleneck), **{**request, **(plan or {})})
+    """Build a job in which all ranks have answered the request for all parts, or for these."""
+    investigation = build_investigation(last_bottleneck=last_bottleneck)
+    found = build_sync(metrics, investigation, evidence=EvidenceRequest("ask", parts), **(plan or {}))
     return replace(found, evidence=build_windows(**window_values))
 
 
@@ -166,15 +175,15 @@ class TestInvestigation:
         ],
     )
     def test_slow_or_waiting_ranks_begin_an_investigation(self, metrics: JobMetrics, is_requested: bool) -> None:
-        assert bool(update_investigation(build_sync(metrics)).plan.evidence_request) is is_requested
+        assert bool(update_investigation(build_sync(metrics)).requests.evidence_name) is is_requested
 
     def test_uneven_shares_of_a_healthy_job_begin_an_investigation(self) -> None:
-        assert update_investigation(build_sync(HEALTHY, shares=(8, 8, 7, 9))).plan.evidence_request
-        assert not update_investigation(build_sync(HEALTHY, shares=(8, 8, 8, 7))).plan.evidence_request, (
+        assert update_investigation(build_sync(HEALTHY, shares=(8, 8, 7, 9))).requests.evidence_name
+        assert not update_investigation(build_sync(HEALTHY, shares=(8, 8, 8, 7))).requests.evidence_name, (
             "as equal as can be"
         )
         unknown = build_sync(replace(HEALTHY, relative_time=None), shares=(8, 8, 7, 9))
-        assert not update_investigation(unknown).plan.evidence_request
+        assert not update_investigation(unknown).requests.evidence_name
 
     def test_an_ended_job_is_unchanged(self) -> None:
         found = build_sync(HEALTHY, build_investigation())
@@ -192,28 +201,26 @@ class TestInvestigation:
         assert update_investigation(found) is found.desired
 
     @pytest.mark.parametrize(
-        ("investigation", "request_"), [(build_investigation(), ""), (None, "ask"), (build_investigation(), "ask")]
+        ("investigation", "request_"), [(build_investigation(), None), (None, ASKED), (build_investigation(), ASKED)]
     )
     def test_a_young_round_drops_investigation_and_request(
-        self, investigation: StragglerInvestigation | None, request_: str
+        self, investigation: StragglerInvestigation | None, request_: EvidenceRequest | None
     ) -> None:
-        young = change_members(
-            build_sync(SLOW, investigation, evidence_request=request_), progress={"steps_in_round": 3}
-        )
+        young = change_members(build_sync(SLOW, investigation, evidence=request_), progress={"steps_in_round": 3})
         desired = update_investigation(young)
-        assert (desired.state.adaptation.investigation, desired.plan.evidence_request) == (None, "")
+        assert (desired.state.adaptation.investigation, desired.requests.evidence_name) == (None, "")
 
     def test_a_young_round_without_an_investigation_is_unchanged(self) -> None:
         young = change_members(build_sync(SLOW), progress={"steps_in_round": 3})
         assert update_investigation(young) is young.desired
 
     def test_an_investigation_ends_at_the_next_request_if_metrics_are_healthy(self) -> None:
-        early = build_sync(HEALTHY, build_investigation(MIN_EVIDENCE_REQUEST_SECONDS), evidence_request="ask")
+        early = build_sync(HEALTHY, build_investigation(MIN_EVIDENCE_REQUEST_SECONDS), evidence=ASKED)
         assert update_investigation(early) is early.desired
         late = update_investigation(
-            build_sync(HEALTHY, build_investigation(MIN_EVIDENCE_REQUEST_SECONDS + 1), evidence_request="ask")
+            build_sync(HEALTHY, build_investigation(MIN_EVIDENCE_REQUEST_SECONDS + 1), evidence=ASKED)
         )
-        assert (late.state.adaptation.investigation, late.plan.evidence_request) == (None, "")
+        assert (late.state.adaptation.investigation, late.requests.evidence_name) == (None, "")
 
     @pytest.mark.parametrize(("relative_time", "is_requested"), [(4.1, False), (3.9, True), (1.4, True)])
     def test_evidence_is_requested_again_at_once_from_a_recovered_rank(
@@ -224,31 +231,50 @@ class TestInvestigation:
         With one sample, the rank seems slow by its fixed part even when it is healthy. Its answers during the recovery
         decide nothing."""
         found = build_answered(replace(SLOW, relative_time=relative_time), slow=1.0, plan={"shares": (10, 10, 1, 11)})
-        investigation = build_investigation(
-            600.0, requested_at=NOW - 20, requested_step=(found.progress.step or 0) - 16, requested_relative_time=7.0
-        )
-        desired = update_investigation(found.with_desired(found.desired.with_adaptation(investigation=investigation)))
-        assert (desired.plan.evidence_request != "ask") is is_requested
-        assert desired.state.adaptation.investigation is not None
-        assert desired.state.adaptation.investigation.requested_relative_time == (
-            relative_time if is_requested else 7.0
-        )
+        found = found.with_desired(found.desired.with_adaptation(investigation=build_investigation(600.0)))
+        step = (found.progress.step or 0) - 16
+        desired = update_investigation(with_last_request(found, requested_at=NOW - 20, step=step, relative_time=7.0))
+        assert (desired.requests.evidence_name != "ask") is is_requested
+        assert desired.requests.investigation is not None
+        assert desired.requests.investigation.relative_time == (relative_time if is_requested else 7.0)
         assert desired.state.adaptation.fruitless_investigation is None
 
     def test_evidence_is_requested_again_if_the_request_was_withdrawn(self) -> None:
         """The plan has changed since, so the request and the answers are gone."""
         pending, requesting = (
-            update_investigation(build_sync(SLOW, build_investigation(2.0), evidence_request=request))
-            for request in ("ask", "")
+            update_investigation(build_sync(SLOW, build_investigation(2.0), evidence=request))
+            for request in (ASKED, None)
         )
-        assert pending.plan.evidence_request == "ask"
-        assert requesting.plan.evidence_request not in ("", "ask")
+        assert pending.requests.evidence_name == "ask"
+        assert requesting.requests.evidence_name not in ("", "ask")
+
+    def test_an_answer_that_changes_nothing_is_not_written(self) -> None:
+        """Only its time is known then, and only to this leader."""
+        found = build_answered(replace(HEALTHY, relative_time=1.3), Bottleneck.NONE, slow=1.0)
+        desired = update_investigation(found)
+        assert desired.requests.evidence_name not in ("", "ask")
+        assert desired.is_stored_as(found.desired)
+        assert desired.requests.investigation is not None
+        assert desired.requests.investigation.last_clear_at == NOW
+
+    @pytest.mark.parametrize(
+        ("last_bottleneck", "first_sign"), [(Bottleneck.NONE, NOW), (Bottleneck.COMPUTE, NOW - 300)]
+    )
+    def test_a_new_leader_counts_no_time_in_which_answers_may_have_shown_nothing(
+        self, last_bottleneck: Bottleneck, first_sign: float
+    ) -> None:
+        investigation = build_investigation(600.0, last_bottleneck=last_bottleneck, last_clear_at=NOW - 300)
+        found = build_sync(SLOW, investigation)
+        found = found.with_desired(found.desired.with_requests(investigation=None))
+        desired = update_investigation(found)
+        assert desired.requests.evidence is not None, "requested at once"
+        assert straggler._get_first_sign(found.with_desired(desired)) == first_sign
 
     def test_an_investigation_is_not_fruitless_while_a_rank_is_slow(self) -> None:
         slow_and_waiting = replace(SLOW, wait_share=0.5)
         for metrics, is_fruitless in ((slow_and_waiting, False), (SLOW, False), (WAITING, True)):
             desired = update_investigation(
-                build_sync(metrics, build_investigation(WAITING_INVESTIGATION_SECONDS + 1), evidence_request="ask")
+                build_sync(metrics, build_investigation(WAITING_INVESTIGATION_SECONDS + 1), evidence=ASKED)
             )
             assert (desired.state.adaptation.fruitless_investigation is not None) is is_fruitless
             assert (desired.state.adaptation.investigation is None) is is_fruitless
@@ -256,13 +282,11 @@ class TestInvestigation:
     def test_longer_steps_restart_only_the_investigation_of_waits(self) -> None:
         longer_steps = replace(WAITING, step_seconds=0.2)
         next_desired = update_investigation(
-            build_sync(longer_steps, build_investigation(WAITING_INVESTIGATION_SECONDS + 1), evidence_request="ask")
+            build_sync(longer_steps, build_investigation(WAITING_INVESTIGATION_SECONDS + 1), evidence=ASKED)
         )
         assert next_desired.state.adaptation.investigation is not None
         assert next_desired.state.adaptation.investigation.since == NOW
-        slow = update_investigation(
-            build_sync(replace(SLOW, step_seconds=0.2), build_investigation(), evidence_request="ask")
-        )
+        slow = update_investigation(build_sync(replace(SLOW, step_seconds=0.2), build_investigation(), evidence=ASKED))
         assert slow.state.adaptation.investigation is not None
         assert slow.state.adaptation.investigation.since == NOW - 10
 
@@ -273,7 +297,7 @@ class TestInvestigation:
             return bool(
                 update_investigation(
                     found.with_desired(found.desired.with_adaptation(fruitless_investigation=fruitless))
-                ).plan.evidence_request
+                ).requests.evidence_name
             )
 
         assert not has_request(FIRST_NEGATIVE_CACHE_SECONDS)
@@ -306,7 +330,9 @@ class TestInvestigation:
             "the cool-down stays, if nothing has changed"
         )
         waiting = build_sync(replace(WAITING, step_seconds=0.2)).with_desired(desired)
-        assert bool(update_investigation(waiting, mode=RemediationMode.RECOMMEND).plan.evidence_request) is is_requested
+        assert (
+            bool(update_investigation(waiting, mode=RemediationMode.RECOMMEND).requests.evidence_name) is is_requested
+        )
 
     @pytest.mark.parametrize(
         ("waiting", "continues"),
@@ -317,17 +343,17 @@ class TestInvestigation:
         below_threshold = replace(HEALTHY, wait_share=waiting)
         assert update_investigation(build_sync(below_threshold)).state.adaptation.investigation is None
         kept_investigation = update_investigation(
-            build_sync(below_threshold, build_investigation(), evidence_request="ask")
+            build_sync(below_threshold, build_investigation(), evidence=ASKED)
         ).state.adaptation.investigation
         assert (kept_investigation is not None) is continues
 
     def test_a_fruitless_investigation_of_waits_is_not_continued(self) -> None:
-        found = build_sync(WAITING, build_investigation(), evidence_request="ask")
+        found = build_sync(WAITING, build_investigation(), evidence=ASKED)
         suppressed = found.desired.with_adaptation(
             fruitless_investigation=FruitlessInvestigation(NOW - 20.0, FIRST_NEGATIVE_CACHE_SECONDS, 0.1)
         )
         desired = update_investigation(found.with_desired(suppressed))
-        assert (desired.state.adaptation.investigation, desired.plan.evidence_request) == (None, "")
+        assert (desired.state.adaptation.investigation, desired.requests.evidence_name) == (None, "")
         assert update_investigation(found).state.adaptation.investigation is not None
 
     def test_a_suppressed_slowdown_is_not_investigated_unless_another_rank_is_slower(self) -> None:
@@ -339,7 +365,7 @@ class TestInvestigation:
                     "i", IncidentCause.STRAGGLER, IncidentClass.PERFORMANCE, 1, "m", NOW, NOW, NOW, live=True
                 )
                 desired = desired.with_incident(open_incident)
-            return bool(update_investigation(found.with_desired(desired)).plan.evidence_request)
+            return bool(update_investigation(found.with_desired(desired)).requests.evidence_name)
 
         assert not has_request(2.0)
         assert has_request(2.2)
@@ -413,28 +439,28 @@ class TestBrokenInLocalSgd:
         assert update_investigation(known) is known.desired
 
     def test_a_rank_whose_loss_reaches_the_price_of_a_spare_is_investigated(self) -> None:
-        """A restart is assumed to take 5 s, and the first steps of the spare half of that."""
+        """A restart is assumed to take 5 s, and three steps of 0.1 s until the checkpoint cost a sixth."""
 
         def with_loss(seconds: float, slowdown: float = 1.2, **changes: Any) -> Observation:
             found = self.build_local_sgd(1.5, **changes)
             return found.with_desired(found.desired.with_adaptation(loss=AccumulatedLoss(seconds, NOW, slowdown)))
 
-        assert update_investigation(with_loss(5.5)).state.adaptation.investigation == StragglerInvestigation(
+        assert update_investigation(with_loss(5.06)).state.adaptation.investigation == StragglerInvestigation(
             since=NOW, step_seconds=0.1, step=500
         )
-        assert update_investigation(with_loss(5.4)).state.adaptation.investigation is None
+        assert update_investigation(with_loss(5.04)).state.adaptation.investigation is None
         assert update_investigation(with_loss(5.5, slowdown=1.004)).state.adaptation.investigation is None, (
             "the rank no longer costs time"
         )
         suspected = with_loss(5.5, investigation=build_investigation())
-        requested = suspected.with_desired(suspected.desired.with_plan(evidence_request="ask"))
+        requested = suspected.with_desired(suspected.desired.with_requests(evidence=ASKED))
         edit_windows = tuple(
             replace(answer, windows=tuple(_with_edit_mode(window) for window in answer.windows))
             for answer in build_windows(slow=1.5)
         )
         decision = decide_straggler(replace(requested, evidence=edit_windows))
         assert (decision.remedy, decision.rank) == (Remedy.REPLACE_WORKER, 2)
-        early = requested.with_desired(requested.desired.with_adaptation(loss=AccumulatedLoss(5.4, NOW, 1.2)))
+        early = requested.with_desired(requested.desired.with_adaptation(loss=AccumulatedLoss(5.04, NOW, 1.2)))
         assert straggler.check_stragglers(replace(early, evidence=edit_windows), build_policy()) is None
 
     @pytest.mark.parametrize("relative_time", [SPARE_FIRST_SLOWDOWN - 0.1, None])
@@ -505,13 +531,10 @@ class TestDecision:
     def test_without_a_remedy_the_decision_waits_for_the_place_of_the_bottleneck(self) -> None:
         def make_decision(since: float, link_check: LinkCheck) -> Decision | None:
             found = build_answered(WAITING, Bottleneck.COMMUNICATION, **LINK)
-            investigation = replace(
-                build_investigation(last_bottleneck=Bottleneck.COMMUNICATION), since=since, requested_at=NOW
-            )
-            found = change_members(
-                found.with_desired(found.desired.with_adaptation(investigation=investigation, link_check=link_check)),
-                training={"managed": False},
-            )
+            investigation = replace(build_investigation(last_bottleneck=Bottleneck.COMMUNICATION), since=since)
+            desired = found.desired.with_adaptation(investigation=investigation).with_requests(link_check=link_check)
+            found = with_last_request(found.with_desired(desired), requested_at=NOW)
+            found = change_members(found, training={"managed": False})
             return straggler.check_stragglers(found, build_policy())
 
         nothing_hot = LinkCheck(NOW, "ask", conclusive=True)
@@ -525,7 +548,7 @@ class TestDecision:
 
     def test_slow_transfers_of_longer_work_are_ignored_while_a_profile_is_expected(self) -> None:
         found = build_answered(WAITING, Bottleneck.COMMUNICATION, **LINK)
-        requested = found.with_desired(found.desired.with_plan(profile=ProfileRequest("profile-9", 600)))
+        requested = found.with_desired(found.desired.with_requests(profile=ProfileRequest("profile-9", 600)))
         assert straggler.check_stragglers(requested, build_policy()) is not None
         slower = tuple(
             replace(answer, windows=tuple(replace(window, baseline_own_seconds=0.05) for window in answer.windows))
@@ -582,11 +605,9 @@ class TestRefusedMode:
         assert self.find_refusal(training={"managed": False}).startswith("the script does not use the library")
 
     def test_the_diagnosis_of_an_unmanaged_script_waits_for_operations(self) -> None:
-        found = change_members(
-            build_answered(plan={"evidence_parts": (EvidencePart.WINDOWS,)}), training={"managed": False}
-        )
+        found = change_members(build_answered(parts=(EvidencePart.WINDOWS,)), training={"managed": False})
         assert straggler.diagnose_evidence(found) is None
-        assert EvidencePart.OPERATIONS in update_investigation(found).plan.evidence_parts
+        assert EvidencePart.OPERATIONS in update_investigation(found).requests.evidence_parts
 
     def test_local_sgd_is_refused_if_ranks_have_refused_it(self) -> None:
         assert self.find_refusal(adaptation={"mode_refusal": "no dimension"}) == "the ranks refused it: no dimension"
@@ -644,8 +665,7 @@ class TestRefusedSpare:
     def test_a_recovery_is_not_assumed_within_half_a_window(self, steps_since: int, is_slow: bool) -> None:
         """The rank has only just become slow, so most of the steps in the metrics are older."""
         found = build_answered(replace(HEALTHY, relative_time=2.0), slow=6.0)
-        investigation = build_investigation(requested_step=(found.progress.step or 0) - steps_since)
-        found = found.with_desired(found.desired.with_adaptation(investigation=investigation))
+        found = with_last_request(found, step=(found.progress.step or 0) - steps_since)
         assert (self.find_refusal(found) == "no rank is so slow any more") is not is_slow
 
     def find_refusal(self, found: Observation) -> str:
@@ -662,7 +682,7 @@ class TestRevertToSync:
         )
 
     def test_evidence_for_a_revert_is_requested(self) -> None:
-        assert revert_to_sync.consider_revert_to_sync(self.build_local_sgd(), build_policy()).plan.evidence_request
+        assert revert_to_sync.consider_revert_to_sync(self.build_local_sgd(), build_policy()).requests.evidence_name
 
     def test_a_stopping_job_and_a_job_in_sync_are_unchanged(self) -> None:
         stopping = self.build_local_sgd(stop=Stop.SUSPEND)
@@ -676,17 +696,19 @@ class TestRevertToSync:
         assert (desired.plan.sync_mode, desired.state.adaptation.mode_refusal) == (SyncMode.SYNC, "no dimension")
 
     def test_incomplete_or_unrequested_answers_are_ignored(self) -> None:
-        found = self.build_local_sgd(evidence_request="ask")
+        found = self.build_local_sgd(evidence=ASKED)
         partial = replace(found, evidence=build_windows()[:3])
         desired = revert_to_sync.consider_revert_to_sync(partial, build_policy())
         assert desired.state.adaptation.local_sgd is not None
-        assert desired.plan.evidence_request.startswith("revert-to-sync"), "requested again"
+        assert desired.requests.evidence_name.startswith("revert-to-sync"), "requested again"
         not_requested = replace(self.build_local_sgd(), evidence=build_windows())
-        assert revert_to_sync.consider_revert_to_sync(not_requested, build_policy()).plan.evidence_request.startswith(
+        assert revert_to_sync.consider_revert_to_sync(not_requested, build_policy()).requests.evidence_name.startswith(
             "revert-to-sync"
         )
         complete = replace(found, evidence=build_windows())
-        assert revert_to_sync.consider_revert_to_sync(complete, build_policy()).plan.evidence_request == "", "evaluated"
+        assert revert_to_sync.consider_revert_to_sync(complete, build_policy()).requests.evidence_name == "", (
+            "evaluated"
+        )
 
     @pytest.mark.parametrize(
         ("bottleneck", "mode", "transfer", "seconds"),
@@ -701,7 +723,7 @@ class TestRevertToSync:
     def test_synchronizations_become_less_frequent_while_the_bottleneck_stays(
         self, bottleneck: Bottleneck, mode: SyncMode, transfer: float, seconds: float
     ) -> None:
-        found = self.build_local_sgd(evidence_request="ask", sync_seconds=10.0, sync_mode=mode)
+        found = self.build_local_sgd(evidence=ASKED, sync_seconds=10.0, sync_mode=mode)
         choice = LocalSgdChoice(NOW - 100, bottleneck, "r", "i")
         found = change_members(
             found.with_desired(found.desired.with_adaptation(local_sgd=choice)), training={"sync_mode": mode.value}
@@ -716,11 +738,12 @@ class TestRevertToSync:
         desired = revert_to_sync.consider_revert_to_sync(replace(found, evidence=evidence), build_policy())
         assert desired.plan.sync_mode is mode
         assert desired.plan.sync_seconds == pytest.approx(seconds, rel=0.1)
-        assert desired.plan.version == found.plan.version + 1
+        is_changed = desired.plan.sync_seconds != found.plan.sync_seconds
+        assert desired.plan.version == found.plan.version + is_changed
 
     def test_a_volatile_bottleneck_ends_only_after_many_steps_without_it(self) -> None:
         def run_answers(bottleneck: Bottleneck, *steps: int) -> Observation:
-            found = self.build_local_sgd(evidence_request="ask")
+            found = self.build_local_sgd(evidence=ASKED)
             choice = LocalSgdChoice(NOW - 600, bottleneck, "r", "i")
             found = found.with_desired(found.desired.with_adaptation(local_sgd=choice))
             healthy_evidence = tuple(
@@ -733,7 +756,7 @@ class TestRevertToSync:
                 for answer in build_windows(slow=1.0)
             )
             for step in steps:
-                desired = found.desired.with_plan(evidence_request="ask")
+                desired = found.desired.with_requests(evidence=ASKED)
                 found = change_members(
                     replace(found.with_desired(desired), evidence=healthy_evidence), progress={"step": step}
                 )

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pacekeeper_analysis.failures.finding import SignalKind
-from pacekeeper_analysis.protocol.plan import EvidencePart
-from pacekeeper_analysis.protocol.reports import Evidence, RankWindow
+from pacekeeper_analysis.protocol.reports import Evidence, LauncherState, RankWindow
+from pacekeeper_analysis.protocol.requests import EvidencePart
 from pacekeeper_analysis.stragglers.step_model import KnownRelativeTimes
 from pacekeeper_analysis.stragglers.strategies import Bottleneck
 from pacekeeper_operator.api.incident import IncidentCause, IncidentOutcome
 from pacekeeper_operator.api.training_job import RemediationMode, Remedy
 from pacekeeper_operator.decide.evaluate import PassResult, evaluate_job
-from pacekeeper_operator.decide.stragglers import collective_waits
+from pacekeeper_operator.decide.stragglers import collective_waits, straggler
 from pacekeeper_operator.state.desired_state import PastIncident
 from pacekeeper_operator.state.job_metrics import PersistentSlowness
 from pacekeeper_operator.state.observation import Observation
+from pacekeeper_operator.state.restart_estimates import RestartMeasurements
 from testing.operators.observations import (
     NOW,
     build_evidence,
     build_policy,
     build_training,
     change_members,
+    change_worker,
     list_decisions,
 )
 
@@ -85,23 +88,23 @@ def evaluate_with_answers(
     """Run the pass that requests evidence, and the one that receives it. `recommend_only`: in mode Recommend."""
     policy = build_policy(mode=RemediationMode.RECOMMEND) if recommend_only else build_policy()
     requesting = evaluate_job(observation, policy)
-    evidence = build_windows(requesting.desired.plan.evidence_request, slow, shares, managed, granularity)
+    evidence = build_windows(requesting.desired.requests.evidence_name, slow, shares, managed, granularity)
     return evaluate_job(with_result(requesting, observation, evidence=evidence), policy)
 
 
 def test_a_slow_rank_in_the_metrics_leads_to_a_request_not_a_decision() -> None:
     result = evaluate_job(build_slow(), build_policy())
-    assert result.desired.plan.evidence_request
-    assert result.desired.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
+    assert result.desired.requests.evidence_name
+    assert result.desired.requests.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
     assert not list_decisions(result)
 
 
 def test_many_ranks_report_collectives_with_the_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_waits, "FIRST_REQUEST_MAX_RANKS", 3)
     requesting = evaluate_job(build_slow(), build_policy())
-    assert requesting.desired.plan.evidence_parts == (EvidencePart.WINDOWS,)
+    assert requesting.desired.requests.evidence_parts == (EvidencePart.WINDOWS,)
     repeated = evaluate_job(with_result(requesting, build_slow(), 30.0), build_policy())
-    assert repeated.desired.plan.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
+    assert repeated.desired.requests.evidence_parts == (EvidencePart.WINDOWS, EvidencePart.OPERATIONS)
 
 
 def test_a_slow_rank_has_two_kinds_of_signals() -> None:
@@ -128,7 +131,7 @@ def test_a_rank_at_half_speed_gets_fewer_samples_without_a_new_round() -> None:
     assert (incident.rank, incident.remedy, incident.live) == (2, Remedy.REBALANCE, True)
     assert {price.name for price in incident.remedies} == {"Rebalance", "LocalSGD", "ReplaceWorker"}
     assert any("S_w: rank 2 1.60" in sentence for sentence in incident.evidence), incident.evidence
-    assert result.desired.plan.evidence_request == ""
+    assert result.desired.requests.evidence_name == ""
 
 
 def test_a_script_with_static_shapes_gets_shares_in_whole_microbatches() -> None:
@@ -142,9 +145,9 @@ def test_a_rebalanced_straggler_begins_no_new_investigation() -> None:
     observation = build_slow(spares=0)
     result = evaluate_with_answers(observation, 2.0)
     later = with_result(result, observation, 30.0, metrics=replace(observation.metrics, relative_time=2.1))
-    assert not evaluate_job(later, build_policy()).desired.plan.evidence_request
+    assert not evaluate_job(later, build_policy()).desired.requests.evidence_name
     slower = replace(later, metrics=replace(observation.metrics, relative_time=3.0))
-    assert evaluate_job(slower, build_policy()).desired.plan.evidence_request
+    assert evaluate_job(slower, build_policy()).desired.requests.evidence_name
 
 
 def test_a_very_slow_rank_is_replaced_after_a_requested_checkpoint() -> None:
@@ -159,6 +162,51 @@ def test_a_very_slow_rank_is_replaced_after_a_requested_checkpoint() -> None:
     assert final.desired.plan.shares is None
 
 
+@pytest.mark.parametrize(
+    ("starting", "remedy"),
+    [
+        ({"node": "node-2", "since": NOW - 20}, Remedy.REBALANCE),
+        ({"node": "node-7", "since": NOW - 20, "boot_id": "same"}, Remedy.REBALANCE),
+        ({"node": "node-7", "since": NOW - 20}, Remedy.REPLACE_WORKER),
+        ({"node": "node-2", "warm_seconds": 3.0}, Remedy.REBALANCE),
+        ({"node": "node-2", "warm_seconds": 3.3}, Remedy.REPLACE_WORKER),
+        ({"node": "", "since": NOW - 20}, Remedy.REPLACE_WORKER),
+    ],
+    ids=["same node", "same kernel", "elsewhere", "window", "later", "unscheduled"],
+)
+def test_no_spare_is_used_while_a_pod_of_the_job_starts_on_the_same_machine(
+    starting: dict[str, Any], remedy: Remedy
+) -> None:
+    """Importing torch takes processors from the ranks next to it, and passes. A window is 32 steps of 0.1 s."""
+    observation = start_spare(build_slow(relative_time=4.0, spares=2), **starting)
+    result = evaluate_with_answers(observation, 4.0)
+    (incident,) = result.desired.state.incidents.current
+    assert incident.remedy is remedy
+    reason = next(price.reason for price in incident.remedies if price.name == "ReplaceWorker")
+    assert ("j-w5-0 of this job starts on the same machine" in reason) is (remedy is Remedy.REBALANCE)
+
+
+def start_spare(
+    observation: Observation, node: str, since: float | None = None, warm_seconds: float = math.inf, boot_id: str = ""
+) -> Observation:
+    """Return the job while its second spare starts on this node, or has been warm there for some seconds."""
+    view = observation.find_worker("j-w5-0")
+    assert view is not None
+    assert view.pod is not None
+    record = replace(view.record, node=node, starting_since=since)
+    observation = observation.with_desired(observation.desired.with_worker(record))
+    state = LauncherState.WARM if since is None else LauncherState.STARTING
+    observation = change_worker(
+        observation,
+        view.name,
+        pod={"node": node, "started": True},
+        heartbeat={"state": state},
+        state_seconds=warm_seconds,
+    )
+    nodes = {name: replace(view, boot_id=boot_id) for name, view in observation.cluster_view.nodes.items()}
+    return replace(observation, cluster_view=replace(observation.cluster_view, nodes=nodes))
+
+
 def test_a_very_slow_rank_gets_fewer_samples_if_there_is_no_spare() -> None:
     result = evaluate_with_answers(build_slow(relative_time=4.0, spares=0), 4.0)
     (incident,) = result.desired.state.incidents.current
@@ -170,9 +218,9 @@ def test_a_rank_for_which_shares_do_not_suffice_is_replaced_in_the_same_incident
     observation, result = build_slow(), evaluate_slow_rank(2.0)
     slower = replace(observation, metrics=replace(observation.metrics, relative_time=4.0))
     repeated = evaluate_job(with_result(result, slower, 6.0), build_policy())
-    assert repeated.desired.plan.evidence_request
+    assert repeated.desired.requests.evidence_name
     assert result.desired.plan.shares is not None
-    evidence = build_windows(repeated.desired.plan.evidence_request, 4.0, result.desired.plan.shares)
+    evidence = build_windows(repeated.desired.requests.evidence_name, 4.0, result.desired.plan.shares)
     replaced = evaluate_job(with_result(repeated, slower, 20.0, evidence=evidence), build_policy())
     (incident,) = replaced.desired.state.incidents.current
     assert incident.remedy is Remedy.REPLACE_WORKER
@@ -182,7 +230,7 @@ def test_a_rank_for_which_shares_do_not_suffice_is_replaced_in_the_same_incident
 def test_an_unmanaged_script_gets_a_spare_once_the_loss_is_worth_it() -> None:
     observation = change_members(build_slow(), training={"managed": False})
     requesting = evaluate_job(observation, build_policy())
-    evidence = build_windows(requesting.desired.plan.evidence_request, 2.0, (8, 8, 8, 8), managed=False)
+    evidence = build_windows(requesting.desired.requests.evidence_name, 2.0, (8, 8, 8, 8), managed=False)
     waiting = evaluate_job(with_result(requesting, observation, evidence=evidence), build_policy())
     assert not list_decisions(waiting)
     result = evaluate_job(with_result(waiting, observation, 10.0, evidence=evidence), build_policy())
@@ -195,7 +243,7 @@ def test_a_rank_that_is_slow_at_times_is_no_straggler() -> None:
     observation = build_slow()
     requesting = evaluate_job(observation, build_policy())
     evidence = []
-    for answer in build_windows(requesting.desired.plan.evidence_request, 1.0, (8, 8, 8, 8)):
+    for answer in build_windows(requesting.desired.requests.evidence_name, 1.0, (8, 8, 8, 8)):
         (window,) = answer.windows
         burst = tuple(0.3 if window.rank == 2 and n % 4 == 0 else 0.08 for n in range(32))
         evidence.append(replace(answer, windows=(replace(window, compute_seconds=burst),)))
@@ -205,15 +253,18 @@ def test_a_rank_that_is_slow_at_times_is_no_straggler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer_slowdown", "outcome"),
+    ("slowdown", "outcome"),
     [(1.05, IncidentOutcome.RECOVERED), (1.2, IncidentOutcome.MITIGATED), (2.2, IncidentOutcome.INEFFECTIVE)],
 )
-def test_the_outcome_is_measured(peer_slowdown: float, outcome: IncidentOutcome) -> None:
-    observation = build_slow()
+def test_the_outcome_is_measured(slowdown: float, outcome: IncidentOutcome) -> None:
+    observation = change_members(build_slow(), progress={"step": 560})
     result = evaluate_slow_rank(2.0)
-    early = with_result(
-        result, observation, 5.0, metrics=replace(observation.metrics, peer_slowdown=peer_slowdown, relative_time=2.0)
-    )
+    (decided,) = result.desired.state.incidents.current
+    assert decided.steps_before is not None
+    assert decided.steps_before.mean_seconds == pytest.approx((decided.reference_seconds or 0.0) * 2.0, rel=0.1)
+    step_seconds = (decided.reference_seconds or 0.0) * slowdown
+    metrics = replace(observation.metrics, relative_time=2.0, step_seconds=step_seconds, throughput=32 / step_seconds)
+    early = with_result(result, observation, 5.0, metrics=metrics)
     assert evaluate_job(early, build_policy()).desired.state.incidents.open
     final = replace(early, now=early.now + 1, metrics=replace(early.metrics, steps=32))
     (incident,) = evaluate_job(final, build_policy()).desired.state.incidents.current
@@ -226,7 +277,7 @@ def test_evidence_is_requested_again_during_the_investigation() -> None:
     requesting = evaluate_job(observation, build_policy())
     assert evaluate_job(with_result(requesting, observation, 2.0), build_policy()).desired == requesting.desired
     repeated = evaluate_job(with_result(requesting, observation, 6.0), build_policy())
-    assert repeated.desired.plan.evidence_request not in ("", requesting.desired.plan.evidence_request)
+    assert repeated.desired.requests.evidence_name not in ("", requesting.desired.requests.evidence_name)
     assert repeated.desired.state.adaptation.investigation is not None
     assert repeated.desired.state.adaptation.investigation.since == NOW
 
@@ -237,13 +288,12 @@ def test_requests_become_less_frequent_but_do_not_end() -> None:
     requesting = evaluate_job(observation, build_policy())
     for seconds in (10_000.0, 10_130.0):
         observation = change_members(observation, progress={"step": (observation.progress.step or 0) + 1000})
-        evidence = build_windows(requesting.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
+        evidence = build_windows(requesting.desired.requests.evidence_name, 1.0, (8, 8, 8, 8))
         later = evaluate_job(with_result(requesting, observation, seconds, evidence=evidence), build_policy())
-        assert later.desired.plan.evidence_request != requesting.desired.plan.evidence_request
+        assert later.desired.requests.evidence_name != requesting.desired.requests.evidence_name
         requesting = later
-    investigation = requesting.desired.state.adaptation.investigation
-    assert investigation is not None
-    assert investigation.first_sign == NOW + 10_130.0, "a bottleneck that begins now has no earlier cost"
+    first_sign = straggler._get_first_sign(observation.with_desired(requesting.desired))
+    assert first_sign == NOW + 10_130.0, "a bottleneck that begins now has no earlier cost"
 
 
 def test_a_tolerated_straggler_hides_no_other() -> None:
@@ -255,9 +305,9 @@ def test_a_tolerated_straggler_hides_no_other() -> None:
     final = evaluate_job(measured, build_policy())
     assert not final.desired.state.incidents.open
     unchanged = with_result(final, measured, 100.0)
-    assert not evaluate_job(unchanged, build_policy()).desired.plan.evidence_request
+    assert not evaluate_job(unchanged, build_policy()).desired.requests.evidence_name
     another = replace(unchanged, metrics=replace(unchanged.metrics, peer_slowdown=1.9))
-    assert evaluate_job(another, build_policy()).desired.plan.evidence_request
+    assert evaluate_job(another, build_policy()).desired.requests.evidence_name
 
 
 def investigate_after_rebalance(
@@ -282,7 +332,7 @@ def investigate_after_rebalance(
         metrics=replace(observation.metrics, relative_time=relative_time, peer_slowdown=1.2, steps=steps),
     )
     requesting = evaluate_job(after, build_policy())
-    request = requesting.desired.plan.evidence_request
+    request = requesting.desired.requests.evidence_name
     evidence = build_windows(request, slow, shares or rebalanced.desired.plan.shares)
     after = with_result(requesting, after, 6.0, evidence=evidence)
     allow = frozenset(Remedy) - {forbidden}
@@ -293,7 +343,7 @@ def test_a_straggler_whose_shares_fit_is_investigated_again_only_if_it_changes()
     result, observation = investigate_after_rebalance(2.5)
     assert not list_decisions(result)
     assert result.desired.state.adaptation.investigation is None
-    assert (result.desired.plan.evidence_request, result.desired.state.adaptation.suppressed_relative_time) == (
+    assert (result.desired.requests.evidence_name, result.desired.state.adaptation.suppressed_relative_time) == (
         "",
         2.5,
     )
@@ -305,7 +355,7 @@ def test_a_straggler_whose_shares_fit_is_investigated_again_only_if_it_changes()
             100.0,
             metrics=replace(observation.metrics, relative_time=relative_time, peer_slowdown=peer_slowdown),
         )
-        return bool(evaluate_job(later, build_policy()).desired.plan.evidence_request)
+        return bool(evaluate_job(later, build_policy()).desired.requests.evidence_name)
 
     assert not has_request(2.5)
     assert not has_request(2.7)
@@ -323,7 +373,7 @@ def test_remaining_waits_after_a_rebalance_are_not_investigated() -> None:
 
     def has_request(**metrics: Any) -> bool:
         later = with_result(result, observation, 30.0, metrics=replace(observation.metrics, **metrics))
-        return bool(evaluate_job(later, build_policy()).desired.plan.evidence_request)
+        return bool(evaluate_job(later, build_policy()).desired.requests.evidence_name)
 
     assert not has_request(relative_time=2.5, peer_slowdown=1.2, wait_share=0.12)
     assert has_request(
@@ -381,8 +431,8 @@ def test_a_recommended_remedy_is_investigated_again_once_it_is_allowed() -> None
     recommended = evaluate_with_answers(observation, 2.0, recommend_only=True)
     assert recommended.desired.plan.shares is None
     later = with_result(recommended, observation, 30.0)
-    assert not evaluate_job(later, build_policy(mode=RemediationMode.RECOMMEND)).desired.plan.evidence_request
-    assert evaluate_job(later, build_policy()).desired.plan.evidence_request
+    assert not evaluate_job(later, build_policy(mode=RemediationMode.RECOMMEND)).desired.requests.evidence_name
+    assert evaluate_job(later, build_policy()).desired.requests.evidence_name
 
 
 def build_slow_before(*workers: str) -> Observation:
@@ -435,8 +485,8 @@ def test_refused_shares_are_not_sent_again_and_another_remedy_is_chosen() -> Non
     repeated = evaluate_job(
         change_members(with_result(refused, observation, 10.0), training={"refused": ""}), build_policy()
     )
-    assert repeated.desired.plan.evidence_request, "the rank is slow as before"
-    evidence = build_windows(repeated.desired.plan.evidence_request, 2.0, (8, 8, 8, 8))
+    assert repeated.desired.requests.evidence_name, "the rank is slow as before"
+    evidence = build_windows(repeated.desired.requests.evidence_name, 2.0, (8, 8, 8, 8))
     next_remedy = evaluate_job(
         change_members(with_result(repeated, observation, 20.0, evidence=evidence), training={"refused": ""}),
         build_policy(),
@@ -452,7 +502,9 @@ def build_slightly_slow(
 ) -> Observation:
     """Build a job whose rank 2 has been slower than its peers for `seconds`, by less than the threshold."""
     observation = change_members(build_slow(relative_time=relative_time, spares=spares), training={"managed": managed})
-    observation = observation.with_desired(observation.desired.with_budget(restart_seconds=60.0))
+    observation = observation.with_desired(
+        observation.desired.with_budget(measurements=RestartMeasurements(exchange=(60.0,)))
+    )
     persistent = PersistentSlowness(KnownRelativeTimes({2: relative_time}, error), observation.now - seconds)
     return replace(
         observation,
@@ -463,7 +515,7 @@ def build_slightly_slow(
 def evaluate_fruitless_answer(observation: Observation, relative_time: float = 1.08) -> PassResult:
     """Run the pass after one whose answer led to no decision."""
     first = evaluate_with_answers(observation, relative_time)
-    request = first.desired.plan.evidence_request
+    request = first.desired.requests.evidence_name
     return evaluate_job(
         with_result(first, observation, 3.0, evidence=build_windows(request, relative_time, (8, 8, 8, 8))),
         build_policy(),
@@ -484,7 +536,7 @@ def test_a_slightly_slow_rank_gets_a_spare_once_the_loss_is_worth_it() -> None:
     """With eight samples, no share can move for 1.08. The loss is 0.074 s a second, and a spare costs 61 s."""
     early, late = (evaluate_with_answers(build_slightly_slow(seconds=seconds), 1.08) for seconds in (600.0, 900.0))
     assert not early.desired.state.incidents.current
-    assert early.desired.plan.evidence_request, "the investigation continues"
+    assert early.desired.requests.evidence_name, "the investigation continues"
     (incident,) = late.desired.state.incidents.current
     assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
 
@@ -517,7 +569,7 @@ def test_shares_do_not_wait_for_a_spare_without_a_gain() -> None:
     requesting = evaluate_job(observation, build_policy())
     costs = [0.010, 0.010, 0.0105, 0.0105]
     answers = build_evidence(
-        requesting.desired.plan.evidence_request,
+        requesting.desired.requests.evidence_name,
         (RankWindow(rank, STEPS, (0.336,) * 32, (32 * costs[rank],) * 32, (32,) * 32) for rank in range(4)),
     )
     (incident,) = evaluate_job(
@@ -549,11 +601,11 @@ def test_without_a_persistent_slowdown_no_evidence_is_requested() -> None:
     result = evaluate_job(
         replace(observation, metrics=replace(observation.metrics, persistent_slowness=None)), build_policy()
     )
-    assert not result.desired.plan.evidence_request
+    assert not result.desired.requests.evidence_name
 
 
 def test_a_small_slowdown_of_an_unmanaged_script_is_ignored() -> None:
-    assert not evaluate_job(build_slightly_slow(managed=False), build_policy()).desired.plan.evidence_request
+    assert not evaluate_job(build_slightly_slow(managed=False), build_policy()).desired.requests.evidence_name
 
 
 def test_a_bottleneck_that_appears_late_extends_the_investigation() -> None:
@@ -563,7 +615,7 @@ def test_a_bottleneck_that_appears_late_extends_the_investigation() -> None:
         observation, metrics=replace(observation.metrics, relative_time=1.0, wait_share=0.3, step_seconds=0.1)
     )
     requesting = evaluate_job(observation, build_policy())
-    assert requesting.desired.plan.evidence_request
+    assert requesting.desired.requests.evidence_name
 
     def build_answers(request: str, seconds: float) -> tuple[Evidence, ...]:
         return build_evidence(
@@ -575,16 +627,16 @@ def test_a_bottleneck_that_appears_late_extends_the_investigation() -> None:
         )
 
     healthy = with_result(
-        requesting, observation, 1.0, evidence=build_answers(requesting.desired.plan.evidence_request, 0.1)
+        requesting, observation, 1.0, evidence=build_answers(requesting.desired.requests.evidence_name, 0.1)
     )
     evaluated = evaluate_job(healthy, build_policy())
     for seconds in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0):
         observation = change_members(observation, progress={"step": (observation.progress.step or 0) + 30})
         repeated = with_result(
-            evaluated, observation, seconds, evidence=build_answers(evaluated.desired.plan.evidence_request, 0.1)
+            evaluated, observation, seconds, evidence=build_answers(evaluated.desired.requests.evidence_name, 0.1)
         )
         evaluated = evaluate_job(repeated, build_policy())
-    request = evaluated.desired.plan.evidence_request
+    request = evaluated.desired.requests.evidence_name
     observation = change_members(observation, progress={"step": 900})
     fruitless = evaluate_job(
         with_result(evaluated, observation, 40.0, evidence=build_answers(request, 0.1)), build_policy()
@@ -611,21 +663,21 @@ def test_the_accumulated_loss_stays_until_no_rank_is_slow() -> None:
 
 def test_without_a_remedy_requests_end() -> None:
     evaluated = evaluate_fruitless_answer(build_slightly_slow(spares=0))
-    assert not evaluated.desired.plan.evidence_request
+    assert not evaluated.desired.requests.evidence_name
     repeated = with_result(evaluated, build_slightly_slow(spares=0), 300.0)
-    assert not evaluate_job(repeated, build_policy()).desired.plan.evidence_request
+    assert not evaluate_job(repeated, build_policy()).desired.requests.evidence_name
 
 
 def test_requests_continue_until_all_slow_ranks_are_known() -> None:
     """After ten windows of 3.2 s, only some slow ranks of a node are detected; a remedy for these alone has no gain."""
-    assert evaluate_fruitless_answer(build_slightly_slow(spares=0, seconds=20.0)).desired.plan.evidence_request, (
+    assert evaluate_fruitless_answer(build_slightly_slow(spares=0, seconds=20.0)).desired.requests.evidence_name, (
         "the investigation continues"
     )
 
 
 def test_requests_continue_after_one_answer_with_a_smaller_slowdown() -> None:
     """Over all windows the loss is 4.5 %; a spare exists, and is worth it later."""
-    assert evaluate_fruitless_answer(build_slightly_slow(1.05), 1.015).desired.plan.evidence_request, (
+    assert evaluate_fruitless_answer(build_slightly_slow(1.05), 1.015).desired.requests.evidence_name, (
         "the investigation continues"
     )
 
@@ -638,7 +690,7 @@ def test_one_spare_does_not_resolve_two_slow_workers() -> None:
     requesting = evaluate_job(observation, build_policy())
     costs = [0.010, 0.010, 0.0108, 0.0108]
     evidence = build_evidence(
-        requesting.desired.plan.evidence_request,
+        requesting.desired.requests.evidence_name,
         (RankWindow(rank, STEPS, (0.0864,) * 32, (8 * costs[rank],) * 32, (8,) * 32) for rank in range(4)),
     )
     result = evaluate_job(with_result(requesting, observation, evidence=evidence), build_policy())
@@ -663,7 +715,7 @@ def test_a_slightly_slow_rank_hides_no_slower_one() -> None:
     desired = evaluate_job(longer_steps, build_policy()).desired
     assert desired.state.adaptation.investigation is not None
     assert desired.state.adaptation.investigation.since == NOW + 10.0
-    assert desired.plan.evidence_request != evaluated.desired.plan.evidence_request
+    assert desired.requests.evidence_name != evaluated.desired.requests.evidence_name
 
 
 def test_without_new_steps_no_evidence_is_requested_and_the_investigation_stays() -> None:
@@ -674,7 +726,7 @@ def test_without_new_steps_no_evidence_is_requested_and_the_investigation_stays(
     )
     result = evaluate_job(observation, build_policy())
     for _ in range(2):  # the answers; and those of the last steps before the evaluation
-        evidence = build_windows(result.desired.plan.evidence_request, 1.0, (8, 8, 8, 8))
+        evidence = build_windows(result.desired.requests.evidence_name, 1.0, (8, 8, 8, 8))
         result = evaluate_job(with_result(result, observation, 2.0, evidence=evidence), build_policy())
         observation = replace(observation, now=observation.now + 2.0, evidence=evidence)
     for seconds in range(1, 300, 10):
@@ -683,4 +735,4 @@ def test_without_new_steps_no_evidence_is_requested_and_the_investigation_stays(
     continued = evaluate_job(
         with_result(result, change_members(observation, progress={"step": 510}), 300.0), build_policy()
     )
-    assert continued.desired.plan.evidence_request not in {"", result.desired.plan.evidence_request}
+    assert continued.desired.requests.evidence_name not in {"", result.desired.requests.evidence_name}

@@ -91,6 +91,18 @@ def build_offer(content: memoryview) -> dict[str, Any]:
     return {"key": KEY, "bytes": len(content), "part": peer_link.MAX_PEER_MESSAGE_BYTES}
 
 
+@pytest.fixture(autouse=True)
+def _wait_until_receivers_end() -> Iterator[None]:
+    """A receiver logs that its listener is closed: it must not do so in the next test."""
+    others = list_receivers()
+    yield
+    wait_until_true(lambda: list_receivers() <= others, "the receivers end")
+
+
+def list_receivers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "pacekeeper-replica-receiver"}
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     one = Pair(tmp_path)
@@ -391,11 +403,11 @@ def test_a_peer_has_time_to_allocate_memory_in_proportion_to_its_size(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To allocate a shard of 20 GB takes longer than the time limit of a message."""
-    monkeypatch.setattr(peer_link, "PEER_MESSAGE_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(peer_link, "PEER_MESSAGE_TIMEOUT_SECONDS", 2.0)
     monkeypatch.setattr(peer_replication, "MIN_PEER_BYTES_PER_SECOND", 1e6)
 
     def allocate_slowly(*its: Any) -> PeerSlot:
-        threading.Event().wait(2.5)
+        threading.Event().wait(3.0)
         return guest_room(*its)
 
     guest_room = Snapshots.allocate_peer_slot

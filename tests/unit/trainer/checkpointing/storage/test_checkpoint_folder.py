@@ -190,33 +190,42 @@ def test_an_unreadable_volume_is_not_taken_for_a_later_round(tmp_path: Path, mon
         folder.publish(manifest)
 
 
-def claim_on_full_volume(monkeypatch: pytest.MonkeyPatch, path: Path, round_: int) -> CheckpointFolder:
-    """Begin a round while the volume is full."""
+def claim_on_failing_volume(
+    monkeypatch: pytest.MonkeyPatch, path: Path, round_: int, function: str
+) -> CheckpointFolder:
+    """Begin a round while the volume is full (`write_durably`), or cannot be read (`read_text`)."""
 
-    def raise_no_space(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC if function == "write_durably" else errno.EIO, "the volume fails")
 
+    folder = CheckpointFolder(path, round_)
     with monkeypatch.context() as patched:
-        patched.setattr(folder_ownership, "write_durably", raise_no_space)
-        return claim_folder(path, round_)
+        patched.setattr(folder_ownership if function == "write_durably" else Path, function, fail)
+        folder.claim()
+    return folder
 
 
-def test_a_round_that_began_without_space_publishes_once_there_is_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FAILING_FUNCTIONS = pytest.mark.parametrize("function", ["write_durably", "read_text"])
+
+
+@FAILING_FUNCTIONS
+def test_a_round_that_began_on_a_failing_volume_publishes_once_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     before = claim_folder(tmp_path, round_=1)
-    folder = claim_on_full_volume(monkeypatch, tmp_path, round_=2)
+    folder = claim_on_failing_volume(monkeypatch, tmp_path, 2, function)
     assert folder.publish(write_partial(folder, 10))
     assert not before.publish(write_partial(before, 20))
     assert folder.publish(write_partial(folder, 30))
     assert list_steps(folder) == [30, 10]
 
 
-def test_a_round_that_began_without_space_yields_to_a_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@FAILING_FUNCTIONS
+def test_a_round_that_began_on_a_failing_volume_yields_to_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     claim_folder(tmp_path, round_=1)
-    folder = claim_on_full_volume(monkeypatch, tmp_path, round_=2)
+    folder = claim_on_failing_volume(monkeypatch, tmp_path, 2, function)
     later = claim_folder(tmp_path, round_=3)
     assert not folder.publish(write_partial(folder, 10))
     assert later.publish(write_partial(later, 10))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.observe.collectives.communicators import Communicators, read_communicators
-from pacekeeper_analysis.protocol.communicators import MAX_COMMUNICATORS
+from pacekeeper.observe.collectives.communicator_file import read_communicators
+from pacekeeper_rank.collectives.communicators import MAX_COMMUNICATORS, Communicators
 
 
 def list_identities(path: Path) -> list[int]:

@@ -14,17 +14,19 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from pacekeeper import torch_internals
-from pacekeeper.launcher.health.stall_detector import compute_stall_deadline
+from pacekeeper.health.stall_detector import compute_stall_deadline
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.observe.collectives.flight_recorder import (
+from pacekeeper.observe.ring_reader import RingReader
+from pacekeeper_rank import torch_internals as recorded
+from pacekeeper_rank.collectives.flight_recorder import (
     FLIGHT_POLL_INTERVAL_SECONDS,
     FlightMonitor,
     compute_query_delay,
     find_oldest_collective,
     preserve_graph_captures,
 )
-from pacekeeper.observe.record_ring import NO_PLACE, RingReader, RingWriter, create_ring
-from pacekeeper_analysis.protocol.records import Collective, Device, Phase
+from pacekeeper_rank.record_ring import NO_PLACE, RingWriter, create_ring
+from pacekeeper_rank.records import Collective, Device, Phase
 
 SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
 
@@ -126,13 +128,13 @@ def test_a_record_of_another_kind_is_ignored(strange: bytes) -> None:
 def test_the_record_of_this_torch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gloo, since there is no NCCL here: the same recorder writes it, but never when a collective has begun."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")  # as the launcher does: before 2.15 the recorder is off
-    record = torch_internals.dump_flight_record()
+    record = recorded.dump_flight_record()
     assert record is not None
     assert json.loads(record)["version"].startswith("2.")
     assert find_oldest_collective(record).device is Device.RUNNING
     dist.init_process_group("gloo", store=torch_internals.HashStore(), rank=0, world_size=1)
     try:
-        assert torch_internals.list_backends() == ["cpu:gloo,cuda:gloo"]
+        assert recorded.list_backends() == ["cpu:gloo,cuda:gloo"]
         dist.all_reduce(torch.ones(3))
         content = json.loads(_distributed_c10d._dump_fr_trace_json(True, True))
     finally:

@@ -1,0 +1,1 @@
+"""What the GPUs of jobs were used for: useful steps, and losses by cause. Pure."""
