@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
 import pytest
 
 from testing.kubernetes.chart import RELEASE, SYSTEM, render_chart
 from testing.kubernetes.cluster import KubectlCluster, wait_for
+
+_PODS = f"app.kubernetes.io/name=pacekeeper,app.kubernetes.io/instance={RELEASE}"
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +30,9 @@ def run_without_operator(cluster: KubectlCluster) -> Iterator[None]:
     if deployment is None:
         yield
         return
-    scale_operator(cluster, deployment, 0)
+    scale_operator(cluster, 0)
     yield
-    scale_operator(cluster, deployment, deployment["spec"]["replicas"])
+    scale_operator(cluster, deployment["spec"]["replicas"])
 
 
 def _apply_definitions(cluster: KubectlCluster) -> None:
@@ -49,13 +49,21 @@ def _apply_definitions(cluster: KubectlCluster) -> None:
         )
 
 
-def scale_operator(cluster: KubectlCluster, deployment: dict[str, Any], replicas: int) -> None:
-    """Until exactly this many pods are there: one that is terminating would answer, too."""
-    labels = deployment["spec"]["selector"]["matchLabels"]
-    selector = ",".join(f"{name}={value}" for name, value in labels.items())
+def scale_operator(cluster: KubectlCluster, replicas: int) -> None:
     cluster.kubectl("scale", "deployment", RELEASE, "--namespace", SYSTEM, f"--replicas={replicas}")
-    wait_for(
-        lambda: len(cluster.list("pod", SYSTEM, selector)) == replicas,
-        timeout=90,
-        what=f"operator at {replicas} replicas",
-    )
+    wait_for_operator_pods(cluster, replicas)
+
+
+def wait_for_operator_pods(cluster: KubectlCluster, count: int) -> None:
+    """Until exactly this many are there, and none is about to be created: one that is terminating would answer, too."""
+
+    def is_reached() -> bool:
+        owners = [
+            owner
+            for kind in ("deployment", "replicaset")
+            for owner in cluster.list(kind, SYSTEM, _PODS)
+            if owner["status"].get("observedGeneration") != owner["metadata"]["generation"]
+        ]
+        return not owners and len(cluster.list("pod", SYSTEM, _PODS)) == count
+
+    wait_for(is_reached, timeout=90, what=f"{count} pods of the operator")

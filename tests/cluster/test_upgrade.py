@@ -19,7 +19,7 @@ from testcluster.release import FORCE_OPTIONS, VALUES
 from testing.kubernetes.chart import CHART, RELEASE, REPOSITORY, SYSTEM, run_helm
 from testing.kubernetes.cluster import KubectlCluster, wait_for
 from testing.kubernetes.definitions import PREVIOUS
-from testing.kubernetes.resources import scale_operator
+from testing.kubernetes.resources import scale_operator, wait_for_operator_pods
 from testing.readme import read_commands
 
 pytestmark = pytest.mark.usefixtures("resources")
@@ -52,9 +52,10 @@ def release(cluster: KubectlCluster) -> Iterator[Callable[..., str]]:
     yield run
     if found:
         run("rollback", RELEASE, found[0]["revision"], *FORCE_OPTIONS)
-        scale_operator(cluster, cluster.get("deployment", RELEASE, SYSTEM), 0)
+        scale_operator(cluster, 0)
     else:
         run("uninstall", RELEASE, "--no-hooks", "--ignore-not-found")
+        wait_for_operator_pods(cluster, 0)
 
 
 def test_it_is_installed_in_observe_only_mode_as_the_readme_says(

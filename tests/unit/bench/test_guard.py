@@ -104,6 +104,26 @@ def test_a_command_that_takes_too_long_is_ended() -> None:
         assert not any(map(is_running, waiting.pids))
 
 
+def test_all_are_killed_where_listing_them_takes_longer_than_they_may_take_to_end() -> None:
+    program = f"""
+import os, subprocess, sys, time
+from bench.scripts import guard
+guard._call_prctl(guard._PR_SET_CHILD_SUBREAPER, 1)
+family = subprocess.Popen([sys.executable, "-c", {FAMILY + STAYS!r}], stdout=subprocess.PIPE)
+family.stdout.readline()  # all three are there
+list_descendants = guard.list_descendants
+
+def list_slowly(root):
+    time.sleep(0.05)
+    return list_descendants(root)
+
+guard.KILL_SECONDS, guard.list_descendants = 0.01, list_slowly
+print(guard.kill_descendants())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "3\n", done.stderr
+
+
 def test_an_interrupted_command_removes_its_files(tmp_path: Path) -> None:
     made = tmp_path / "made"
     command = f"""
