@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+
 import pytest
 
 from testing.kubernetes.chart import RELEASE, SYSTEM, render_chart
