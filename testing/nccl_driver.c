@@ -187,7 +187,7 @@ static void late(void) {
     void *step = start_step(world, op, 0);
     record(step, SEND_WAIT, 500);
     stop(op);
-    pass(5);
+    pass(300);
     record(step, SEND_GPU_WAIT, 500);
     record(step, SEND_WAIT, 500);
     stop(step);

@@ -64,7 +64,7 @@ def _run_server(command: list[str], log: Path) -> Iterator[str]:
     with log.open("w") as output:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=output, stderr=output)
     try:
-        wait_until_true(lambda: _is_ready(f"http://{address}"), f"{command[0]} is ready", seconds=30)
+        wait_until_true(lambda: _is_ready(f"http://{address}"), f"{command[0]} is ready", seconds=120)
         yield f"http://{address}"
     finally:
         process.kill()

@@ -248,7 +248,7 @@ def test_a_timeout_of_the_caller_is_kept() -> None:
         Listener(dispatcher, dist.group.WORLD)
         store = get_default_store()
         if rank == 1:
-            store.wait(["timed out"], timedelta(seconds=20))
+            store.wait(["timed out"], timedelta(seconds=120))
             store.set("calls", "")
             return "never came"
         work = dist.all_reduce(torch.ones(1), async_op=True)
@@ -259,7 +259,7 @@ def test_a_timeout_of_the_caller_is_kept() -> None:
             return str(error)
         finally:
             store.set("timed out", "")
-            store.wait(["calls"], timedelta(seconds=20))  # the store is in this process
+            store.wait(["calls"], timedelta(seconds=120))  # the store is in this process
         return "waited"
 
     result, _ = run_ranks(rank_main, 2)

@@ -106,7 +106,7 @@ async def test_a_request_as_transformers_sends_it_is_answered() -> None:
         )
 
         def post() -> int:
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return int(answer.status)
 
         assert await asyncio.to_thread(post) == 200

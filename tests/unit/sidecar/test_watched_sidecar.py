@@ -297,7 +297,7 @@ def test_a_terminated_sidecar_ends_with_code_0(folder: Path) -> None:
     assert process.stderr is not None
     assert "operator not reached" in process.stderr.readline()
     process.terminate()
-    assert process.wait(30) == 0, process.stderr.read()
+    assert process.wait(120) == 0, process.stderr.read()
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ async def test_a_client_that_sends_another_request_is_disconnected(message: dict
     async with run_server() as (_, port):
         channel, reader, writer = await connect_client(port)
         channel.write(message)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
 
@@ -187,21 +187,27 @@ async def test_the_number_of_pings_of_a_client_is_limited() -> None:
 async def test_unauthenticated_connections_fill_no_memory_and_block_no_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_probes, "PROBE_AUTHENTICATION_SECONDS", 10.0)
+    monkeypatch.setattr(link_probes, "PROBE_AUTHENTICATION_SECONDS", 120.0)
     async with run_server() as (serving, port):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MAX_PROBE_CONNECTIONS)]
-        async with asyncio.timeout(8):  # less than an unauthenticated connection is allowed
+        async with asyncio.timeout(60):  # less than an unauthenticated connection is allowed
             for reader, _ in crowd[: 2 * MAX_PROBE_CONNECTIONS]:
                 await reader.read()  # until it is disconnected
         assert len(serving._connections) == MAX_PROBE_CONNECTIONS
         (found,) = await measure_links(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
         assert found.failed == "", "an authenticated peer is admitted"
-        async with asyncio.timeout(60):
-            for reader, _ in crowd:
-                await reader.read()
-        assert not serving._connections
         for _, writer in crowd:
             writer.close()
+
+
+async def test_an_unauthenticated_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_probes, "PROBE_AUTHENTICATION_SECONDS", 0.1)
+    async with run_server() as (serving, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(60):
+            await reader.read()  # until it is disconnected
+        assert not serving._connections
+        writer.close()
 
 
 async def test_an_invalid_address_is_the_error(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ class TestKnocks:
     def test_the_ports_that_were_knocked_at_are_known_and_all_are_free_again(self, doors: KnockListeners) -> None:
         first, second, third, source = find_free_ports(4)
         doors.open(self.PATH, source, [first, second, third])
-        knock_ports("127.0.0.1", source, "127.0.0.2", [first, third], 1.0)
+        knock_ports("127.0.0.1", source, "127.0.0.2", [first, third], 30.0)
         began = time.monotonic()
         assert {ends: sorted(ports) for ends, ports in doors.wait_for_knocks(60.0).items()} == {
             (1, 0): sorted([first, third])
@@ -398,7 +398,7 @@ class TestKnocks:
         late.join()
         doors.open(self.PATH, source, [first])
         self.connect_to_door(source, first).close()
-        assert doors.wait_for_knocks(0.2) == {(1, 0): [first]}
+        assert doors.wait_for_knocks(1.0) == {(1, 0): [first]}
 
     @staticmethod
     def connect_to_door(source: int, door: int) -> socket.socket:
@@ -412,7 +412,7 @@ class TestKnocks:
         """A node may have dropped what came back, since it has seen that port tried from the other side."""
         door, shut, source = find_free_ports(3)
         doors.open(self.PATH, source, [door])
-        knock_ports("127.0.0.1", source, "127.0.0.2", [shut, door], 1.0)
+        knock_ports("127.0.0.1", source, "127.0.0.2", [shut, door], 30.0)
         began = time.monotonic()
         assert doors.wait_for_knocks(60.0) == {(1, 0): [door]}
         assert time.monotonic() - began < 30.0
@@ -420,7 +420,7 @@ class TestKnocks:
     def test_a_side_that_found_no_port_reports_it_and_is_not_waited_for(self, doors: KnockListeners) -> None:
         door, source = find_free_ports(2)
         doors.open(self.PATH, source, [door])
-        knock_ports("127.0.0.1", source, "127.0.0.2", [door], 1.0, has_ports=False)
+        knock_ports("127.0.0.1", source, "127.0.0.2", [door], 30.0, has_ports=False)
         began = time.monotonic()
         assert doors.wait_for_knocks(60.0) == {}
         assert time.monotonic() - began < 30.0
@@ -428,16 +428,16 @@ class TestKnocks:
     def test_knocks_from_other_addresses_are_rejected(self, doors: KnockListeners) -> None:
         door, source, elsewhere = find_free_ports(3)
         doors.open(self.PATH, source, [door])
-        knock_ports("127.0.0.1", elsewhere, "127.0.0.2", [door], 1.0)
-        knock_ports("127.0.0.3", source, "127.0.0.2", [door], 1.0)
-        assert doors.wait_for_knocks(0.2) == {}
+        knock_ports("127.0.0.1", elsewhere, "127.0.0.2", [door], 30.0)
+        knock_ports("127.0.0.3", source, "127.0.0.2", [door], 30.0)
+        assert doors.wait_for_knocks(1.0) == {}
 
     def test_doors_on_taken_ports_stay_closed(self, doors: KnockListeners) -> None:
         taken, free, source = find_free_ports(3)
         with socket.create_server(("127.0.0.2", taken)):
             doors.open(self.PATH, source, [taken, free])
-            knock_ports("127.0.0.1", source, "127.0.0.2", [taken, free], 1.0)
-            assert doors.wait_for_knocks(0.2) == {(1, 0): [free]}
+            knock_ports("127.0.0.1", source, "127.0.0.2", [taken, free], 30.0)
+            assert doors.wait_for_knocks(1.0) == {(1, 0): [free]}
 
     def test_a_knock_without_a_listener_ends_at_once(self) -> None:
         door, source = find_free_ports(2)

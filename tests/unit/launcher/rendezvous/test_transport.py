@@ -25,7 +25,7 @@ from pacekeeper.message_authentication import (
 )
 
 SECRET, OTHER = "5ec2e7" * 8, "0a" * 24
-PATIENCE = 20.0
+PATIENCE = 60.0
 STORE_PORT = 777
 
 

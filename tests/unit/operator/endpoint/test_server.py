@@ -1505,7 +1505,7 @@ def build_client_context() -> ssl.SSLContext:
 async def is_closed_silently(reader: asyncio.StreamReader) -> bool:
     """Return whether the other side closes the connection without an answer."""
     try:
-        return await asyncio.wait_for(reader.read(), 10) == b""
+        return await asyncio.wait_for(reader.read(), 60) == b""
     except ConnectionError:
         return True
 

@@ -112,7 +112,7 @@ async def test_a_change_before_a_queued_pass_begins_is_in_that_pass(monkeypatch:
     for _ in range(100):
         await asyncio.sleep(0)
     stopped.set()
-    await asyncio.wait_for(loop, 10)
+    await asyncio.wait_for(loop, 60)
     assert generations == [4]
 
 
@@ -139,14 +139,14 @@ async def test_clean_up_waits_for_a_pod_under_creation(
     loop = asyncio.create_task(
         trainingjobs._reconcile_until_stopped(operator, TrainingJob.parse(body), cast(Any, body), cast(Any, stopped))
     )
-    await asyncio.wait_for(requested.wait(), 10)
+    await asyncio.wait_for(requested.wait(), 60)
     body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     stopped.set()
     for _ in range(100):
         await asyncio.sleep(0)
     assert not loop.done()
     answered.set()
-    await asyncio.wait_for(loop, 10)
+    await asyncio.wait_for(loop, 60)
     assert created
 
 
@@ -178,7 +178,7 @@ async def test_a_deleted_job_is_finalized_despite_failures(monkeypatch: pytest.M
         for _ in range(20):
             await asyncio.sleep(0)
         assert len(errors) == 4
-    await asyncio.wait_for(finalizing, 10)
+    await asyncio.wait_for(finalizing, 60)
     assert errors == []
 
 

@@ -406,10 +406,10 @@ class TestParsing:
 class TestProbeProgram:
     def test_the_operator_reads_what_the_probe_measures(self) -> None:
         with node_probe.NodeProbeServer("s3cret", 1, port=0) as server:
-            serving = threading.Thread(target=server.serve, args=(10,))
+            serving = threading.Thread(target=server.serve, args=(120,))
             serving.start()
             link = node_probe.measure_link("127.0.0.1", server.port, "s3cret")
-            serving.join(5)
+            serving.join(60)
             assert not serving.is_alive(), "its only peer is served"
         links = [{"peer": "node-1", "up": link.up, "down": link.down, "ping": link.ping}]
         measured = {**node_probe.measure_node_speed(), "links": links}
@@ -424,12 +424,12 @@ class TestProbeProgram:
 
     def test_a_client_without_the_secret_is_rejected_and_does_not_count(self) -> None:
         with node_probe.NodeProbeServer("s3cret", 1, port=0) as server:
-            serving = threading.Thread(target=server.serve, args=(5,))
+            serving = threading.Thread(target=server.serve, args=(120,))
             serving.start()
             with pytest.raises(OSError, match="closed the connection"):
                 node_probe.measure_link("127.0.0.1", server.port, "guessed")
             node_probe.measure_link("127.0.0.1", server.port, "s3cret")
-            serving.join(4)
+            serving.join(60)
             assert not serving.is_alive()
 
     def test_the_probe_server_does_not_wait_indefinitely_for_a_peer(self) -> None:

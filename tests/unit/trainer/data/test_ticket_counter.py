@@ -33,7 +33,7 @@ def test_each_ticket_goes_to_one_replica_and_to_all_of_its_ranks(monkeypatch: py
 def test_a_rank_that_is_far_behind_finds_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of a loader prefetch, for example 8 of them with 32 microbatches each."""
     store = HashStore()
-    store.set_timeout(timedelta(seconds=5))  # of a wait for an answer that is gone
+    store.set_timeout(timedelta(seconds=60))  # of a wait for an answer that is gone
     first, mate = build_counters(store, 2, 2, monkeypatch)
     taken = [first.take(2) for _ in range(300)]
     assert [mate.take(2) for _ in range(300)] == taken == list(range(0, 600, 2))

@@ -60,7 +60,7 @@ def test_peer_direction_bytes_and_waits_of_each_transfer_are_reported(driver: Nc
     assert receive["flags"] == OperationFlag.MEASURED | OperationFlag.BEGUN
     # Two steps that overlap count once: 10 ms the GPU, the second one 20 more; 5 ms credit; 20 ms the network.
     duration = send["end_ns"] - send["start_ns"]
-    assert 35 * MS <= duration < 1_000 * MS, "it begins when it is its turn, 5 ms after it was started"
+    assert 35 * MS <= duration < 60_000 * MS, "it begins when it is its turn, 5 ms after it was started"
     assert 10_000 <= send["gpu_us"] <= duration / 1000
     assert 5_000 <= send["credit_us"] <= duration / 1000 - 30_000 + 1
     assert 20_000 <= send["network_us"] <= duration / 1000 - 15_000 + 1
@@ -89,7 +89,7 @@ def test_only_a_processs_own_records_of_itself_are_trusted(driver: NcclDriver) -
 def test_events_after_an_end_change_nothing(driver: NcclDriver) -> None:
     operation, behind = driver.run_scenario(6, "late").operations()
     assert (operation["bytes"], operation["steps"], operation["gpu_us"]) == (500, 1, 0)
-    assert operation["end_ns"] - operation["start_ns"] < 5 * MS
+    assert operation["end_ns"] - operation["start_ns"] < 300 * MS
     assert operation["flags"] == OperationFlag.SEND | OperationFlag.MEASURED | OperationFlag.BEGUN, (
         "it waits for nothing any more"
     )

@@ -177,7 +177,7 @@ class TestSampler:
         over = threading.Event()
 
         def wait_in_training() -> None:
-            over.wait(10)
+            over.wait(120)
 
         thread = threading.Thread(target=wait_in_training)
         thread.start()

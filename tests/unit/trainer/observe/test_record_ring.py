@@ -236,7 +236,7 @@ def test_a_reader_never_sees_half_a_record(path: Path) -> None:
             writer.write(RecordKind.STEP, number, number, number, 0, float(number), 0, number, number, number)
     try:
         reader, seen = RingReader(path), 0
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while seen < 20_000 and time.monotonic() < deadline:
             records = reader.records()
             seen += len(records)

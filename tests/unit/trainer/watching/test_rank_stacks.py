@@ -94,7 +94,7 @@ def test_only_a_process_that_handles_the_stack_signal_gets_it(handles: bool, fol
         rank.stdin.write("alive\n")
         rank.stdin.flush()
         assert rank.stdout.readline() == "alive\n", "a pending signal would have ended it first"
-        assert rank.wait(30) == 0
+        assert rank.wait(120) == 0
     assert (folder.stack_dump(0).exists() and "File" in folder.stack_dump(0).read_text()) is handles
 
 

@@ -414,7 +414,7 @@ def test_a_slot_that_was_begun_for_a_smaller_state_is_created_again(
     before = os.posix_fallocate
 
     def wait_and_allocate(*arguments: int) -> None:
-        assert go.wait(10.0)
+        assert go.wait(120.0)
         before(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", wait_and_allocate)

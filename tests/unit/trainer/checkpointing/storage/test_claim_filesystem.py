@@ -81,7 +81,7 @@ def test_of_clients_that_create_one_object_at_a_time_one_succeeds(claim: ClaimSe
 
     def create(number: int) -> bool:
         store = open_store(claim)
-        barrier.wait(30)
+        barrier.wait(120)
         return store.create(".owner-1.json", b"client %d" % number)
 
     with ThreadPoolExecutor(4) as executor:
@@ -310,7 +310,7 @@ def test_the_program_serves_until_it_is_terminated(tmp_path: Path) -> None:
         store = ObjectStore(ClaimFilesystem(lambda: address), "", "claim://checkpoints")
         store.put("a", b"content")
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     assert (tmp_path / "a").read_bytes() == b"content"
 
 
