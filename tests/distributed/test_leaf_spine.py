@@ -39,7 +39,7 @@ for source in sources:
 made, deadline = [], time.monotonic() + 0.5  # less than a second, after which the kernel tries again
 while waiting:
     left = deadline - time.monotonic()
-    for descriptor, _ in poll.poll(max(0, 1000 * left)):  # once more after the deadline: the processor may have been busy
+    for descriptor, _ in poll.poll(max(0, 1000 * left)):  # once more after the deadline, for what is there
         client, source = waiting.pop(descriptor)
         poll.unregister(descriptor)
         if not client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
