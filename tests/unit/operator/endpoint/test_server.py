@@ -1427,8 +1427,9 @@ class TestConnections:
             await wait_until(lambda: open_connections.total == 0)
 
     async def test_many_simultaneous_connections_are_all_served(
-        self, sidecar_service: SidecarService, clock: ManualClock
+        self, sidecar_service: SidecarService, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_SECONDS", 120.0)
         context = build_client_context()  # shared: creating one reads the list of authorities of the machine
 
         async def call_healthz(port: int, number: int) -> bytes:
@@ -1440,7 +1441,7 @@ class TestConnections:
             writer.close()
             return status
 
-        open_connections = EndpointConnections(max_unauthenticated=8)
+        open_connections = EndpointConnections(max_unauthenticated=8, grace_seconds=120.0)
         async with serve_endpoint(
             sidecar_service, clock, 0, build_server_context(), address="127.0.0.1", connections=open_connections
         ) as port:
