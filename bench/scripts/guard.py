@@ -117,7 +117,7 @@ def kill_descendants() -> int:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        # All are killed twice before this ends: on a busy machine, listing them alone may take longer than this.
+        # The time begins after the first kill: on a busy machine, listing the processes alone may take longer.
         now = time.monotonic()
         if now > deadline:
             break

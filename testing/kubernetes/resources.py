@@ -59,12 +59,10 @@ def wait_for_operator_pods(cluster: KubectlCluster, count: int) -> None:
     """Until exactly this many are there, and none is about to be created: one that is terminating would answer, too."""
 
     def is_reached() -> bool:
-        owners = [
-            owner
-            for kind in ("deployment", "replicaset")
-            for owner in cluster.list(kind, SYSTEM, _PODS)
-            if owner["status"].get("observedGeneration") != owner["metadata"]["generation"]
-        ]
-        return not owners and len(cluster.list("pod", SYSTEM, _PODS)) == count
+        owners = [owner for kind in ("deployment", "replicaset") for owner in cluster.list(kind, SYSTEM, _PODS)]
+        are_settled = all(
+            owner["status"].get("observedGeneration") == owner["metadata"]["generation"] for owner in owners
+        )
+        return are_settled and len(cluster.list("pod", SYSTEM, _PODS)) == count
 
     wait_for(is_reached, timeout=90, what=f"{count} pods of the operator")

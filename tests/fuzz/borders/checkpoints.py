@@ -23,6 +23,7 @@ from pacekeeper.checkpointing.rank_state import capture_rank_state, restore_rank
 from pacekeeper.checkpointing.snapshots.snapshot_slots import SlotMemory, Snapshots, unpack_slot
 from pacekeeper.checkpointing.storage.checkpoint_folder import CheckpointFolder
 from pacekeeper.checkpointing.storage.checkpoint_status import read_checkpoint_status
+from pacekeeper.checkpointing.storage.checkpoint_storage import CheckpointStorage
 from pacekeeper.checkpointing.storage.distributed_checkpoint import (
     CheckpointSaver,
     TornCheckpointError,
@@ -108,14 +109,7 @@ def open_volume() -> Iterator[Enter]:
                 shutil.rmtree(claim)
             folder = CheckpointFolder(Path(path), round_=2, job=JOB)
             folder.claim()
-            for manifest in folder.list_published():
-                loaded = build_state(0.0)
-                try:
-                    load_checkpoint(loaded, folder.find_folder(manifest), manifest.files)
-                except TornCheckpointError:
-                    continue
-                return manifest.step, to_comparable(loaded)
-            return None
+            return load_newest(folder)
 
         yield enter
 
@@ -145,10 +139,15 @@ def open_objects(objects: dict[str, Any]) -> object:
         store.put(name, to_bytes(data))
     checkpoints = ObjectCheckpoints(store, 2, job=JOB)
     checkpoints.claim()
-    for manifest in checkpoints.list_published():
+    return load_newest(checkpoints)
+
+
+def load_newest(storage: CheckpointStorage) -> object:
+    """The first checkpoint that is whole: its step and its state; `None`: there is none."""
+    for manifest in storage.list_published():
         loaded = build_state(0.0)
         try:
-            load_checkpoint(loaded, checkpoints.open_checkpoint(manifest), manifest.files)
+            load_checkpoint(loaded, storage.open_checkpoint(manifest), manifest.files)
         except TornCheckpointError:
             continue
         return manifest.step, to_comparable(loaded)
