@@ -146,7 +146,7 @@ class ProbeClient:
         path = self.build_path(plural, name, "", namespace)
         return ProbeAnswer(*self.server.request("DELETE", path, {}, body, "application/json"))
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
         """Whether it comes true in this many seconds."""
         remaining = seconds
         while not condition():

@@ -69,7 +69,7 @@ class ApiReader:
     def _send_request(self, path: str, accept: str = "application/json", data: bytes | None = None) -> Any:
         headers = {"Accept": accept, "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, headers)
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
 
 

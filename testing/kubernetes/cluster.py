@@ -42,11 +42,11 @@ class KubectlCluster:
     is_testcluster: bool
     reader: ApiReader
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
+    def kubectl(self, *arguments: str, stdin: str | None = None, timeout: float = 180) -> str:
         """Standard output of kubectl. subprocess.CalledProcessError with its messages if it fails."""
         return _run_command([*_build_kubectl_command(self.kubeconfig), *arguments], stdin, timeout)
 
-    def run_cli(self, *arguments: str, timeout: float = 60) -> str:
+    def run_cli(self, *arguments: str, timeout: float = 180) -> str:
         """The same of `kubectl pacekeeper`."""
         program = [sys.executable, "-m", "pacekeeper_operator.cli.command"]
         path = f"{programs.find_kubectl().parent}{os.pathsep}{os.environ['PATH']}"
@@ -115,7 +115,7 @@ def running_cluster() -> Iterator[KubectlCluster]:
         yield kubectl_cluster
         # A namespace that stays has an object in it whose finalizer no controller serves.
         selector = f"--selector={_SCRATCH}"
-        kubectl_cluster.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
+        kubectl_cluster.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=120s")
 
 
 @contextmanager
@@ -174,4 +174,4 @@ def scratch_namespace(cluster: KubectlCluster) -> Iterator[str]:
         yield name
     finally:
         cluster.kubectl("delete", "namespace", name, "--wait=false")  # from now on nothing new is made in it
-        cluster.kubectl("delete", "pods", "--all", "--namespace", name, "--grace-period=1", "--timeout=30s")
+        cluster.kubectl("delete", "pods", "--all", "--namespace", name, "--grace-period=1", "--timeout=120s")

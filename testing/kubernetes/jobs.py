@@ -229,7 +229,7 @@ class ClusterJob:
             "patch", "tj", self.name, "-n", self.namespace, "--type=merge", "-p", json.dumps({"spec": spec})
         )
 
-    def run_cli(self, *arguments: str, timeout: float = 60) -> str:
+    def run_cli(self, *arguments: str, timeout: float = 120) -> str:
         """The output of `kubectl pacekeeper`; the namespace is the job's."""
         return self.cluster.run_cli(*arguments, f"--namespace={self.namespace}", timeout=timeout)
 
@@ -259,7 +259,7 @@ class ClusterJob:
             pids = faults.list_rank_pids(self.namespace, worker, trainer)
             return pids[-1] if pids else None
 
-        faults.signal_process(self.wait_until(rank_process, 20, f"a rank on {worker}"), signum)
+        faults.signal_process(self.wait_until(rank_process, 120, f"a rank on {worker}"), signum)
 
     def delete_worker(self, rank: int) -> str:
         """`kubectl delete pod`; its name."""
@@ -269,8 +269,8 @@ class ClusterJob:
 
     def delete(self) -> None:
         """Returns when nothing of it is left but its incidents; the test fails if something is."""
-        self.cluster.kubectl("delete", "tj", self.name, "-n", self.namespace, "--timeout=50s")
-        self.wait_until_deleted(timeout=20)
+        self.cluster.kubectl("delete", "tj", self.name, "-n", self.namespace, "--timeout=120s")
+        self.wait_until_deleted(timeout=120)
 
     # Waiting
 
@@ -278,7 +278,7 @@ class ClusterJob:
         """The first answer that counts as true; the test fails if there is none within `timeout` seconds."""
         return wait_for(condition, timeout, what, situation=self._describe, pause=0.2)
 
-    def wait_for_phase(self, *phases: str, timeout: float = 60) -> None:
+    def wait_for_phase(self, *phases: str, timeout: float = 120) -> None:
         """It fails at once where the job has ended otherwise."""
 
         def reached() -> bool:
@@ -296,15 +296,15 @@ class ClusterJob:
             body = self.read()
             return bool(body.get("status", {}).get("observedGeneration") == body["metadata"]["generation"])
 
-        self.wait_until(seen, 30, f"the operator has seen what {self.name} wants")
+        self.wait_until(seen, 120, f"the operator has seen what {self.name} wants")
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
         self.wait_until(lambda: self.read_step() >= step, timeout, f"{self.name} has completed step {step}")
 
     def wait_for_more_steps(self, steps: int = 5) -> None:
         """All members have completed some more steps."""
-        before = self.wait_until(lambda: self.read_step() + 1, 30, f"all members of {self.name} answer") - 1
-        self.wait_for_step(before + steps, timeout=30)
+        before = self.wait_until(lambda: self.read_step() + 1, 120, f"all members of {self.name} answer") - 1
+        self.wait_for_step(before + steps, timeout=120)
 
     def wait_until_calm(self, spares: int = 0) -> None:
         """It trains with its spares in place, no incident is open, and its ranks have come on since."""
@@ -318,12 +318,12 @@ class ClusterJob:
         self.wait_until(calm, 120, f"{self.name} trains undisturbed")
         self.wait_for_more_steps()
 
-    def wait_until_incident_ended(self, cause: str, known: Collection[str], timeout: float = 60) -> dict[str, Any]:
+    def wait_until_incident_ended(self, cause: str, known: Collection[str], timeout: float = 120) -> dict[str, Any]:
         """The first incident of `cause` whose name is not among `known`, once it has an outcome."""
         what = f"an incident {cause} of {self.name} that is over"
         return self.wait_until(lambda: self.find_ended_incident(cause, known), timeout, what)
 
-    def wait_until_healed(self, *causes: str, timeout: float = 60) -> list[dict[str, Any]]:
+    def wait_until_healed(self, *causes: str, timeout: float = 120) -> list[dict[str, Any]]:
         """The job's incidents have these causes, in this order, and all are over."""
 
         def healed() -> list[dict[str, Any]] | None:
@@ -343,7 +343,7 @@ class ClusterJob:
             pod["metadata"]["name"]: pod["metadata"].get("deletionTimestamp", "not deleted") for pod in remaining_pods
         }
         assert not remaining_pods, f"the job went before its pods: {deletion_times}"
-        self.wait_until(lambda: not self.read_plan(), 20, "the plan is collected as garbage")
+        self.wait_until(lambda: not self.read_plan(), 120, "the plan is collected as garbage")
 
     def _list_objects(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = api.get_path(f"{group}/namespaces/{self.namespace}/{plural}{query}")["items"]
@@ -359,7 +359,7 @@ class ClusterJob:
 @contextmanager
 def unplug_node(job: ClusterJob) -> Iterator[tuple[str, str]]:
     """A worker and its node, out of reach; not that of the operator that leads, which has to be followed first."""
-    operator_pod = wait_for(release.find_leading_pod, 30, "an operator leads")
+    operator_pod = wait_for(release.find_leading_pod, 120, "an operator leads")
     placements = [(job.find_worker(rank), job.find_node(rank)) for rank in (0, 1)]
     worker, node = next(placement for placement in placements if placement[1] != operator_pod["spec"]["nodeName"])
     faults.disconnect_node(node)
@@ -377,7 +377,7 @@ def _read_min_step(addresses: Sequence[str]) -> int:
     steps: list[int] = []
     for address in addresses:
         try:
-            with urllib.request.urlopen(f"http://{address}:9464/metrics", timeout=2) as response:
+            with urllib.request.urlopen(f"http://{address}:9464/metrics", timeout=60) as response:
                 page = response.read().decode()
         except OSError:
             return -1

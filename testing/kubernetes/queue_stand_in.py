@@ -64,7 +64,7 @@ class QueueStandIn:
         worker_job = ClusterJob.apply(
             self.cluster, namespace, {field: copy[field] for field in copy if field != "status"}
         )
-        worker_job.wait_until(lambda: find_workload(worker_job), 30, "the copy has taken the Workload for its own")
+        worker_job.wait_until(lambda: find_workload(worker_job), 120, "the copy has taken the Workload for its own")
         assignments = workload["status"]["admission"]["podSetAssignments"]
         self.admit(worker_job, **{assignment["name"]: assignment["count"] for assignment in assignments})
         return worker_job
@@ -97,7 +97,7 @@ class QueueStandIn:
 def install_queue_stand_in(cluster: KubectlCluster) -> Iterator[QueueStandIn]:
     cluster.kubectl("apply", "-f", str(DEFINITIONS))
     try:
-        cluster.kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(DEFINITIONS))
+        cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", "-f", str(DEFINITIONS))
         yield QueueStandIn(cluster)
     finally:
-        cluster.kubectl("delete", "-f", str(DEFINITIONS), "--timeout=50s", timeout=60)
+        cluster.kubectl("delete", "-f", str(DEFINITIONS), "--timeout=120s")

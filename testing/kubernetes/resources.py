@@ -43,7 +43,7 @@ def _apply_definitions(cluster: KubectlCluster) -> None:
         definition["metadata"]["annotations"] |= helm_annotations  # so that `helm install` takes over what it finds
         cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(definition))
     names = [f"crd/{definition['metadata']['name']}" for definition in definitions]
-    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", *names)
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", *names)
     for definition in definitions:  # kubectl waits while the API server still prepares to store them
         cluster.kubectl(
             "get", f"{definition['spec']['names']['plural']}.{definition['spec']['group']}", "--all-namespaces"
@@ -65,4 +65,4 @@ def wait_for_operator_pods(cluster: KubectlCluster, count: int) -> None:
         )
         return are_settled and len(cluster.list("pod", SYSTEM, _PODS)) == count
 
-    wait_for(is_reached, timeout=90, what=f"{count} pods of the operator")
+    wait_for(is_reached, timeout=120, what=f"{count} pods of the operator")

@@ -80,13 +80,13 @@ class OperatorProcess:
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signum)
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=60)
 
     def wait_for_exit(self, *, or_: Callable[[], bool]) -> None:
         """Until it has ended itself, or the condition holds."""
         assert self.process is not None
         process = self.process
-        wait_for(lambda: process.poll() is not None or or_(), 90, f"the operator dies (see {self.log})", pause=0.2)
+        wait_for(lambda: process.poll() is not None or or_(), 120, f"the operator dies (see {self.log})", pause=0.2)
 
 
 @pytest.fixture(scope="module")

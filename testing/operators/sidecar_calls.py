@@ -11,7 +11,7 @@ from typing import Any
 
 from testing.kubernetes.jobs import ClusterJob
 
-LEADER_SECONDS = 30.0
+LEADER_SECONDS = 120.0
 
 
 def call_operator(job: ClusterJob, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -33,7 +33,7 @@ def _send_call(job: ClusterJob, path: str, bearer: str, body: dict[str, Any]) ->
         request.add_header("Authorization", f"Bearer {bearer}")
     context = ssl.create_default_context(cadata=environment["PACEKEEPER_CA"])
     try:
-        with urllib.request.urlopen(request, timeout=10, context=context) as response:
+        with urllib.request.urlopen(request, timeout=60, context=context) as response:
             return response.status, json.loads(response.read() or b"{}")
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read() or b"{}")

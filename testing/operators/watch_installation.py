@@ -17,7 +17,7 @@ from testing.kubernetes.cluster import KubectlCluster, scratch_namespace, wait_f
 from testing.operators.operator_process import OperatorProcess, run_operator_process
 
 WATCH_KINDS = ("MutatingAdmissionPolicy", "MutatingAdmissionPolicyBinding", "MutatingWebhookConfiguration")
-FIRST_SECONDS = 30
+FIRST_SECONDS = 120
 """Within which the API server applies a policy, or a change of its parameters."""
 
 

@@ -23,7 +23,7 @@ import torch
 
 from pacekeeper_rank.work_clock import Clock, DeviceClock, HostClock
 
-BATON_TIMEOUT_SECONDS = 30.0
+BATON_TIMEOUT_SECONDS = 120.0
 """Seconds of real time after which a rank that waits for the baton gives up."""
 
 

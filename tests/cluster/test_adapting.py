@@ -51,7 +51,7 @@ def test_the_mode_of_the_spec_is_in_force_and_auto_reverts_it(job: ClusterJob) -
     job.wait_until_calm()
     for wanted, mode in (("EDiT", "EDiT"), ("Auto", "Sync")):
         job.patch(syncMode=wanted)
-        job.wait_until(partial(trains_in, job, mode), 60, f"the ranks train in mode {mode}")
+        job.wait_until(partial(trains_in, job, mode), 120, f"the ranks train in mode {mode}")
         job.wait_for_more_steps(20)
     assert job.status["round"] == 1, "no rank was restarted"
 

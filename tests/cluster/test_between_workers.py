@@ -28,7 +28,7 @@ KNOCK = """
 import socket, sys
 address, port, content = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
 received = b""
-with socket.create_connection((address, port), timeout=10) as connection:  # the launcher hangs up after two
+with socket.create_connection((address, port), timeout=60) as connection:  # the launcher hangs up after two
     try:
         connection.sendall(content)
         while part := connection.recv(1 << 16):
@@ -92,7 +92,7 @@ def test_no_other_container_mounts_the_sidecars_token(cluster: KubectlCluster, n
     body = build_paced_job("spying", LONG)
     body["spec"]["template"]["spec"]["containers"].append(spy)
     job = ClusterJob.apply(cluster, namespace, body)
-    job.wait_until(lambda: job.get_condition("InvalidTemplate").get("status") == "True", 20, "the template is refused")
+    job.wait_until(lambda: job.get_condition("InvalidTemplate").get("status") == "True", 120, "the template is refused")
     assert "containers[1].volumeMounts[0]: pacekeeper-token" in job.get_condition("InvalidTemplate")["message"]
     assert job.list_pods() == []
     job.delete()

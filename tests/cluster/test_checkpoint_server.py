@@ -25,7 +25,7 @@ def wait_for_checkpoint(job: ClusterJob, after: int) -> int:
         step = job.status.get("lastCheckpointStep")
         return step if step is not None and step > after else None
 
-    return job.wait_until(newer, 90, f"a checkpoint of {job.name} after step {after}")
+    return job.wait_until(newer, 120, f"a checkpoint of {job.name} after step {after}")
 
 
 def test_a_job_on_two_nodes_resumes_from_a_claim_that_one_node_can_mount(
@@ -55,6 +55,6 @@ def test_a_job_on_two_nodes_resumes_from_a_claim_that_one_node_can_mount(
 
     job.patch(suspend=True)
     job.wait_for_phase("Suspended")
-    job.wait_until(lambda: not job.list_pods(), 30, "the server ends with the workers")
+    job.wait_until(lambda: not job.list_pods(), 120, "the server ends with the workers")
     newest = max(job.find_checkpoint_folder().glob("step-*/manifest.json"), key=lambda path: path.parent.name)
     assert int(newest.parent.name.split(".")[0].removeprefix("step-")) == job.status["lastCheckpointStep"]

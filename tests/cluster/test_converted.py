@@ -164,15 +164,15 @@ def test_jobs_of_four_kinds_train_and_heal_in_an_image_without_pacekeeper(jobs: 
     volume = job.cluster.get("persistentvolumeclaims", SHARED, job.namespace)["spec"]["volumeName"]
     shared = VOLUMES / str(volume)
     deleted = job.delete_worker(1)
-    job.wait_until((shared / BY_SHELL / f"left-{deleted}").exists, 30, "the rank has heard SIGTERM")
-    job.wait_until(lambda: job.find_worker(1) != deleted, 60, "the worker is replaced")
+    job.wait_until((shared / BY_SHELL / f"left-{deleted}").exists, 120, "the rank has heard SIGTERM")
+    job.wait_until(lambda: job.find_worker(1) != deleted, 120, "the worker is replaced")
     job.wait_for_more_steps()
     workers = [job.find_worker(rank) for rank in range(2)]
     (shared / "stop").touch()
     for name, other in jobs.items():
         if name != BY_SHELL:
             other.wait_for_phase("Complete")
-    job.wait_until(lambda: job.get_condition("Running")["reason"] == "RanksFinished", 30, "its ranks have finished")
+    job.wait_until(lambda: job.get_condition("Running")["reason"] == "RanksFinished", 120, "its ranks have finished")
     assert job.phase == "Running"
     (shared / "upload").touch()
     job.wait_for_phase("Complete")

@@ -87,9 +87,9 @@ class TestMistakes:
 
         assert (
             "no/such-image:1"
-            in job.wait_until(reason, 30, "the condition reports that the image is missing")["message"]
+            in job.wait_until(reason, 120, "the condition reports that the image is missing")["message"]
         )
-        job.wait_for_phase("Failed", timeout=90)
+        job.wait_for_phase("Failed", timeout=120)
         assert "no/such-image:1" in job.get_condition("Failed")["message"]
 
     def test_a_script_that_exits_at_once(self, jobs: Callable[[str], ClusterJob]) -> None:
@@ -103,7 +103,7 @@ class TestMistakes:
         def closed() -> bool:
             return {incident.get("status", {}).get("outcome") for incident in job.list_incidents()} == {"Failed"}
 
-        job.wait_until(closed, 20, "its incidents are closed")
+        job.wait_until(closed, 120, "its incidents are closed")
 
     def test_a_checkpoint_folder_that_is_not_writable(self, jobs: Callable[[str], ClusterJob]) -> None:
         job = jobs("read-only")
@@ -120,18 +120,18 @@ class TestMistakes:
         assert 'volumeMounts[0].name: Not found: "scratch"' in job.get_condition("InvalidTemplate")["message"]
         assert not job.list_pods()
         job.patch(suspend=True)
-        job.wait_for_phase("Suspended", timeout=20)
+        job.wait_for_phase("Suspended", timeout=120)
         corrected = without_a_volume(volumes=[{"name": "scratch", "emptyDir": {}}])
         job.patch(suspend=False, template=corrected["spec"]["template"])
-        job.wait_for_phase("Complete", timeout=60)
+        job.wait_for_phase("Complete", timeout=120)
         assert job.get_condition("InvalidTemplate")["status"] == "False"
 
     def test_a_deadline(self, jobs: Callable[[str], ClusterJob]) -> None:
         job = jobs("deadline")
-        job.wait_for_phase("Failed", timeout=60)
+        job.wait_for_phase("Failed", timeout=120)
         assert job.get_condition("Failed")["reason"] == "DeadlineExceeded"
         assert "spec.runPolicy.activeDeadlineSeconds = 12 s" in job.get_condition("Failed")["message"]
-        job.wait_until(lambda: not job.list_pods(), 30, "cleanPodPolicy All leaves no pod")
+        job.wait_until(lambda: not job.list_pods(), 120, "cleanPodPolicy All leaves no pod")
 
     def test_two_jobs_on_one_claim(self, cluster: KubectlCluster, jobs: Callable[[str], ClusterJob]) -> None:
         """Each has its own folder. One that is pointed to the other's waits while that trains, and then is refused."""
@@ -150,11 +150,11 @@ class TestMistakes:
 
         waits, refused = point_to("long"), point_to("narrow")
         in_use = "CheckpointFolderInUse"
-        waits.wait_until(lambda: waits.get_condition("Running").get("reason") == in_use, 30, "it waits for the folder")
+        waits.wait_until(lambda: waits.get_condition("Running").get("reason") == in_use, 120, "it waits for the folder")
         assert "job long writes its checkpoints to the same folder" in waits.get_condition("Running")["message"]
         assert not waits.list_pods()
         waits.delete()
-        refused.wait_for_phase("Failed", timeout=60)
+        refused.wait_for_phase("Failed", timeout=120)
         message = refused.get_condition("Failed")["message"]
         assert f"holds checkpoints of another job, {first.namespace}/narrow" in message
         assert not (first.find_claim_folder() / "narrow/step-00000009").exists()
@@ -175,7 +175,7 @@ def test_a_job_trains_completes_and_is_removed_after_its_ttl(jobs: Callable[[str
     assert "Complete" in job.cluster.kubectl("get", "tj", "gpt", "-n", job.namespace)
 
     job.patch(runPolicy={"ttlSecondsAfterFinished": 1})
-    job.wait_until_deleted(timeout=30)
+    job.wait_until_deleted(timeout=120)
     assert not job.list_incidents()
 
 
@@ -191,7 +191,7 @@ class TestLong:
         return job
 
     def test_tools_see_a_ready_job(self, job: ClusterJob) -> None:
-        job.cluster.kubectl("wait", "tj", job.name, "--for=condition=Ready", "--timeout=30s", "-n", job.namespace)
+        job.cluster.kubectl("wait", "tj", job.name, "--for=condition=Ready", "--timeout=120s", "-n", job.namespace)
         assert job.status["observedGeneration"] == job.read()["metadata"]["generation"]
 
     def test_on_call_sees_the_jobs_state(self, job: ClusterJob, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ class TestLong:
         worker, cluster = job.find_worker(0), job.cluster
         before = cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"]
         cluster.kubectl("delete", "secret", "pacekeeper-ca", "-n", SYSTEM)
-        job.wait_until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 60, "the operator writes it again")
+        job.wait_until(lambda: cluster.get("secret", "pacekeeper-ca", SYSTEM), 120, "the operator writes it again")
         assert before.items() <= cluster.get("secret", "pacekeeper-ca", SYSTEM)["data"].items()
         assert call_operator(job, "/v1/plan", create_sidecar_token(job, worker), {"worker": worker})[0] == 200
 
@@ -311,10 +311,10 @@ class TestLong:
         def lives(pod: str) -> int:
             return int(cluster.get("pod", pod, SYSTEM)["status"]["containerStatuses"][0]["restartCount"])
 
-        before = job.wait_until(holder, 10, "one leads")
+        before = job.wait_until(holder, 120, "one leads")
         restarts = lives(before)
         cluster.kubectl("delete", "lease", "pacekeeper-operator", "-n", SYSTEM)
-        assert job.wait_until(holder, 10, "there is one again") == before, "the same replica leads"
+        assert job.wait_until(holder, 120, "there is one again") == before, "the same replica leads"
         assert lives(before) == restarts
 
     def test_forged_tokens_are_limited_and_do_not_block_known_callers(self, job: ClusterJob) -> None:
@@ -332,7 +332,7 @@ class TestLong:
             query for name in DASHBOARDS for query in list_queries(name, namespace=job.namespace, trainingjob=job.name)
         ]
         (refusals,) = [query for query in queries if "pacekeeper_refused_calls_total" in query]
-        job.wait_until(lambda: kube.has_answers(refusals, time.time() - 10, time.time()), 30, "the dashboard shows it")
+        job.wait_until(lambda: kube.has_answers(refusals, time.time() - 10, time.time()), 120, "the dashboard shows it")
 
     def test_mode_recommend_reports_its_remedy_and_acts_after_the_switch(self, job: ClusterJob) -> None:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
@@ -374,17 +374,17 @@ class TestLong:
         late = create_sidecar_token(job, worker)
 
         job.patch(suspend=True)
-        job.wait_until(lambda: job.get_condition("Suspended")["status"] == "True", 40, "the job is suspended")
+        job.wait_until(lambda: job.get_condition("Suspended")["status"] == "True", 120, "the job is suspended")
         assert not job.list_pods()
         assert job.phase == "Suspended"
         first = list_steps(job)
         job.patch(suspend=False)
-        job.wait_for_phase("Running", timeout=60)
+        job.wait_for_phase("Running", timeout=120)
         assert job.list_start_steps() == [*rounds, first], "it goes on from the step at which it was suspended"
         assert call_operator(job, "/v1/plan", late, {"worker": worker})[0] == 401, "the token of a pod that is gone"
 
         job.cluster.kubectl("scale", "tj", job.name, "--replicas=3", "-n", job.namespace)
-        job.wait_until(lambda: job.status["workers"]["ready"] == 3, 60, "three workers train")
+        job.wait_until(lambda: job.status["workers"]["ready"] == 3, 120, "three workers train")
         job.wait_for_phase("Running")
         job.wait_for_more_steps()
         assert job.status["workers"]["desired"] == 3

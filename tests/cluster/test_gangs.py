@@ -49,14 +49,14 @@ def test_no_pod_is_placed_before_all_pods_fit(cluster: KubectlCluster) -> None:
         younger = ClusterJob.apply(cluster, namespace, build_tight_job("younger", 20, replicas=2))
         younger.wait_until(
             lambda: len(younger.list_pods()) == 2 and all(map(is_unplaced, younger.list_pods())),
-            40,
+            120,
             "none of both is placed",
         )
         named = {pod["spec"]["schedulingGroup"]["podGroupName"] for pod in younger.list_pods()}
         assert named == {"younger"}
 
         small = ClusterJob.apply(cluster, namespace, build_tight_job("small", 5, replicas=1))
-        small.wait_for_phase("Complete", timeout=90)  # on the node that half of the younger would have taken
+        small.wait_for_phase("Complete", timeout=120)  # on the node that half of the younger would have taken
         assert all(map(is_unplaced, younger.list_pods()))
 
         older.delete()
@@ -64,4 +64,4 @@ def test_no_pod_is_placed_before_all_pods_fit(cluster: KubectlCluster) -> None:
         assert not younger.list_incidents()
         younger.delete()
         kept = ["get", "podgroups.scheduling.k8s.io", "younger", "-n", namespace, "--ignore-not-found", "-o", "name"]
-        wait_for(lambda: not cluster.kubectl(*kept), 60, "its PodGroup is gone with it")
+        wait_for(lambda: not cluster.kubectl(*kept), 120, "its PodGroup is gone with it")

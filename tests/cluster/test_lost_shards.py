@@ -28,7 +28,7 @@ def test_a_lost_node_costs_a_sharded_job_the_steps_since_the_snapshot(cluster: K
             incident = job.wait_until_incident_ended("node-lost", known)
             assert incident["spec"]["worker"] == worker
     finally:
-        cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=60s")
+        cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=120s")
     assert job.list_start_steps()[-1] > EVERY
     assert incident["status"]["stepsLost"] <= 2 * EVERY, "since the last, whose replication was perhaps in progress"
     assert not list(job.find_checkpoint_folder().glob("step-*")), "nothing that could have been read from the volume"

@@ -139,7 +139,7 @@ def run_operator(cluster: KubectlCluster) -> Iterator[ClusterJob]:
 
 
 def delete_owner(job: ClusterJob, kind: str) -> None:
-    job.cluster.kubectl("delete", kind, NAME, "-n", job.namespace, "--ignore-not-found", "--timeout=60s", timeout=70)
+    job.cluster.kubectl("delete", kind, NAME, "-n", job.namespace, "--ignore-not-found", "--timeout=120s")
 
 
 @pytest.fixture
@@ -179,9 +179,9 @@ def find_workload(job: ClusterJob) -> dict[str, Any]:
 
 def test_a_managed_jobset_is_queued_trains_heals_is_evicted_and_completes(job_of_jobset: ClusterJob) -> None:
     job = job_of_jobset
-    job.wait_until(job.exists, 30, "the operator has created the TrainingJob")
+    job.wait_until(job.exists, 120, "the operator has created the TrainingJob")
     job.wait_for_phase("Suspended")
-    job.wait_until(lambda: find_workload(job), 30, "Kueue has the JobSet's Workload")
+    job.wait_until(lambda: find_workload(job), 120, "Kueue has the JobSet's Workload")
     assert job.list_pods() == []
 
     set_stop_policy(job.cluster, "None")
@@ -189,24 +189,24 @@ def test_a_managed_jobset_is_queued_trains_heals_is_evicted_and_completes(job_of
     pod = job.read()["spec"]["template"]["spec"]
     assert (pod["nodeSelector"], pod["tolerations"]) == (NODE_LABELS, [TOLERATION])
     assert job.cluster.list("job", job.namespace) == [], "JobSet's own controller leaves it alone"
-    job.wait_until(lambda: read_jobset_status(job)["replicatedJobsStatus"][0]["ready"] == 1, 30, "the JobSet is ready")
+    job.wait_until(lambda: read_jobset_status(job)["replicatedJobsStatus"][0]["ready"] == 1, 120, "the JobSet is ready")
 
     job.crash_rank(1)
     incident = job.wait_until_incident_ended("crash", known=())
     assert incident["status"]["outcome"] == "Recovered", incident
-    job.wait_until(lambda: read_jobset_status(job)["restarts"] == 1, 30, "the JobSet counts the restart")
+    job.wait_until(lambda: read_jobset_status(job)["restarts"] == 1, 120, "the JobSet counts the restart")
 
     set_stop_policy(job.cluster, "HoldAndDrain")
-    job.wait_until(lambda: read_condition(find_workload(job), "QuotaReserved") == "False", 60, "the quota is returned")
+    job.wait_until(lambda: read_condition(find_workload(job), "QuotaReserved") == "False", 120, "the quota is returned")
     assert job.list_pods() == []
     set_stop_policy(job.cluster, "None")
     job.wait_for_step(10, timeout=120)
 
     (job.find_claim_folder() / "stop").touch()
-    job.wait_until(lambda: read_jobset_status(job).get("terminalState") == "Completed", 60, "the JobSet is complete")
-    job.wait_until(lambda: read_condition(find_workload(job), "Finished") == "True", 30, "Kueue has noticed")
+    job.wait_until(lambda: read_jobset_status(job).get("terminalState") == "Completed", 120, "the JobSet is complete")
+    job.wait_until(lambda: read_condition(find_workload(job), "Finished") == "True", 120, "Kueue has noticed")
     job.cluster.kubectl("delete", "jobset", NAME, "-n", job.namespace)
-    job.wait_until_deleted(timeout=60)
+    job.wait_until_deleted(timeout=120)
 
 
 def test_a_queued_trainjob_trains_heals_is_evicted_and_completes(job_of_trainjob: ClusterJob) -> None:
@@ -216,7 +216,7 @@ def test_a_queued_trainjob_trains_heals_is_evicted_and_completes(job_of_trainjob
         return read_condition(job.cluster.get("trainjob", NAME, job.namespace), kind) == "True"
 
     set_stop_policy(job.cluster, "None")
-    job.wait_until(job.exists, 30, "the operator has created the TrainingJob")
+    job.wait_until(job.exists, 120, "the operator has created the TrainingJob")
     job.wait_for_step(10, timeout=120)
     spec = job.read()["spec"]
     pod = spec["template"]["spec"]
@@ -227,15 +227,15 @@ def test_a_queued_trainjob_trains_heals_is_evicted_and_completes(job_of_trainjob
     assert incident["status"]["outcome"] == "Recovered", incident
 
     set_stop_policy(job.cluster, "HoldAndDrain")
-    job.wait_until(lambda: read_condition(find_workload(job), "QuotaReserved") == "False", 60, "the quota is returned")
-    job.wait_until(lambda: has_condition("Suspended"), 30, "the TrainJob is suspended")
+    job.wait_until(lambda: read_condition(find_workload(job), "QuotaReserved") == "False", 120, "the quota is returned")
+    job.wait_until(lambda: has_condition("Suspended"), 120, "the TrainJob is suspended")
     assert job.list_pods() == []
     set_stop_policy(job.cluster, "None")
     job.wait_for_step(10, timeout=120)
     (job.find_claim_folder() / "stop").touch()
-    job.wait_until(lambda: has_condition("Complete"), 60, "the TrainJob is complete")
+    job.wait_until(lambda: has_condition("Complete"), 120, "the TrainJob is complete")
     delete_owner(job, "trainjob")
-    job.wait_until_deleted(timeout=60)
+    job.wait_until_deleted(timeout=120)
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_the_operator_may_create_and_change_only_jobs_of_jobsets(cluster: Kubect
             "a JobSet controls"
             in write("create", "-f", "-", "--dry-run=server", body=users | {"metadata": {"name": "x"}})
         ),
-        30,
+        120,
         "the policy denies",
     )
     assert write("create", "-f", "-", body=own) == ""

@@ -61,7 +61,7 @@ class Place:
         return {client: (*map(int, answer.result().split()),) for client, answer in answers.items()}
 
     def wait_until_reached(self, expected: Reached) -> None:
-        wait_for(lambda: self.reached() == expected, 40, f"{expected}", situation=lambda: f"it is {self.reached()}")
+        wait_for(lambda: self.reached() == expected, 120, f"{expected}", situation=lambda: f"it is {self.reached()}")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def pods(cluster: KubectlCluster) -> Iterator[Place]:
         cluster.apply(_build_pod("stranger", "node-1", IDLE, worker=False), namespace)
         cluster.apply(_build_pod("operator", "node-2", IDLE, worker=True), operators)
         for where in (namespace, operators):
-            cluster.kubectl("wait", "pods", "--all", "--namespace", where, "--for=condition=Ready", "--timeout=40s")
+            cluster.kubectl("wait", "pods", "--all", "--namespace", where, "--for=condition=Ready", "--timeout=120s")
         address = cluster.get("pod", "worker", namespace)["status"]["podIP"]
         yield Place(cluster, namespace, operators, address)
 

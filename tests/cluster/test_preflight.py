@@ -24,7 +24,7 @@ def forgotten(cluster: KubectlCluster, operator: None) -> Iterator[None]:  # noq
     yield
     faults.clear_link(BAD)
     faults.throttle_node(BAD, None)
-    cluster.kubectl("delete", "nodequarantines", "--all", "--timeout=60s", timeout=70)
+    cluster.kubectl("delete", "nodequarantines", "--all", "--timeout=120s")
 
 
 def build_preflight_job(replicas: int, **spec: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_a_healthy_cluster_passes_and_is_probed_once(cluster: KubectlCluster, na
     assert not cluster.list("pods", SYSTEM, "pacekeeper.dev/probe-group,pacekeeper.dev/probe-group!=known-good")
     job.delete()
     again = ClusterJob.apply(cluster, namespace, build_preflight_job(3))
-    again.wait_for_phase("Running", timeout=60)
+    again.wait_for_phase("Running", timeout=120)
     assert list_probes(cluster) == found
     again.delete()
 
@@ -71,7 +71,7 @@ def test_a_node_that_is_slow_from_the_start_gets_no_rank(cluster: KubectlCluster
     assert [name for name, probe in list_probes(cluster).items() if probe.get("passed") is False] == [BAD]
     condition = job.get_condition("Preflight")
     assert (condition["status"], condition["reason"]) == ("False", "NodesFailed")
-    wait_for(lambda: cluster.get("nodequarantine", BAD), 20, "the node is suspected")
-    held = wait_for(lambda: (cluster.get("nodequarantine", BAD).get("status") or {}).get("cordonedAt"), 60, "held")
+    wait_for(lambda: cluster.get("nodequarantine", BAD), 120, "the node is suspected")
+    held = wait_for(lambda: (cluster.get("nodequarantine", BAD).get("status") or {}).get("cordonedAt"), 120, "held")
     assert held
     job.delete()

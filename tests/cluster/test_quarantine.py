@@ -233,7 +233,7 @@ class TestLife:
             pods = [pod for pod in cluster.list("pods", namespace) if pod["spec"]["nodeName"] == NODE]
             return any("ImagePull" in json.dumps(pod["status"]) for pod in pods)
 
-        wait_for(waits, 30, "a probe pod without an image")
+        wait_for(waits, 120, "a probe pod without an image")
         await reconcile_all(api, settings, now=expiry + 61)
 
         status = cluster.get("nodequarantine", NODE)["status"]

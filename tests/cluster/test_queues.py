@@ -113,7 +113,7 @@ def test_a_queue_without_a_controller_holds_the_job_and_its_condition_reports_it
         job = ClusterJob.apply(cluster, namespace, build_queued_job("unserved", 20, replicas=1))
         job.wait_until(
             lambda: "this cluster serves no Workloads" in read_suspended_message(job),
-            30,
+            120,
             "the job reports what is missing",
         )
         assert not job.list_pods()
@@ -129,7 +129,7 @@ def test_a_job_that_is_sent_to_another_cluster_reports_its_end_in_both(
         job = ClusterJob.apply(
             cluster, here, build_queued_job("sent", 20, replicas=1, managedBy="kueue.x-k8s.io/multikueue")
         )
-        job.wait_until(lambda: find_workload(job), 30, "its Workload")
+        job.wait_until(lambda: find_workload(job), 120, "its Workload")
         stand_in.admit(job, workers=1)
 
         copy = stand_in.send_to_worker_cluster(job, there)
@@ -141,7 +141,7 @@ def test_a_job_that_is_sent_to_another_cluster_reports_its_end_in_both(
         assert not job.list_pods()
         assert not job.phase, "its status is the other controller's to write"
         stand_in.copy_status_back(copy, job)
-        job.wait_until(lambda: find_workload_condition(job, "Finished"), 40, "and the queue here, too")
+        job.wait_until(lambda: find_workload_condition(job, "Finished"), 120, "and the queue here, too")
 
 
 def test_kueue_places_preempts_and_resumes_a_job(cluster: KubectlCluster, racks: Mapping[str, str]) -> None:
@@ -154,12 +154,12 @@ def test_kueue_places_preempts_and_resumes_a_job(cluster: KubectlCluster, racks:
         job = ClusterJob.apply(cluster, namespace, body)
         job.wait_until(
             lambda: "make it, or name another" in job.get_condition("ActionBlocked").get("message", ""),
-            30,
+            120,
             "what is missing",
         )
         for name, value in (("normal", 10), (URGENT, 100)):
             create_object(cluster, "WorkloadPriorityClass", name, {"value": value})
-        job.wait_until(lambda: "is inactive" in read_suspended_message(job), 30, "the queue's message is in the job")
+        job.wait_until(lambda: "is inactive" in read_suspended_message(job), 120, "the queue's message is in the job")
         assert job.phase == "Suspended"
         assert job.get_condition("Reconciling")["reason"] == "Queued"
         assert not job.list_pods()
@@ -180,20 +180,20 @@ def test_kueue_places_preempts_and_resumes_a_job(cluster: KubectlCluster, racks:
         # A job of higher priority takes one of the three pods: there is room for one worker and the spare.
         before = job.read_step()
         cluster.apply(build_urgent_job(), namespace)
-        job.wait_until(lambda: find_workload_condition(job, "Preempted"), 30, "it is evicted")
-        job.wait_until(lambda: has_no_pods(job), 60, "its pods are gone")
+        job.wait_until(lambda: find_workload_condition(job, "Preempted"), 120, "it is evicted")
+        job.wait_until(lambda: has_no_pods(job), 120, "its pods are gone")
         job.wait_until(
             lambda: find_workload_condition(job, "Evicted")["status"] == "False", 60, "it is admitted with fewer"
         )
         assert job.status["lastCheckpointStep"] >= before
-        job.wait_for_phase("Running", timeout=90)
+        job.wait_for_phase("Running", timeout=120)
         job.wait_for_more_steps()
         assert len(job.read_plan()["members"]) == 1
         check_placement(job, racks, workers=1)
         assert job.list_start_steps()[-1] >= before
         job.delete()
-        job.wait_until(lambda: find_workload(job) is None, 30, "its Workload goes with it")
-        cluster.kubectl("delete", f"job/{URGENT}", f"localqueue/{QUEUE}", "-n", namespace, "--timeout=30s")
+        job.wait_until(lambda: find_workload(job) is None, 120, "its Workload goes with it")
+        cluster.kubectl("delete", f"job/{URGENT}", f"localqueue/{QUEUE}", "-n", namespace, "--timeout=120s")
 
 
 def check_placement(job: ClusterJob, racks: Mapping[str, str], workers: int) -> None:

@@ -48,7 +48,7 @@ def namespace(cluster: KubectlCluster, shared_namespace: str) -> Iterator[str]:
     """Without jobs and incidents of other tests."""
     yield shared_namespace
     if cluster.list("tj", shared_namespace) or cluster.list("inc", shared_namespace):
-        cluster.kubectl("delete", "tj,inc", "--all", "--namespace", shared_namespace, "--timeout=20s")
+        cluster.kubectl("delete", "tj,inc", "--all", "--namespace", shared_namespace, "--timeout=120s")
 
 
 def build_job(**spec: Any) -> dict[str, Any]:

@@ -65,9 +65,9 @@ def real(cluster: KubectlCluster) -> Iterator[RealServer]:
     assert address.hostname is not None
     if cluster.is_testcluster:
         faults.restart_api_server()  # revision 1 is then older than its watch cache
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
     with scratch_namespace(cluster) as namespace:
-        wait_for(lambda: cluster.get("serviceaccount", "default", namespace), 20, "pods can be made")
+        wait_for(lambda: cluster.get("serviceaccount", "default", namespace), 120, "pods can be made")
         yield RealServer(namespace, connection)
     connection.close()
 

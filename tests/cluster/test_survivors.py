@@ -32,7 +32,7 @@ def build_gated_job(name: str, **spec: Any) -> dict[str, Any]:
 
 def test_the_others_train_with_every_sample_while_a_new_worker_starts(cluster: KubectlCluster, namespace: str) -> None:
     job = ClusterJob.apply(cluster, namespace, build_gated_job("survivors", replicas=3, minReplicas=2))
-    job.wait_until(lambda: len(job.list_nodes()) == 3 and all(job.list_nodes().values()), 60, "all are on nodes")
+    job.wait_until(lambda: len(job.list_nodes()) == 3 and all(job.list_nodes().values()), 120, "all are on nodes")
     gate = job.find_claim_folder() / "open"
     gate.touch()
     job.wait_until_calm()
@@ -50,7 +50,7 @@ def test_the_others_train_with_every_sample_while_a_new_worker_starts(cluster: K
     assert "2 of 3 workers train, until others have started" in degraded["message"]
 
     gate.touch()
-    job.wait_until(lambda: len(job.read_plan()["members"]) == 3, 60, "the new worker has been taken in")
+    job.wait_until(lambda: len(job.read_plan()["members"]) == 3, 120, "the new worker has been taken in")
     job.wait_for_more_steps(20)
     assert len(job.list_start_steps()) == 3, "one round without it, and one with it"
     job.wait_for_step(2 * STEPS_PER_EPOCH + 1)

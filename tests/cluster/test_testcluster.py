@@ -43,7 +43,7 @@ def test_down_removes_everything_and_up_works_again() -> None:
     if testcluster.cluster.list_status() != "down":
         pytest.skip("the cluster is in use: `make cluster-down` first to have this tested too")
     testcluster.cluster.bring_up(2, ports=2)
-    _start_python("testcluster", "down").wait(timeout=30)
+    _start_python("testcluster", "down").wait(timeout=120)
     assert cgroups.list_pids(cgroups.CLUSTER_CGROUP, recursive=True) == []
     assert not cgroups.get_controller_folder("cpu", cgroups.CLUSTER_CGROUP).exists()
     mounts = Path("/proc/self/mountinfo").read_text()
@@ -80,8 +80,8 @@ def test_pods_reach_one_another_and_the_api_server(cluster: KubectlCluster, name
         "headers = {'Authorization': 'Bearer ' + open(account + 'token').read()}\n"
         "trusted = ssl.create_default_context(cafile=account + 'ca.crt')\n"
         "api = 'https://' + os.environ['KUBERNETES_SERVICE_HOST'] + '/version'\n"
-        "print(request.urlopen(request.Request(api, headers=headers), context=trusted, timeout=5).status)\n"
-        "for address in sys.argv[1:]: print(request.urlopen('http://' + address, timeout=5).status)\n"
+        "print(request.urlopen(request.Request(api, headers=headers), context=trusted, timeout=60).status)\n"
+        "for address in sys.argv[1:]: print(request.urlopen('http://' + address, timeout=60).status)\n"
     )
     cluster.apply(_build_pod("server", SERVE, node="node-1", labels={"app": "server"}), namespace)
     cluster.apply(_build_pod("client", ["sleep", "1000"], node="node-2"), namespace)
@@ -89,7 +89,7 @@ def test_pods_reach_one_another_and_the_api_server(cluster: KubectlCluster, name
     address = _wait_for_address(cluster, namespace, "server")
     _wait_for_address(cluster, namespace, "client")
     service = cluster.get("service", "server", namespace)["spec"]["clusterIP"]
-    wait_for(lambda: is_answering(f"http://{service}"), 10, "the service answers the machine itself")
+    wait_for(lambda: is_answering(f"http://{service}"), 120, "the service answers the machine itself")
     where = ["exec", "client", "--namespace", namespace, "--"]
     assert cluster.kubectl(*where, "python", "-c", download, f"{address}:8000", service).split() == ["200"] * 3
 
@@ -101,7 +101,7 @@ def test_a_restricted_pod_imports_torch_and_the_packages(cluster: KubectlCluster
     pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "scratch", "mountPath": "/tmp"}]
     pod["spec"]["volumes"] = [{"name": "scratch", "emptyDir": {}}]
     cluster.apply(pod, namespace)
-    wait_for(lambda: _read_phase(cluster, namespace, "torch") in ("Succeeded", "Failed"), 30, "the pod ends")
+    wait_for(lambda: _read_phase(cluster, namespace, "torch") in ("Succeeded", "Failed"), 120, "the pod ends")
     assert cluster.kubectl("logs", "torch", "--namespace", namespace).split() == ["2.0", "65532"]
 
 
@@ -121,11 +121,11 @@ def test_a_released_volume_comes_back_empty(cluster: KubectlCluster, namespace: 
     pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "checkpoints", "mountPath": "/checkpoints"}]
     pod["spec"]["volumes"] = [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": "checkpoints"}}]
     cluster.apply(pod, namespace)
-    wait_for(lambda: _read_phase(cluster, namespace, "writer") == "Succeeded", 20, "the pod has written")
+    wait_for(lambda: _read_phase(cluster, namespace, "writer") == "Succeeded", 120, "the pod has written")
     volume = cluster.get("persistentvolumeclaim", "checkpoints", namespace)["spec"]["volumeName"]
     assert (VOLUMES / volume / "step-1").read_text() == "kept\n"
     cluster.kubectl("delete", "pod/writer", "pvc/checkpoints", "--namespace", namespace)
-    wait_for(lambda: cluster.get("pv", volume)["status"]["phase"] == "Available", 30, f"{volume} is free again")
+    wait_for(lambda: cluster.get("pv", volume)["status"]["phase"] == "Available", 120, f"{volume} is free again")
     assert list((VOLUMES / volume).iterdir()) == []
 
 
@@ -136,11 +136,11 @@ def test_prometheus_discovers_a_pod_by_its_port(cluster: KubectlCluster, namespa
     cluster.apply(pod, namespace)
 
     def target() -> Any:
-        with urllib.request.urlopen(f"{PROMETHEUS_URL}/api/v1/targets?state=active", timeout=5) as answer:
+        with urllib.request.urlopen(f"{PROMETHEUS_URL}/api/v1/targets?state=active", timeout=60) as answer:
             labels = [found["labels"] for found in json.load(answer)["data"]["activeTargets"]]
         return next((found for found in labels if found["namespace"] == namespace), None)
 
-    found = wait_for(target, 20, "Prometheus has discovered the pod")
+    found = wait_for(target, 120, "Prometheus has discovered the pod")
     assert (found["pod"], found["container"], found["node"]) == ("metrics", "main", "node-3")
 
 
@@ -160,14 +160,14 @@ def test_a_node_is_lost_and_comes_back(cluster: KubectlCluster, namespace: str) 
     cluster.apply(_build_pod("server", SERVE, node="node-6"), namespace)
     address = _wait_for_address(cluster, namespace, "server")
     url = f"http://{address}:8000"
-    wait_for(lambda: is_answering(url), 10, "the pod answers")
+    wait_for(lambda: is_answering(url), 120, "the pod answers")
     faults.disconnect_node("node-6")
     try:
         assert not is_answering(url)
         assert len(faults.list_container_pids(namespace, "server", "main")) == 1, "it is unreachable, not dead"
     finally:
         faults.reconnect_node("node-6")
-    wait_for(lambda: is_answering(url), 10, "the pod answers again")
+    wait_for(lambda: is_answering(url), 120, "the pod answers again")
 
 
 def test_a_slow_link_slows_what_crosses_it(cluster: KubectlCluster, namespace: str) -> None:
@@ -176,7 +176,7 @@ def test_a_slow_link_slows_what_crosses_it(cluster: KubectlCluster, namespace: s
     )
     cluster.apply(_build_pod("server", ["sh", "-c", megabyte], node="node-5"), namespace)
     url = f"http://{_wait_for_address(cluster, namespace, 'server')}:8000/megabyte"
-    wait_for(lambda: is_answering(url), 10, "the pod answers")
+    wait_for(lambda: is_answering(url), 120, "the pod answers")
     faults.slow_link("node-5", "4mbit")
     try:
         slow_seconds = _time_download(url)
@@ -201,9 +201,9 @@ def test_the_api_server_restarts_and_prometheus_goes_and_comes(cluster: KubectlC
 def test_a_crashed_container_is_back_within_seconds(cluster: KubectlCluster, namespace: str) -> None:
     cluster.apply(_build_pod("server", SERVE, restart="Always"), namespace)
     _wait_for_address(cluster, namespace, "server")
-    for crash in range(1, 4):  # the usual back-off would be 10, 20, 40 s
+    for crash in range(1, 6):  # the usual back-off would be 0, 10, 20, 40, 80 s
         faults.signal_process(faults.list_container_pids(namespace, "server", "main")[0], signal.SIGKILL)
-        wait_for(partial(_has_restarted, cluster, namespace, "server", crash), 8, f"restart {crash}")
+        wait_for(partial(_has_restarted, cluster, namespace, "server", crash), 35, f"restart {crash}")
 
 
 def test_up_restores_a_cluster_whose_processes_were_all_killed(cluster: KubectlCluster, namespace: str) -> None:
@@ -211,13 +211,13 @@ def test_up_restores_a_cluster_whose_processes_were_all_killed(cluster: KubectlC
     _wait_for_address(cluster, namespace, "survivor")
     cgroups.kill_cgroup(cgroups.CLUSTER_CGROUP)
     killed = _start_python("testcluster", "up")
-    wait_for(lambda: len(_list_daemons()) >= 5, 20, "half of the daemons are up")
+    wait_for(lambda: len(_list_daemons()) >= 5, 120, "half of the daemons are up")
     killed.kill()
     killed.wait()
     testcluster.cluster.bring_up()
-    wait_for(partial(_has_restarted, cluster, namespace, "survivor", 1), 30, "the pod runs again")
+    wait_for(partial(_has_restarted, cluster, namespace, "survivor", 1), 120, "the pod runs again")
     address = _wait_for_address(cluster, namespace, "survivor")
-    wait_for(lambda: is_answering(f"http://{address}:8000"), 20, "the pod answers")
+    wait_for(lambda: is_answering(f"http://{address}:8000"), 120, "the pod answers")
 
 
 def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(
@@ -231,7 +231,7 @@ def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(
         first = wait_for(
             lambda: _find_new_daemon("node-3-kubelet", than=daemons["node-3-kubelet"]), 20, "there is a kubelet"
         )
-        wait_for(lambda: _find_new_daemon("node-3-kubelet", than=first), 20, "there is another after it")
+        wait_for(lambda: _find_new_daemon("node-3-kubelet", than=first), 120, "there is another after it")
     finally:
         faults.signal_process(daemons["node-3-containerd"], signal.SIGCONT)
     assert up.wait(60) == 0
@@ -276,7 +276,7 @@ def _wait_for_address(cluster: KubectlCluster, namespace: str, pod: str) -> str:
         running = any("running" in container["state"] for container in status.get("containerStatuses", []))
         return status["podIP"] if running else None
 
-    return wait_for(address, 30, f"pod {pod} runs")
+    return wait_for(address, 120, f"pod {pod} runs")
 
 
 def _read_phase(cluster: KubectlCluster, namespace: str, pod: str) -> str:

@@ -29,7 +29,7 @@ WIDTH = 384
 """A step sends 1.2 MB from each of two ranks: with 0.19 s on a link of its own, most of a step."""
 NODES = {"one": ["node-1", "node-2"], "two": ["node-4", "node-5"]}
 """Of each job: one below leaf l1, one below l2."""
-REPLANNED_SECONDS = 30.0
+REPLANNED_SECONDS = 120.0
 LONG = 1_000_000  # steps: until the test ends it
 
 
@@ -40,7 +40,7 @@ def network(cluster: KubectlCluster) -> Iterator[LeafSpine]:
     try:
         faults.shape_uplinks(RATE)
         cluster.apply(fabric.build_manifest())
-        wait_for(lambda: is_true(cluster, "LeavesResolved"), 30, "the operator has resolved the leaves")
+        wait_for(lambda: is_true(cluster, "LeavesResolved"), 120, "the operator has resolved the leaves")
         yield fabric.get_network()
     finally:
         cluster.kubectl("delete", "fabric", fabric.NAME, "--ignore-not-found")
@@ -54,7 +54,7 @@ def jobs(cluster: KubectlCluster) -> Iterator[list[ClusterJob]]:
         for name in NODES:  # the second is planned around the first
             job = ClusterJob.apply(cluster, namespace, build_job_across_leaves(name))
             job.wait_for_phase("Running", timeout=120)
-            job.wait_until(partial(are_paths_in_force, job), 60, f"the flows of {name} are on their routes")
+            job.wait_until(partial(are_paths_in_force, job), 120, f"the flows of {name} are on their routes")
             made.append(job)
         yield made
         for job in made:
@@ -76,7 +76,7 @@ def build_job_across_leaves(name: str) -> dict[str, Any]:
 def test_jobs_across_the_same_leaves_have_spines_of_their_own(
     cluster: KubectlCluster, network: LeafSpine, jobs: list[ClusterJob]
 ) -> None:
-    status = wait_for(lambda: find_planned_status(cluster, 4), 30, "all flows are planned")
+    status = wait_for(lambda: find_planned_status(cluster, 4), 120, "all flows are planned")
     assert (status["maxLoad"], status["lowerBound"], status["deadLinks"]) == (1, 1, 0)
     assert read_condition(cluster, "Planned")["reason"] == "AtLowerBound"
     described = cluster.kubectl("describe", "fabric", fabric.NAME)
@@ -101,7 +101,7 @@ def test_the_dashboards_show_it(jobs: list[ClusterJob]) -> None:
     ]
     assert of_fabrics
     for query in of_fabrics:
-        wait_for(partial(has_answers, query), 30, f"Prometheus answers {query}")
+        wait_for(partial(has_answers, query), 120, f"Prometheus answers {query}")
 
 
 def test_labels_that_are_removed_and_restored_move_no_flow(cluster: KubectlCluster, jobs: list[ClusterJob]) -> None:
@@ -109,12 +109,12 @@ def test_labels_that_are_removed_and_restored_move_no_flow(cluster: KubectlClust
     members, round_ = job.read_plan()["members"], job.status["round"]
     cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}-")
     try:
-        missed = wait_for(lambda: find_condition(cluster, "LeavesResolved", "NodesUnlabeled"), 20, "it is missed")
+        missed = wait_for(lambda: find_condition(cluster, "LeavesResolved", "NodesUnlabeled"), 120, "it is missed")
         assert "node-1" in missed["message"]
         job.wait_for_more_steps()
     finally:
         cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}=l1", "--overwrite")
-    wait_for(lambda: is_true(cluster, "LeavesResolved"), 20, "it is known again")
+    wait_for(lambda: is_true(cluster, "LeavesResolved"), 120, "it is known again")
     job.wait_for_more_steps()
     assert (job.read_plan()["members"], job.status["round"]) == (members, round_)
     assert are_paths_in_force(job)
@@ -160,7 +160,7 @@ def test_a_link_that_dies_is_planned_around_while_training_goes_on(
     finally:
         faults.heal_uplink("l1", dying)
         cluster.apply(fabric.build_manifest())
-    wait_for(lambda: (find_planned_status(cluster, 4) or {}).get("deadLinks") == 0, 10, "the link counts again")
+    wait_for(lambda: (find_planned_status(cluster, 4) or {}).get("deadLinks") == 0, 120, "the link counts again")
 
 
 def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one(
@@ -183,8 +183,8 @@ def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one
             faults.heal_uplink(*link)
         cluster.apply(fabric.build_manifest())
     for job in jobs:
-        job.wait_for_step(steps[job.name] + 10, timeout=90)
-    wait_for(lambda: is_true(cluster, "Planned"), 20, "all flows have routes again")
+        job.wait_for_step(steps[job.name] + 10, timeout=120)
+    wait_for(lambda: is_true(cluster, "Planned"), 120, "all flows have routes again")
 
 
 def has_answers(query: str) -> bool:

@@ -70,7 +70,7 @@ def test_it_is_installed_in_observe_only_mode_as_the_readme_says(
     release("uninstall", RELEASE, "--keep-history", "--no-hooks", "--ignore-not-found", "--wait")
     output = run_command(" ".join([install, "--set", settings, "--replace", *FORCE_OPTIONS]), cluster)
     assert "Remedies: Recommend; quarantine of nodes: Recommend." in output
-    cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", "-n", SYSTEM, "--timeout=60s", timeout=70)
+    cluster.kubectl("rollout", "status", f"deployment/{RELEASE}", "-n", SYSTEM, "--timeout=120s")
     output = run_command(check, cluster)
     assert output.startswith(("no TrainingJobs", "NAMESPACE"))
 
@@ -94,12 +94,12 @@ def test_an_upgrade_and_a_rollback_keep_what_is_stored(
     assert now["metadata"]["uid"] == stored["metadata"]["uid"]
     assert is_kept(stored["spec"], now["spec"]), "new fields may have come with their defaults"
     assert now["status"] == STATUS
-    wait_for(lambda: write_status(cluster, namespace, NEW_IN_STATUS), 30, "the new field is stored")
+    wait_for(lambda: write_status(cluster, namespace, NEW_IN_STATUS), 120, "the new field is stored")
     assert read_job(cluster, namespace)["status"] == STATUS | NEW_IN_STATUS
 
     release("rollback", RELEASE, before, *FORCE_OPTIONS)
     wait_until_known(cluster, leaf_crossings=False)
-    wait_for(lambda: is_same(read_job(cluster, namespace), stored), 30, "only the new fields are gone")
+    wait_for(lambda: is_same(read_job(cluster, namespace), stored), 120, "only the new fields are gone")
     cluster.kubectl("patch", "tj", "gpt", "-n", namespace, "--type=merge", "--patch", '{"spec":{"suspend":true}}')
     assert cluster.list("fabrics") == [], "a kind that the version before does not have stays, and does no harm"
 
@@ -115,7 +115,7 @@ def run_command(command: str, cluster: KubectlCluster) -> str:
     path = [Path(sys.executable).parent, programs.find_kubectl().parent, os.environ["PATH"]]
     environment = os.environ | {"KUBECONFIG": str(cluster.kubeconfig), "PATH": os.pathsep.join(map(str, path))}
     done = subprocess.run(
-        ["bash", "-ec", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", "-ec", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -151,7 +151,7 @@ def wait_until_known(cluster: KubectlCluster, *, leaf_crossings: bool) -> None:
         status = schemas["components"]["schemas"]["dev.pacekeeper.v1alpha1.TrainingJob"]["properties"]["status"]
         return ("leafCrossings" in status["properties"]) is leaf_crossings
 
-    wait_for(published, 30, f"leafCrossings is {'known' if leaf_crossings else 'unknown'}")
+    wait_for(published, 120, f"leafCrossings is {'known' if leaf_crossings else 'unknown'}")
 
 
 def read_job(cluster: KubectlCluster, namespace: str) -> Any:

@@ -132,7 +132,7 @@ def test_a_pod_requests_it_by_its_label_unless_its_namespace_forbids_that(
     pod = BY_NAME["labeled"].pod
     assert LABEL_WATCHED not in create_pod(cluster, pod, other_namespace)["metadata"]["labels"]
     with scratch_namespace(cluster) as unlabeled:
-        wait_for(lambda: cluster.get("serviceaccount", "default", unlabeled), 30, "the namespace is ready")
+        wait_for(lambda: cluster.get("serviceaccount", "default", unlabeled), 120, "the namespace is ready")
         assert LABEL_WATCHED in create_pod(cluster, pod, unlabeled)["metadata"]["labels"]
         assert not is_watched(cluster, unlabeled)
 
@@ -188,7 +188,7 @@ def test_denials_that_the_sidecar_causes_are_recognized(
                 return str(error.stderr)
             return ""
 
-        note = wait_for(find_denial, 30, "the limits are enforced")
+        note = wait_for(find_denial, 120, "the limits are enforced")
     event = {
         "note": note,
         "regarding": {"kind": "Job", "namespace": "n", "name": "j"},
@@ -253,7 +253,7 @@ def test_a_running_pod_may_be_deleted_only_where_its_namespace_enables_restarts(
         return ""
 
     with labeled_namespace(cluster, **{LABEL_WATCH_RESTART: "enabled"}) as enabled, scratch_namespace(cluster) as other:
-        wait_for(lambda: cluster.get("serviceaccount", "default", other), 30, "the namespace is ready")
+        wait_for(lambda: cluster.get("serviceaccount", "default", other), 120, "the namespace is ready")
         for namespace in (enabled, other):
             create_pod(cluster, {"apiVersion": "v1", "kind": "Pod", **pod}, namespace, dry_run=False)
             running = ("--subresource=status", "--type=merge", "-p", json.dumps({"status": {"phase": "Running"}}))
@@ -337,11 +337,11 @@ def test_pods_that_cannot_start_switch_it_off_and_the_next_runs(cluster: Kubectl
         cluster.apply(job, namespace)
         state = wait_for(
             lambda: read_state(cluster) if read_state(cluster).get("enabled") == "false" else None,
-            60,
+            120,
             "the injection switches itself off",
         )
         assert "pacekeeper-payload" in state["reason"]
-        wait_for(lambda: is_gate_closed(cluster), 10, "bindings that exclude all pods")
+        wait_for(lambda: is_gate_closed(cluster), 120, "bindings that exclude all pods")
         wait_for(
             lambda: has_only_unwatched_pods(cluster, namespace), 180, "the Job has its pod again, without the watch"
         )

@@ -56,7 +56,7 @@ def watched_namespace(
     ):
         create_queue(cluster, namespace)
         yield namespace
-        cluster.kubectl("delete", "jobsets,jobs", "--all", "-n", namespace, "--timeout=60s", timeout=70)
+        cluster.kubectl("delete", "jobsets,jobs", "--all", "-n", namespace, "--timeout=120s")
 
 
 def create_queue(cluster: KubectlCluster, namespace: str) -> None:
@@ -200,7 +200,7 @@ def test_a_jobset_in_a_queue_is_one_watched_job_through_admission_restart_and_pr
 ) -> None:
     namespace = watched_namespace
     cluster.apply(build_jobset(create_master_service(cluster, namespace)), namespace)
-    wait_for(lambda: find_workload(cluster, namespace), 30, "Kueue has the JobSet's Workload")
+    wait_for(lambda: find_workload(cluster, namespace), 120, "Kueue has the JobSet's Workload")
     assert cluster.get("jobset", NAME, namespace)["spec"]["suspend"] is True
     assert list_training_pods(cluster, namespace) == []
 
@@ -232,8 +232,8 @@ def test_a_jobset_in_a_queue_is_one_watched_job_through_admission_restart_and_pr
 
     # A job of higher priority: Kueue suspends the JobSet, and its pods are deleted.
     cluster.apply(build_urgent_job(), namespace)
-    wait_for(lambda: find_condition(cluster, namespace, "Preempted"), 60, "Kueue preempts the JobSet")
-    cluster.kubectl("wait", f"job/{URGENT}", "--for=condition=Complete", "-n", namespace, "--timeout=90s", timeout=100)
+    wait_for(lambda: find_condition(cluster, namespace, "Preempted"), 120, "Kueue preempts the JobSet")
+    cluster.kubectl("wait", f"job/{URGENT}", "--for=condition=Complete", "-n", namespace, "--timeout=120s")
     job = wait_for_round(cluster, namespace, 3)
     causes = [incident["spec"]["cause"] for incident in cluster.list("incident", namespace)]
     assert sorted(causes) == ["crash", "worker-lost"], "the preemption is no crash"
@@ -265,7 +265,7 @@ def trainjob(cluster: KubectlCluster, watched_namespace: str) -> Iterator[dict[s
     for body in build_trainjob():
         cluster.apply(body, watched_namespace)
     yield cluster.get("trainjob", TRAINJOB, watched_namespace)
-    cluster.kubectl("delete", "trainjob", TRAINJOB, "-n", watched_namespace, "--timeout=60s", timeout=70)
+    cluster.kubectl("delete", "trainjob", TRAINJOB, "-n", watched_namespace, "--timeout=120s")
 
 
 def test_a_trainjob_is_the_root_of_its_watched_job(

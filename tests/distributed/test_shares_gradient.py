@@ -202,7 +202,7 @@ def test_a_filler_microbatch_has_no_weight(tmp_path: Path) -> None:
     first_is_done, second_has_its_own = tmp_path / "first is done", tmp_path / "second has its own"
 
     def wait_for(path: Path) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not path.exists():
             assert time.monotonic() < deadline, path
             time.sleep(0.01)

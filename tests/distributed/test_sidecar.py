@@ -54,7 +54,7 @@ class Operator:
     requests: WorkerRequests = field(default_factory=WorkerRequests)
     away: bool = False
     heartbeats: list[Heartbeat] = field(default_factory=list)
-    faults: list[FaultReport] = field(default_factory=list)
+    faults: dict[str, FaultReport] = field(default_factory=dict)  # by name: one whose answer is lost comes again
     evidence: list[Evidence] = field(default_factory=list)
     patterns: dict[str, bytes] = field(default_factory=dict)
     refused: int = 0
@@ -98,7 +98,8 @@ class Operator:
         return web.json_response(PollAnswer(self.plan, self.requests).to_json())
 
     async def _fault(self, request: web.Request) -> web.Response:
-        self.faults.append(FaultReport.from_json(await request.json()))
+        fault = FaultReport.from_json(await request.json())
+        self.faults[fault.name] = fault
         return web.Response(status=202)
 
     async def _evidence(self, request: web.Request) -> web.Response:
@@ -200,7 +201,7 @@ async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> No
         assert worker.runtime.fault(fault.name).exists()
         operator.away = False
         await wait_until(lambda: not worker.runtime.fault(fault.name).exists(), "acknowledged")
-    (taken,) = operator.faults
+    (taken,) = operator.faults.values()
     assert replace(taken, sent_at=None) == fault
     assert taken.sent_at is not None
     assert taken.sent_at > fault.noticed_at, "by which the operator computes its age"
@@ -345,7 +346,7 @@ async def test_the_end_of_the_launcher_is_reported_before_the_sidecar_ends(tmp_p
         await wait_until(lambda: operator.refused > refused, "another try")
         operator.away = False
     assert operator.heartbeats[-1].state is LauncherState.FINISHED
-    assert [replace(report, sent_at=None) for report in operator.faults] == [fault]
+    assert [replace(report, sent_at=None) for report in operator.faults.values()] == [fault]
 
 
 async def test_a_sidecar_without_an_operator_ends(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pacekeeper_analysis.whatif.command import main as analyze
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "testing/training/watched/training.py"
 PREFIX = "pacekeeper: "
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 """It only bounds a failure."""
 WATCH = f"""
 import sys

@@ -43,7 +43,8 @@ def run_lanes(parts: Sequence[Part], folder: Path) -> int:
     if runner.stopped_by is not None:
         print(f"Stopped by {signal.Signals(runner.stopped_by).name}.")
         return 128 + runner.stopped_by
-    print(summarize_run(results, time.monotonic() - start, folder))
+    results = [result.normalize(runner.slowdown) for result in results]
+    print(summarize_run(results, time.monotonic() - start, folder, runner.slowdown))
     return int(any(result.status for result in results) or exceeds_budget(results))
 
 

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from .clusters import Usage, read_clusters
 from .parts import ROOT, Part
+from .slowdown import SlowdownMeter
 
 PROGRESS_INTERVAL_SECONDS = 30
 GRACE_SECONDS = 20
@@ -29,6 +30,10 @@ class Result:
     status: int  # exit status; negative: the signal that ended the part
     wall_seconds: float = 0
     processor_seconds: float = 0
+
+    def normalize(self, slowdown: float) -> Result:
+        """Return the result with the processor seconds of the usual machine."""
+        return replace(self, processor_seconds=self.processor_seconds / slowdown)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Runner:
             self._lanes.setdefault(part.lane, deque()).append(part)
         self._folder, self._report, self._read_usage = folder, report, read_usage
         self._usage = Usage(read_usage())
+        self._meter = SlowdownMeter()
         self._poll = select.poll()
         self._running: dict[int, _Running] = {}  # by the descriptor of the process
         self._results: list[Result] = []
@@ -69,12 +75,18 @@ class Runner:
             while self._running and self.stopped_by is None:
                 ended = self._poll.poll(_SAMPLE_INTERVAL_SECONDS * 1000)
                 self._usage.add(self._read_usage())
+                self._meter.update(time.monotonic())
                 for descriptor, _ in ended:
                     self._finish_part(descriptor)
                 self._report_progress()
         finally:
             self._end_all()
         return self._results
+
+    @property
+    def slowdown(self) -> float:
+        """Return how many times as slow as usual the machine was, at least 1."""
+        return self._meter.slowdown
 
     def stop(self, signum: int) -> None:
         """Make `run` end all parts and return. A signal handler may call this."""

@@ -12,7 +12,7 @@ LOGS = ROOT / "build/test"
 BUDGET_SECONDS = 3600
 """Processor seconds of `make test`: 30 minutes on two processors. The budgets of all parts add up to no more."""
 BUDGET_LIMIT = 1.5
-"""A run fails if it uses more than this multiple of its budget: a loaded machine also costs processor time."""
+"""A run fails if it uses more than this multiple of its budget. Times are those of the usual machine (slowdown.py)."""
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,16 @@ class Counts:
         return Counts(self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped)
 
 
-def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path) -> str:
-    """Return what a person or CI reads last. Its last line counts the tests of all parts."""
+def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path, slowdown: float = 1.0) -> str:
+    """Return what a person or CI reads last. Its last line counts the tests of all parts.
+
+    `results` have the processor seconds of the usual machine, and `slowdown` is that of this one.
+    """
     failures = [_repeat_failures(result.part.name, folder) for result in results if result.status]
     over_budget = [result.part.name for result in results if result.processor_seconds > result.part.budget_seconds]
-    verdict = [f"Over their budget: {', '.join(over_budget)}."] if over_budget else []
+    verdict = [f"This machine was {slowdown:.2f} times as slow as usual: processor times are divided by that."]
+    if over_budget:
+        verdict.append(f"Over their budget: {', '.join(over_budget)}.")
     if exceeds_budget(results):
         verdict.append(
             f"FAILED: the run used more than {BUDGET_LIMIT:g} times its budget of processor time."

@@ -9,6 +9,7 @@ import pytest
 from tests.run.clusters import Usage
 from tests.run.lanes import Result
 from tests.run.parts import Part
+from tests.run.slowdown import INTERVAL_SECONDS, USUAL_SECONDS, SlowdownMeter
 from tests.run.summary import Counts, count_tests, exceeds_budget, extract_failures, format_table, summarize_run
 
 
@@ -55,6 +56,26 @@ def test_parts_over_their_budget_are_named_and_failures_repeated(tmp_path: Path)
     lines = summarize_run([build_result("a", 101), build_result("b", 7, status=1)], 70, tmp_path).splitlines()
     assert lines[:4] == ["b failed:", "b | === FAILURES ===", "b | why", "b | === 1 failed in 2s ==="]
     assert lines[-2:] == ["Over their budget: a.", "0 passed, 1 failed"]
+
+
+def test_a_slow_machine_does_not_exceed_the_budget() -> None:
+    measurements = iter([USUAL_SECONDS, 2 * USUAL_SECONDS, 9 * USUAL_SECONDS])
+    meter = SlowdownMeter(lambda: next(measurements))
+    assert meter.slowdown == 1
+    meter.update(0.0)
+    meter.update(INTERVAL_SECONDS / 2)  # not due
+    meter.update(INTERVAL_SECONDS)
+    meter.update(2 * INTERVAL_SECONDS)
+    assert meter.slowdown == 2, "the median"
+    used = build_result("a", 250)
+    assert exceeds_budget([used])
+    assert not exceeds_budget([used.normalize(meter.slowdown)])
+
+
+def test_a_fast_machine_changes_nothing() -> None:
+    meter = SlowdownMeter(lambda: USUAL_SECONDS / 2)
+    meter.update(0.0)
+    assert meter.slowdown == 1
 
 
 def test_failed_tests_are_named_below_the_table(tmp_path: Path) -> None:

@@ -123,12 +123,16 @@ class Sidecar:
     async def _deliver_faults(self) -> None:
         """Send each fault until the operator has acknowledged it, several at once: none waits for another."""
         deliveries: dict[str, asyncio.Task[None]] = {}
-        while True:
-            deliveries = {name: task for name, task in deliveries.items() if not task.done()}
-            for name in self._monitor.list_faults():
-                if name not in deliveries:
-                    deliveries[name] = asyncio.create_task(self._deliver_fault(name))
-            await asyncio.sleep(self._monitor.poll_interval_seconds)
+        try:
+            while True:
+                deliveries = {name: task for name, task in deliveries.items() if not task.done()}
+                for name in self._monitor.list_faults():
+                    if name not in deliveries:
+                        deliveries[name] = asyncio.create_task(self._deliver_fault(name))
+                await asyncio.sleep(self._monitor.poll_interval_seconds)
+        finally:  # the final reports have them again
+            for task in deliveries.values():
+                task.cancel()
 
     async def _deliver_fault(self, name: str) -> None:
         backoff, fault = RetryBackoff(), self._monitor.read_fault(name)
