@@ -63,6 +63,25 @@ class RecordingClient:
         self.faults.append(FaultReport.from_json(json.loads(json.dumps(fault.to_json()))))
 
 
+class UnresponsiveClient(RecordingClient):
+    """An operator that answers the first delivery never, and the next at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = 0
+        self.waiting = 0  # deliveries
+        self._is_first = True
+
+    async def send_fault(self, fault: FaultReport) -> None:
+        if self._is_first:
+            self._is_first, self.waiting = False, 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.waiting = 0
+        await super().send_fault(fault)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     WatchFolder(tmp_path).create()
@@ -278,6 +297,19 @@ async def test_what_happened_last_is_sent_before_the_sidecar_ends(folder: Path, 
         os.close(lock)
         task.cancel()
     assert [(fault.rank, fault.exit_code) for fault in client.faults] == [(0, int(leaves_message))]
+
+
+async def test_a_delivery_that_waits_for_its_answer_ends_before_the_final_one(folder: Path) -> None:
+    """Otherwise the fault is sent by both, until the process ends."""
+    client = UnresponsiveClient()
+    lock = describe_rank(folder, 0, 0, 1)
+    async with run_sidecar(folder, client) as task:
+        await wait_until(lambda: client.knows_ranks)
+        (folder / "ends/0.json").write_text(json.dumps({"pid": 100, "at": 1001.0, "kind": "E", "error": "E"}))
+        os.close(lock)
+        await wait_until(lambda: client.waiting)
+        task.cancel()
+    assert (client.waiting, len(client.faults)) == (0, 1)
 
 
 def test_a_terminated_sidecar_ends_with_code_0(folder: Path) -> None:
