@@ -115,7 +115,7 @@ class TestMistakes:
     ) -> None:
         job = jobs("template")
         job.wait_until(
-            lambda: job.get_condition("InvalidTemplate").get("status") == "True", 30, "the template is refused"
+            lambda: job.get_condition("InvalidTemplate").get("status") == "True", 120, "the template is refused"
         )
         assert 'volumeMounts[0].name: Not found: "scratch"' in job.get_condition("InvalidTemplate")["message"]
         assert not job.list_pods()
@@ -168,7 +168,7 @@ def test_a_job_trains_completes_and_is_removed_after_its_ttl(jobs: Callable[[str
     assert (status["step"], status["lastCheckpointStep"], status["round"], status["restarts"]) == (40, 40, 1, 0)
     assert job.get_condition("Complete")["status"] == "True"
     job.wait_until(
-        lambda: {pod["status"]["phase"] for pod in job.list_pods()} == {"Succeeded"}, 10, "the sidecars end, too"
+        lambda: {pod["status"]["phase"] for pod in job.list_pods()} == {"Succeeded"}, 120, "the sidecars end, too"
     )
     assert {pod["metadata"]["name"] for pod in job.list_pods()} == {"gpt-w0-0", "gpt-w1-0"}, "they stay for their logs"
     assert "done: 40 steps" in job.cluster.kubectl("logs", "gpt-w0-0", "-c", "trainer", "-n", job.namespace)
@@ -176,7 +176,7 @@ def test_a_job_trains_completes_and_is_removed_after_its_ttl(jobs: Callable[[str
 
     job.patch(runPolicy={"ttlSecondsAfterFinished": 1})
     job.wait_until_deleted(timeout=120)
-    assert not job.list_incidents()
+    assert [incident["spec"] for incident in job.list_incidents()] == []
 
 
 class TestLong:
@@ -358,7 +358,7 @@ class TestLong:
         assert "only recommended" in job.run_cli("incidents", incident["metadata"]["name"])
         job.run_cli("resume", job.name)
         job.wait_until(
-            lambda: len(job.list_start_steps()) > len(began), 30, "the ranks are restarted once that is allowed"
+            lambda: len(job.list_start_steps()) > len(began), 120, "the ranks are restarted once that is allowed"
         )
         job.wait_for_more_steps()
         assert list_uids(job) == pods

@@ -65,7 +65,7 @@ class TestLong:
         faults.stop_prometheus()
         try:
             calm.wait_until(
-                lambda: calm.get_condition("MetricsAvailable")["status"] == "False", 40, "the condition reports it"
+                lambda: calm.get_condition("MetricsAvailable")["status"] == "False", 120, "the condition reports it"
             )
             assert "GPU errors cannot be detected" in calm.get_condition("MetricsAvailable")["message"]
             calm.crash_rank(0)
@@ -89,7 +89,7 @@ class TestLong:
         assert node not in list_cordoned(cluster)
         assert len(calm.list_incident_names() - known) == 4, "one each"
         calm.wait_until(
-            lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 40, "the condition reports it"
+            lambda: calm.get_condition("MetricsAvailable")["status"] == "True", 120, "the condition reports it"
         )
 
     def test_an_upgrade_and_an_uninstall_do_not_touch_the_workers(

@@ -271,12 +271,12 @@ class TestLife:
 
         async def within_seconds(condition: Callable[[], bool]) -> None:
             await registry.refresh()  # instead of a watch
-            await asyncio.to_thread(wait_for, condition, 10, "what the user requested")
+            await asyncio.to_thread(wait_for, condition, 120, "what the user requested")
 
         create_manually(cluster, approved=True)
         await within_seconds(lambda: is_held(cluster))
         released = asyncio.create_task(asyncio.to_thread(cluster.run_cli, "release", NODE, "--yes"))
-        await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 20, "the user has requested it")
+        await asyncio.to_thread(wait_for, lambda: is_ending(cluster), 120, "the user has requested it")
         await within_seconds(lambda: is_free(cluster) and cluster.get("nodequarantine", NODE) is None)
         assert "is released" in await released
         loop.cancel()

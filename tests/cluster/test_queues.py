@@ -135,7 +135,7 @@ def test_a_job_that_is_sent_to_another_cluster_reports_its_end_in_both(
         copy = stand_in.send_to_worker_cluster(job, there)
         copy.wait_for_phase("Complete", timeout=120)
         copy.wait_until(
-            lambda: find_workload_condition(copy, "Finished"), 40, "the queue there has received that it has ended"
+            lambda: find_workload_condition(copy, "Finished"), 120, "the queue there has received that it has ended"
         )
         assert find_workload_condition(copy, "Finished")["reason"] == "Succeeded"
         assert not job.list_pods()
@@ -168,7 +168,7 @@ def test_kueue_places_preempts_and_resumes_a_job(cluster: KubectlCluster, racks:
         job.wait_until_calm(spares=1)
         check_placement(job, racks, workers=2)
         job.wait_until(
-            lambda: find_workload_condition(job, "PodsReady").get("status") == "True", 30, "Kueue sees that it runs"
+            lambda: find_workload_condition(job, "PodsReady").get("status") == "True", 120, "Kueue sees that it runs"
         )
 
         # A pod that replaces another takes its place: the former spare keeps its own.
@@ -183,7 +183,7 @@ def test_kueue_places_preempts_and_resumes_a_job(cluster: KubectlCluster, racks:
         job.wait_until(lambda: find_workload_condition(job, "Preempted"), 120, "it is evicted")
         job.wait_until(lambda: has_no_pods(job), 120, "its pods are gone")
         job.wait_until(
-            lambda: find_workload_condition(job, "Evicted")["status"] == "False", 60, "it is admitted with fewer"
+            lambda: find_workload_condition(job, "Evicted")["status"] == "False", 120, "it is admitted with fewer"
         )
         assert job.status["lastCheckpointStep"] >= before
         job.wait_for_phase("Running", timeout=120)

@@ -229,7 +229,7 @@ def test_up_starts_a_kubelet_again_that_ends_because_its_containerd_is_busy(
         faults.signal_process(daemons["node-3-kubelet"], signal.SIGKILL)
         up = _start_python("testcluster", "up")
         first = wait_for(
-            lambda: _find_new_daemon("node-3-kubelet", than=daemons["node-3-kubelet"]), 20, "there is a kubelet"
+            lambda: _find_new_daemon("node-3-kubelet", than=daemons["node-3-kubelet"]), 120, "there is a kubelet"
         )
         wait_for(lambda: _find_new_daemon("node-3-kubelet", than=first), 120, "there is another after it")
     finally:

@@ -174,7 +174,7 @@ def test_the_fabric_reports_that_it_has_no_spine_and_jobs_resume_once_it_has_one
     try:
         cluster.apply(fabric.build_manifest())
         condition = wait_for(
-            lambda: find_condition(cluster, "Planned", "NoRoute"), 15, "there is no route for any flow"
+            lambda: find_condition(cluster, "Planned", "NoRoute"), 120, "there is no route for any flow"
         )
         assert condition["status"] == "False"
         assert all(job.name in condition["message"] for job in jobs), condition
