@@ -157,7 +157,9 @@ def apply_limits(cluster: KubectlCluster, namespace: str, kind: str, spec: dict[
     cluster.apply({"apiVersion": "v1", "kind": kind, "metadata": {"name": "limits"}, "spec": spec}, namespace)
     if kind == "ResourceQuota":
         wait_for(
-            lambda: "hard" in (cluster.get("resourcequota", "limits", namespace).get("status") or {}), 120, "quota known"
+            lambda: "hard" in (cluster.get("resourcequota", "limits", namespace).get("status") or {}),
+            120,
+            "quota known",
         )
     try:
         yield
