@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-USUAL_SECONDS = 0.02
+USUAL_SECONDS = 0.0115
 """Processor seconds of the work during a run on the machine for which the budgets are made."""
 INTERVAL_SECONDS = 10.0
 

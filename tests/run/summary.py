@@ -35,7 +35,7 @@ def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path, 
     """
     failures = [_repeat_failures(result.part.name, folder) for result in results if result.status]
     over_budget = [result.part.name for result in results if result.processor_seconds > result.part.budget_seconds]
-    verdict = [f"This machine was {slowdown:.2f} times as slow as usual: processor times are divided by that."]
+    verdict = [f"This machine was {slowdown:.3g} times as slow as usual: processor times are divided by that."]
     if over_budget:
         verdict.append(f"Over their budget: {', '.join(over_budget)}.")
     if exceeds_budget(results):
