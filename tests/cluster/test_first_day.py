@@ -52,7 +52,9 @@ def jobs(cluster: KubectlCluster) -> Iterator[Callable[[str], ClusterJob]]:
 
 def iterate_manifests() -> Iterator[dict[str, Any]]:
     yield build_paced_job("long", LONG, runPolicy={"cleanPodPolicy": "None"})
-    yield build_job_manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
+    checkpoint = {"everySteps": 20, "volumeClaimName": "gpt"}
+    # Where all jobs start at once, any rank is slow for a moment.
+    yield build_job_manifest("gpt", [*GPT, "--steps=40"], checkpoint=checkpoint, detection={"stragglerSlowdown": 10})
     for name in ("narrow", "beside"):  # on one claim
         yield build_paced_job(name, 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
     yield build_job_manifest(
