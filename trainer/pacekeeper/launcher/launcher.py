@@ -72,6 +72,8 @@ LAUNCHER_TICK_SECONDS = 0.05
 """Seconds between two polls of the plan file, the rings, and the clock. Everything else wakes the launcher at once."""
 
 _BIND_RETRY_SECONDS = 0.2
+_STORE_CLOSE_SECONDS = 3.0
+"""Seconds within which the store of the last round is closed. After that, ranks may reach it, and their round fails."""
 _GPU_POLL_INTERVAL_SECONDS = 1.0
 _SECOND_SIGNAL_SECONDS = 0.5
 """A signal counts as a second one if it arrives at least this many seconds after the first."""
@@ -423,6 +425,7 @@ class Launcher:
     def _open_store(self) -> int:
         """Have the warm process serve a new store for the next round's process group. Return its port."""
         address, port = self._settings.address, self._script.options.master_port
+        patience_seconds = _STORE_CLOSE_SECONDS if self._store_listener is not None else 0.0
         if self._store_listener is None and port:
             try:
                 self._store_listener = socket.create_server((address, port), family=_choose_address_family(address))
@@ -433,7 +436,7 @@ class Launcher:
         else:
             listener = socket.create_server((address, 0), family=_choose_address_family(address))
         try:
-            self._warm.open_store(address, listener)
+            self._warm.open_store(address, listener, patience_seconds)
             return int(listener.getsockname()[1])
         finally:
             if listener is not self._store_listener:

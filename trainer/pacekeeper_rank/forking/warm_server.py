@@ -167,7 +167,10 @@ def _fork_store_process(forget_parents_things: Callable[[], None]) -> socket.soc
 
 
 def _serve_stores(connection: socket.socket) -> None:
-    """Replace the store at each request. One process has all of them: its first one looks up the host's name."""
+    """Replace the store at each request. One process has all of them: its first one looks up the host's name.
+
+    A request has two files: the listener, and a pipe that receives a byte once the previous store is closed.
+    """
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
@@ -180,6 +183,9 @@ def _serve_stores(connection: socket.socket) -> None:
         if not message:
             return
         store = None  # it accepts no more at a port that the next one may get
+        with contextlib.suppress(BrokenPipeError):  # the launcher no longer waits
+            os.write(descriptors[1], b".")
+        os.close(descriptors[1])
         with socket.socket(fileno=os.dup(descriptors[0])) as listener:
             port = listener.getsockname()[1]
         address = json.loads(message)["store"]["address"]

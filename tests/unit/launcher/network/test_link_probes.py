@@ -187,7 +187,8 @@ async def test_the_number_of_pings_of_a_client_is_limited() -> None:
 async def test_unauthenticated_connections_fill_no_memory_and_block_no_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_probes, "PROBE_AUTHENTICATION_SECONDS", 120.0)
+    for limit in ("PROBE_AUTHENTICATION_SECONDS", "PROBE_CONNECTION_SECONDS", "PROBE_MEASUREMENT_SECONDS"):
+        monkeypatch.setattr(link_probes, limit, 120.0)
     async with run_server() as (serving, port):
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MAX_PROBE_CONNECTIONS)]
         async with asyncio.timeout(60):  # less than an unauthenticated connection is allowed

@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -114,14 +115,23 @@ class WarmProcess:
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self.connection, [message], files)
 
-    def open_store(self, address: str, listener: socket.socket) -> None:
+    def open_store(self, address: str, listener: socket.socket, patience_seconds: float = 0.0) -> None:
         """Request a new store for the ranks of the next round, in a process of its own. It replaces the previous one.
 
-        Ranks can connect to `listener` at once: their connections wait until the store accepts them.
+        Ranks can connect to `listener` at once: their connections wait until the store accepts them. If the previous
+        store has the same listener, it would accept them until it is closed: `patience_seconds` waits for that.
         """
         message = json.dumps({"store": {"address": address}}).encode()
-        with contextlib.suppress(ConnectionError):
-            socket.send_fds(self.connection, [message], [listener.fileno()])
+        closed, closing = os.pipe()
+        poll = select.poll()
+        poll.register(closed, select.POLLIN)
+        try:
+            with contextlib.suppress(ConnectionError):
+                socket.send_fds(self.connection, [message], [listener.fileno(), closing])
+                poll.poll(1000 * patience_seconds)
+        finally:
+            os.close(closed)
+            os.close(closing)
 
     def read_events(self) -> Iterator[RankForked | RankExited]:
         """Yield the events since the last call. Raises EOFError if the warm process has exited."""
