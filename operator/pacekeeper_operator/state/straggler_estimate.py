@@ -46,7 +46,7 @@ class StragglerEstimate:
     faults: tuple[FaultEstimate, ...]
     proposals: tuple[Proposal, ...] = ()
     wants_steps: bool = False  # single steps would tell more than the means
-    weighed_request: str = ""  # the last evidence request whose answers count
+    settled_request: str = ""  # the last evidence request that nothing more is expected of
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -65,3 +65,5 @@ class EstimatorMemory:
     estimator: StragglerEstimator = field(repr=False)
     account: Account = field(default_factory=Account, repr=False)
     estimate: StragglerEstimate = field(default_factory=lambda: StragglerEstimate(()))
+    request: str = ""  # the open evidence request; "": none
+    request_since: float = 0.0  # when it was first seen

@@ -12,6 +12,7 @@ from pacekeeper_analysis.estimator.observations import MetricsWindow, StepWindow
 from pacekeeper_analysis.estimator.parameters import PROBABLE
 from pacekeeper_analysis.estimator.proposal import REPLACE_REMEDY, TrainingSetup, propose_strategies
 from pacekeeper_analysis.protocol.plan import Stop, SyncMode
+from pacekeeper_analysis.protocol.reports import RankWindow
 from pacekeeper_analysis.protocol.requests import EvidencePart, EvidenceRequest
 from pacekeeper_analysis.stragglers import strategies
 
@@ -44,9 +45,10 @@ def advance_estimate(
     plan, progress, now = observation.plan, observation.progress, observation.now
     if plan.stop is not Stop.NO or progress.training_since is None or means is None:
         return memory
-    memory = _follow_plan(memory, observation, policy, means)
+    memory = _follow_request(_follow_plan(memory, observation, policy, means), observation)
     estimator, estimate, position = memory.estimator, memory.estimate, memory.estimator.position
-    window = _read_steps(observation, estimate)
+    answers = _collect_answers(observation, estimate)
+    window = StepWindow.from_rank_windows(answers)
     if window is not None:
         # The next request is for later steps: the same ones would tell nothing new.
         estimator = estimator.observe_steps(window, now).request_steps(progress.step or 0)
@@ -62,8 +64,9 @@ def advance_estimate(
             faults=tuple(_describe_faults(estimator)),
             proposals=estimate.proposals if window is None and not result.proposals else result.proposals,
         )
-    if window is not None and observation.requests.evidence is not None:
-        estimate = replace(estimate, weighed_request=observation.requests.evidence.name)
+    if answers or now - memory.request_since >= straggler.MAX_EVIDENCE_REQUEST_SECONDS:
+        # Late answers may share no step with the others. Neither these nor missing ones may block further requests.
+        estimate = replace(estimate, settled_request=observation.requests.evidence_name)
     estimate = replace(estimate, wants_steps=wants_steps and (progress.step or 0) > estimator.requested_step)
     return replace(memory, estimator=estimator, estimate=estimate)
 
@@ -75,15 +78,15 @@ def _may_propose(memory: EstimatorMemory) -> bool:
 
 
 def update_estimator_request(observation: Observation, _policy: Policy) -> DesiredState:
-    """Request the steps that the estimator lacks, and drop answered requests.
+    """Request the steps that the estimator lacks, and drop settled requests.
 
     The rules must not notice: nothing is requested where they weigh answers, or may want to ask.
     """
     desired, estimate, evidence = observation.desired, observation.estimate, observation.requests.evidence
     if evidence is not None:
         is_own = evidence.name.startswith(f"{REQUEST_KIND}-")
-        answered = estimate is not None and estimate.weighed_request == evidence.name
-        return desired.with_requests(evidence=None) if is_own and answered else desired
+        settled = estimate is not None and estimate.settled_request == evidence.name
+        return desired.with_requests(evidence=None) if is_own and settled else desired
     if estimate is None or not estimate.wants_steps or _may_ask_themselves(observation):
         return desired
     name = desired.requests.build_next_name(REQUEST_KIND, observation.nonce)
@@ -145,11 +148,15 @@ def _follow_plan(
     layout = JobLayout(plan.world_size, nproc, share, managed)
     if memory is None or replace(memory.estimator.layout, equal_share=share) != layout:
         estimator = StragglerEstimator.create(layout, now)
-        return EstimatorMemory(plan.membership, observation.progress.round, workers, setup, estimator)
+        estimate = StragglerEstimate((), settled_request=observation.requests.evidence_name)
+        return EstimatorMemory(
+            plan.membership, observation.progress.round, workers, setup, estimator, estimate=estimate
+        )
     estimator, account = memory.estimator, memory.account
     if layout != estimator.layout:
         estimator = replace(estimator, layout=layout)
-    if (memory.membership, memory.round) != (plan.membership, observation.progress.round):
+    is_new_round = (memory.membership, memory.round) != (plan.membership, observation.progress.round)
+    if is_new_round:
         replaced = [index for index, pair in enumerate(zip(workers, memory.workers, strict=True)) if len({*pair}) > 1]
         estimator = estimator.begin_round(replaced, now)
         lost = account.lost_seconds.copy()
@@ -164,6 +171,8 @@ def _follow_plan(
     elif (setup.mode, setup.gc_every, setup.balanced) != (before.mode, before.gc_every, before.balanced):
         estimator = estimator.forget_expectations()
     estimate = memory.estimate if setup == before else replace(memory.estimate, proposals=())
+    if is_new_round:  # some of its answers are from the round before
+        estimate = replace(estimate, settled_request=observation.requests.evidence_name)
     return replace(
         memory,
         membership=plan.membership,
@@ -200,13 +209,19 @@ def _describe_setup(observation: Observation, policy: Policy) -> TrainingSetup:
     )
 
 
-def _read_steps(observation: Observation, estimate: StragglerEstimate) -> StepWindow | None:
-    """Return the answers to the open evidence request if they are complete and new."""
+def _follow_request(memory: EstimatorMemory, observation: Observation) -> EstimatorMemory:
+    """Return the memory with the time at which the open evidence request was first seen."""
+    name = observation.requests.evidence_name
+    return memory if name == memory.request else replace(memory, request=name, request_since=observation.now)
+
+
+def _collect_answers(observation: Observation, estimate: StragglerEstimate) -> tuple[RankWindow, ...]:
+    """Return the answers of all ranks to the open evidence request if they are complete and new."""
     request = observation.requests.evidence
-    if request is None or request.name == estimate.weighed_request or not straggler.is_steady(observation):
-        return None
+    if request is None or request.name == estimate.settled_request or not straggler.is_steady(observation):
+        return ()
     windows = tuple(window for answer in observation.evidence for window in answer.windows)
-    return StepWindow.from_rank_windows(windows) if len(windows) == observation.plan.world_size else None
+    return windows if len(windows) >= observation.plan.world_size else ()
 
 
 def _describe_faults(estimator: StragglerEstimator) -> Iterator[FaultEstimate]:

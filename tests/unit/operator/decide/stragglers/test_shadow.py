@@ -17,6 +17,7 @@ from pacekeeper_operator.api.training_job import Remedy
 from pacekeeper_operator.decide.effects import WriteIncident
 from pacekeeper_operator.decide.evaluate import evaluate_job, list_effects
 from pacekeeper_operator.decide.stragglers import shadow
+from pacekeeper_operator.decide.stragglers.straggler import MAX_EVIDENCE_REQUEST_SECONDS
 from pacekeeper_operator.state.desired_state import StragglerInvestigation
 from pacekeeper_operator.state.observation import Observation
 from pacekeeper_operator.state.straggler_estimate import EstimatedFault, EstimatorMemory
@@ -35,6 +36,8 @@ class ShadowedJob:
         self.slowdowns = np.ones(4)
         self.shares = np.full(4, float(SAMPLES))
         self.step, self.rng = 500, np.random.default_rng(0)
+        self.late_rank: int | None = None  # whose answers are from a window later
+        self.silent_worker = ""
 
     def draw_work(self) -> np.ndarray:
         noise = np.exp(0.02 * self.rng.standard_normal((STEPS, 4)))
@@ -66,7 +69,8 @@ class ShadowedJob:
     def answer(self, observation: Observation, own: np.ndarray, took: np.ndarray) -> tuple[Evidence, ...]:
         if (request := observation.requests.evidence) is None:
             return ()
-        numbers = tuple(range(self.step - STEPS + 1, self.step + 1))
+        numbers = range(self.step - STEPS + 1, self.step + 1)
+        late_numbers = range(self.step + 1, self.step + STEPS + 1)
         return tuple(
             Evidence(
                 request.name,
@@ -75,7 +79,7 @@ class ShadowedJob:
                 (
                     RankWindow(
                         rank=rank,
-                        steps=numbers,
+                        steps=tuple(late_numbers if rank == self.late_rank else numbers),
                         step_seconds=tuple(took),
                         compute_seconds=tuple(own[:, rank]),
                         samples=(int(self.shares[rank]),) * STEPS,
@@ -86,6 +90,7 @@ class ShadowedJob:
                 ),
             )
             for rank, member in enumerate(observation.plan.members)
+            if member.worker != self.silent_worker
         )
 
     def find_probability(self, fault: EstimatedFault) -> float:
@@ -121,6 +126,42 @@ def test_the_same_steps_are_not_requested_twice(job: ShadowedJob) -> None:
         job.run_pass()
     job.run_pass()
     assert job.memory.estimator.requested_step == job.step, "the answers cover these"
+
+
+def test_answers_that_share_no_step_are_dropped_and_later_steps_requested() -> None:
+    job = ShadowedJob()
+    job.late_rank = 3
+    job.run_pass()
+    request = job.observation.requests.evidence
+    job.run_pass()
+    assert job.observation.requests.evidence is None, "nothing more will come"
+    job.late_rank = None
+    job.run_pass()
+    assert job.observation.requests.evidence not in (None, request), "the steps are still lacking"
+    job.run_pass()
+    assert job.memory is not None
+    assert job.memory.estimator.knows_noise
+
+
+def test_a_worker_that_never_answers_blocks_no_other_request() -> None:
+    job = ShadowedJob()
+    job.silent_worker = "j-w2-0"
+    job.run_pass()
+    request, since = job.observation.requests.evidence, job.observation.now
+    assert request is not None
+    while job.observation.requests.evidence == request:
+        assert job.observation.now - since < 2 * MAX_EVIDENCE_REQUEST_SECONDS
+        job.run_pass()
+    assert job.observation.now - since >= MAX_EVIDENCE_REQUEST_SECONDS
+
+
+def test_a_request_ends_with_its_round(job: ShadowedJob) -> None:
+    job.silent_worker, job.slowdowns[0] = "j-w2-0", 1.3
+    while job.observation.requests.evidence is None:
+        job.run_pass()
+    job.observation = change_members(job.observation, round=2)
+    job.run_pass()
+    assert job.observation.requests.evidence is None, "some answers are from the round before"
 
 
 def test_a_slow_rank_is_published_and_shares_would_be_changed(job: ShadowedJob) -> None:
